@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
-from .lineage import Lineage, is_valueless, without_values
+from .lineage import Lineage, is_valueless
 from .plan import WAY_OUT, Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
@@ -277,7 +277,7 @@ class Decoder:
         self.lineage: Lineage | None = None
         if is_valueless(model):
             self.lineage = Lineage(model)
-            self.example = without_values(self.example)
+            self.example = self.lineage.given(self.example)
         with self.watched():
             plan, self.output = plan_of(model, self.example, example is None)
         blocks = members_of(model.get_submodule(plan.path))
@@ -287,8 +287,9 @@ class Decoder:
         whole = inputs_of(plan, self.example)
         first = plan.takes[0]
         why: Exception | None = None
-        # First without the ids, which only some models look at in later stages.
-        for ids in (False, True):
+        # First without the ids, which only some models look at in later stages; where there are no
+        # values, nobody knows which.
+        for ids in (False, True) if self.lineage is None else (True,):
             self.plan = replace(plan, ids=ids)
             try:
                 self.blocks = self.stages(range(1, plan.blocks + 1))

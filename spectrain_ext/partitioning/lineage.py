@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-_META = torch.device("meta")
+_CPU = torch.device("cpu")
 # They read how a tensor looks, and nothing of what is in it.
 _LOOKS = ("aten.new_", "aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
 
@@ -24,11 +24,13 @@ def is_valueless(*modules: nn.Module) -> bool:
 
 def without_values(value: Any) -> Any:
     """The same tensors on the meta device."""
-    return tree_map(lambda leaf: leaf.to(_META) if isinstance(leaf, Tensor) else leaf, value)
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
 class Lineage:
     """Inside ``with lineage.kept():`` every tensor is one without values, whose making is noted.
+
+    Wherever a model asks, they are on the CPU, so that it does what it does there.
 
     Two tensors are the same if the same operations made them, in the same order, of the same
     tensors of the model and of the batch. That says more than equal numbers of an example would.
@@ -40,7 +42,7 @@ class Lineage:
     def __init__(self, model: nn.Module) -> None:
         from torch._subclasses import FakeTensorMode
 
-        # transformers takes these for tensors that are traced, and asks none of them for values.
+        # transformers takes fake ones for tensors that are traced, and asks none for values.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._maker = _Maker()
         self.know(model, str)
@@ -50,9 +52,14 @@ class Lineage:
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             self._maker.know(tensor, full_name(name))
 
+    def given(self, value: Any) -> Any:
+        """What takes the place of tensors that come from outside."""
+        with self._fake:
+            return tree_map(self._maker.taken, value)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
-        with self._fake, _META, self._maker:
+        with self._fake, self._maker:
             yield
 
     def same(self, a: Tensor, b: Tensor) -> bool:
@@ -63,10 +70,13 @@ class _Maker(TorchDispatchMode):
     """Numbers what makes the contents of every storage."""
 
     def __init__(self) -> None:
+        from torch._subclasses import FakeTensor
+
         super().__init__()
+        self._inside = FakeTensor
         self._numbers: dict[Any, int] = {}  # of what has been seen so far: equal ones have one
         self._contents: dict[int, int] = {}  # of a storage
-        self._stand_ins: dict[int, Tensor] = {}  # for tensors with values
+        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
         self._alive: list[Tensor] = []  # so that no other storage gets an address that was noted
 
     def know(self, tensor: Tensor, name: str) -> None:
@@ -76,8 +86,10 @@ class _Maker(TorchDispatchMode):
         storage = _storage(tensor)
         if storage not in self._contents:
             # What comes from outside: one of few numbers is known by these, as 2.0 is.
-            known = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1024
-            content = bytes(tensor.untyped_storage().tolist()) if known else ("given", storage)
+            content: Any = ("given", storage)
+            if tensor.device.type == "cpu" and not isinstance(tensor, self._inside):
+                with _disable_current_modes():
+                    content = repr(tensor.tolist()) if tensor.numel() < 100 else content
             self._set(tensor, self._number(content))
         look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         return self._number((self._contents[storage], look))
@@ -91,11 +103,11 @@ class _Maker(TorchDispatchMode):
             self._contents[_storage(tensor)] = number
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        """What is computed with in the place of a tensor that has values."""
+        """What is computed with in the place of a tensor from outside."""
         key = id(tensor)
         if key not in self._stand_ins:
             self._stand_ins[key] = found = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
             )
             self._alive.append(tensor)
             self._set(found, self.origin(tensor))
@@ -104,9 +116,9 @@ class _Maker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(self._taken, (args, dict(kwargs or {})))
+        args, kwargs = tree_map(self.taken, (args, dict(kwargs or {})))
         if "device" in kwargs:
-            kwargs["device"] = _META
+            kwargs["device"] = _CPU
         name = str(func)
         looks = name.startswith(_LOOKS)
         number = self._number((name, self._described((args, kwargs), looks)))
@@ -123,8 +135,9 @@ class _Maker(TorchDispatchMode):
             self._set(tensor, self._number((number, index)))
         return made
 
-    def _taken(self, leaf: Any) -> Any:
-        return self._stand_in(leaf) if _is_tensor(leaf) and not leaf.is_meta else leaf
+    def taken(self, leaf: Any) -> Any:
+        outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
+        return self._stand_in(leaf) if outside else leaf
 
     def _described(self, value: Any, looks: bool) -> Any:
         if isinstance(value, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
-from .lineage import Lineage, is_valueless, without_values
+from .lineage import Lineage, is_valueless
 
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
@@ -134,7 +134,7 @@ def measure(
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = as_value(example_input, "example_input")
     if is_valueless(*blocks):
-        return Profile(tuple(_estimated(blocks, without_values(value))), ties)
+        return Profile(tuple(_estimated(blocks, value)), ties)
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
@@ -152,6 +152,7 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
     from torch.utils.flop_counter import FlopCounterMode
 
     lineage = Lineage(nn.ModuleList(blocks))
+    value = lineage.given(value)
     for index, block in enumerate(blocks):
         saved: dict[int, int] = {}
         own = {p.untyped_storage()._cdata for p in block.parameters()}
