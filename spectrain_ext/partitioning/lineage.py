@@ -45,12 +45,21 @@ class Lineage:
         # transformers takes fake ones for tensors that are traced, and asks none for values.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._maker = _Maker()
+        self._known: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
         self.know(model, str)
 
     def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
         """Have the tensors of a module known by the names that the model has for them."""
-        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-            self._maker.know(tensor, full_name(name))
+        for path, part in module.named_modules():
+            for key, tensor in chain(part._parameters.items(), part._buffers.items()):
+                if tensor is None or (id(part), key) in self._known:
+                    continue
+                self._maker.know(tensor, full_name(f"{path}.{key}" if path else key))
+                with self._fake:
+                    found = self._maker.taken(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        found = nn.Parameter(found, tensor.requires_grad)
+                self._known[id(part), key] = (part, key, tensor, found)
 
     def given(self, value: Any) -> Any:
         """What takes the place of tensors that come from outside."""
@@ -59,8 +68,14 @@ class Lineage:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        with self._fake, self._maker:
-            yield
+        try:
+            for module, key, _, stand_in in self._known.values():
+                setattr(module, key, stand_in)
+            with self._fake, self._maker:
+                yield
+        finally:
+            for module, key, tensor, _ in self._known.values():
+                setattr(module, key, tensor)
 
     def same(self, a: Tensor, b: Tensor) -> bool:
         return self._maker.origin(a) == self._maker.origin(b)

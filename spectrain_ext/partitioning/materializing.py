@@ -187,6 +187,7 @@ class _Filling:
                 _check(held, self._where, names, value.shape, kind_of(value.dtype))
                 held.put(held.new)  # if an initializer of a module around it has put another there
                 held.new.copy_(value)
+                del value  # before the next one is mapped
 
     def keep(self) -> None:
         """Have stages that come later, with a tensor that these have too, find what it is now."""

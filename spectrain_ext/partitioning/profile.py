@@ -153,28 +153,37 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
 
     lineage = Lineage(nn.ModuleList(blocks))
     value = lineage.given(value)
-    for index, block in enumerate(blocks):
-        saved: dict[int, int] = {}
-        own = {p.untyped_storage()._cdata for p in block.parameters()}
-        counter = FlopCounterMode(display=False)
-
-        def count(tensor: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage.nbytes()
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
-        with lineage.kept(), torch.enable_grad(), counter, hooks:
-            output = _checked(block(_entered(value, index)), index, index == len(blocks) - 1)
+    with lineage.kept(), torch.enable_grad():
+        for index, block in enumerate(blocks):
+            saved: dict[int, int] = {}
+            counter = FlopCounterMode(display=False)
+            with counter, torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
+                output = _checked(block(_entered(value, index)), index, index == len(blocks) - 1)
             value = each(output, Tensor.detach)
-        yield BlockProfile(
-            3e-12 * counter.get_total_flops(),
-            sum(tensor.nbytes for tensor in tensors_of(value)),
-            sum(p.nbytes for p in block.parameters()),
-            sum(saved.values()),
-            f"{index}: {type(block).__name__}",
-        )
+            yield BlockProfile(
+                3e-12 * counter.get_total_flops(),
+                sum(tensor.nbytes for tensor in tensors_of(value)),
+                sum(p.nbytes for p in block.parameters()),
+                sum(saved.values()),
+                f"{index}: {type(block).__name__}",
+            )
+
+
+def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
+    """Notes the bytes of every storage that autograd keeps, but for parameters."""
+    own = {p.untyped_storage()._cdata for p in block.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    return count
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
@@ -245,16 +254,8 @@ def _measured(
     if device is not None:
         value = each(value, lambda tensor: tensor.to(device))
     saved: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     # The first run is not timed: it counts, and warms what is cached.
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
         _, _, output = _forward_backward(block, value, index, last)
     times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
     seconds = statistics.median(whole for whole, _ in times)

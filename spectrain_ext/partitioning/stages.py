@@ -315,6 +315,12 @@ def _source(
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if is_valueless(model):
         example = without_values(example)
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                raise ValueError(
+                    f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
+                    "device; a model that is traced has to be there as a whole"
+                )
     plan, output = outline(model, example) if pretrained else (None, None)
     value = example if plan is None else one_of(plan, example)
     narrow: tuple[Tie, ...] = ()
