@@ -62,7 +62,10 @@ class Lineage:
                 self._known[id(part), key] = (part, key, tensor, found)
 
     def given(self, value: Any) -> Any:
-        """What takes the place of tensors that come from outside."""
+        """What takes the place of a batch; equal values do not make two of its tensors one."""
+        for index, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, Tensor):
+                self._maker.know(leaf, f"given {index}")
         with self._fake:
             return tree_map(self._maker.taken, value)
 
@@ -87,7 +90,7 @@ class _Maker(TorchDispatchMode):
     def __init__(self) -> None:
         from torch._subclasses import FakeTensor
 
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._inside = FakeTensor
         self._numbers: dict[Any, int] = {}  # of what has been seen so far: equal ones have one
         self._contents: dict[int, int] = {}  # of a storage
@@ -169,4 +172,5 @@ def _is_tensor(value: object) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found

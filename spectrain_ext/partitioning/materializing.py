@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -113,6 +113,7 @@ class _Filling:
         self._init = init
         self._held: dict[int, _Held] = {}
         self._own: dict[nn.Module, list[_Held]] = {}
+        self._where: object = None
         self._empty: dict[_Held, int] = {}  # to be initialized, and what version they have
         self._homes: dict[_Held, tuple[nn.Module, str, Initializer]] = {}  # what has done that
         self._overwritten: list[_Held] = []  # by another module that has them
@@ -143,7 +144,7 @@ class _Filling:
     def find(self, stored: Stored, strict: bool) -> None:
         """Find what the files have, and check it; nothing is read yet."""
         self._where = stored.path
-        known: Set[str] = {name for held in self._held.values() for name in held.names}
+        known = {name for held in self._held.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
         modules = (module for stage in self._stages for module in stage.modules())
         pretrained = next(filter(is_pretrained, modules), None)
@@ -168,12 +169,16 @@ class _Filling:
     def allocate(self) -> None:
         for held in self._held.values():
             old = held.old
-            made = _made.get(old, old)  # in an earlier call
-            new = torch.empty_like(old, device=self._device) if made.is_meta else made
-            new = new.to(self._device)
+            if (made := _made.get(old)) is not None:
+                held.source = None
+                new = made.to(self._device)
+            elif old.is_meta or held.source is not None:
+                new = torch.empty_like(old, device=self._device)
+            else:
+                new = old.to(self._device)
             if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
-            if made.is_meta and held.source is None:
+            if made is None and old.is_meta and held.source is None:
                 if _spoils(new):
                     new.fill_(torch.nan)
                 self._empty[held] = new._version
@@ -194,7 +199,7 @@ class _Filling:
         for module in self._own:
             vars(module).pop("origin", None)
         for held in self._held.values():
-            if held.old.is_meta and len(held.names) > 1:
+            if held.new is not held.old and len(held.names) > 1:
                 _made[held.old] = held.new
 
     def undo(self) -> None:

@@ -171,7 +171,8 @@ def partition(
         n_stages: how many stages, at least 1.
         example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or a mapping
             of names to tensors, on the model's device. For Hugging Face's decoders it may be
-            missing: token ids of one sequence are made up.
+            missing: token ids of one sequence are made up. So it may for a list of blocks on the
+            meta device, which then count by parameters.
         split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
             ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
         before, after: run before the first of a list of blocks, and after the last one: modules,
@@ -195,6 +196,9 @@ def partition(
             modules that leave too few places to cut; the message names them. The stages of a
             Hugging Face model do not compute what it does, in evaluation on the example.
         RuntimeError: torch.export cannot trace the model in the mode that it is in.
+
+    A model on the meta device is cut without values: blocks count by operations, see ``measure``,
+    and ``materialize`` gives each stage its values afterwards.
 
     Stages know the model's names of their parameters; those of a list with ``before`` or ``after``
     are ``before.*``, ``blocks.0.*``, ..., ``after.*``.

@@ -64,13 +64,13 @@ class Stored:
             raise CheckpointError(f"{self.path}: expected {_ONE} or {_INDEX} there")
         try:
             places = json.loads(read_bounded(index, _LARGEST))["weight_map"]
-            files = {str(key): str(file) for key, file in places.items()}
+            files = {str(key): str(name) for key, name in places.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: cannot be read, {error!r}") from error
-        for key, file in files.items():
-            if Path(file).name != file:
-                raise CheckpointError(f"{index}: {key!r} is in {file!r}, which is no file's name")
-        return {key: self.path / file for key, file in files.items()}
+        for key, name in files.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: {key!r} is in {name!r}, which is no file's name")
+        return {key: self.path / name for key, name in files.items()}
 
     def look(self, key: str) -> tuple[list[int], str]:
         """Return the shape of a tensor, and what kind of numbers it holds."""
@@ -183,8 +183,8 @@ class _Conversions:
         for key, pattern in given:
             converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
         made = converter.convert(names[0], model=self._model, config=self._model.config)
-        tensor = made[name]
-        return tensor[0] if isinstance(tensor, list) else tensor
+        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return found
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
