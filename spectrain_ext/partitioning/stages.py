@@ -93,7 +93,8 @@ def _mark(stages: Sequence[Any]) -> None:
         stage.cut_place = (k, len(stages))
         for name, p in stage.named_parameters(remove_duplicate=False):
             tied.setdefault(p, []).append(stage.full_name(name))
-        everything.update(stage.full_name(name) for name, _ in stage.named_buffers())
+        buffers = stage.named_buffers(remove_duplicate=False)
+        everything.update(stage.full_name(name) for name, _ in buffers)
     names = frozenset(everything.union(*tied.values()))
     for stage in stages:
         stage.cut_names = names
