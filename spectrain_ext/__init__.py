@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from spectrain_ext import checkpoint, partitioning
     from spectrain_ext.distributed import DistributedPipeline
     from spectrain_ext.observation import Metrics, Trace
-    from spectrain_ext.partitioning import partition
+    from spectrain_ext.partitioning import materialize, partition
 
 # What the library has to say goes to whoever asks for it, and nowhere else.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
@@ -92,6 +92,7 @@ __all__ = [
     "hybrid",
     "interleaved",
     "laws",
+    "materialize",
     "methods",
     "optim",
     "partition",
@@ -116,6 +117,7 @@ _LATER = {
     "Metrics": "observation",
     "Trace": "observation",
     "checkpoint": "",
+    "materialize": "partitioning",
     "partition": "partitioning",
     "partitioning": "",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +41,7 @@ def save(
     sampler: Sampler | None = None,
     extra: object = None,
     overwrite: bool = False,
+    only_model: bool = False,
     first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -54,6 +56,9 @@ def save(
         sampler: its state is saved.
         extra: anything of JSON's types, and tuples.
         overwrite: replace a checkpoint of this name.
+        only_model: write parameters and module buffers, without optimizers, schedulers and float32
+            masters, as to hand a trained model on. ``load(only_model=True)`` reads it, and so does
+            whatever reads a ``model.safetensors`` or an index of several.
         first_stage: index of the target's first stage, where the processes of a group hold stages
             of one model; None: what a pipeline says, 0 for a module. Every process calls this
             function with its own stages, and the same ``path`` on a file system they share.
@@ -83,6 +88,7 @@ def save(
             sampler=sampler,
             extra=extra,
             overwrite=overwrite,
+            only_model=only_model,
             first_stage=first_stage,
         ).write()
 
@@ -107,6 +113,7 @@ class Prepared:
         sampler: Sampler | None = None,
         extra: object = None,
         overwrite: bool = False,
+        only_model: bool = False,
         first_stage: int | None = None,
         committed: Callable[[], None] = lambda: None,  # called when the checkpoint has its name
     ) -> None:
@@ -117,6 +124,10 @@ class Prepared:
 
         def collect() -> Json:
             parts = parts_of(target, optimizer, scheduler, first_stage)
+            if only_model:
+                parts = [
+                    replace(part, optimizer=None, scheduler=None, masters={}) for part in parts
+                ]
             if peers.rank == 0:
                 storage.check_free(self._path, overwrite)
             document = _collected(parts, sampler, peers, self._tensors) | {

@@ -2,6 +2,7 @@
 
 from .blocks import Slice
 from .cut import Cut, StageEstimate, cut
+from .materializing import materialize
 from .profile import BlockProfile, Profile, Tie, measure
 from .stages import Partition, cut_at, mark_ties, partition, profile_of
 from .traced import TracedStage
@@ -18,6 +19,7 @@ __all__ = [
     "cut",
     "cut_at",
     "mark_ties",
+    "materialize",
     "measure",
     "partition",
     "profile_of",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .columns import Inputs
+from .lineage import Lineage, is_valueless
 from .plan import WAY_OUT, Plan, adapted, evaluated, hidden_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
@@ -279,11 +281,16 @@ class Decoder:
         self.model, prefix = adapted(given)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
-        plan, self.output = plan_of(model, self.example, example is None, more)
-        plan = replace(plan, prefix=prefix)
-        if given is not model:
-            with evaluated(given):
-                self.output = given(**plan.columns.of(self.example), **plan.fixed)
+        self.lineage: Lineage | None = None
+        if is_valueless(model):
+            self.lineage = Lineage(model)
+            self.example = self.lineage.given(self.example)
+        with self.watched():
+            plan, self.output = plan_of(model, self.example, example is None, more)
+            plan = replace(plan, prefix=prefix)
+            if given is not model:
+                with evaluated(given):
+                    self.output = given(**plan.columns.of(self.example), **plan.fixed)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)
@@ -291,8 +298,9 @@ class Decoder:
         whole = plan.columns.of(self.example)
         first = plan.columns.takes[0]
         why: Exception | None = None
-        # First without the ids, which only some models look at in later stages.
-        for ids in (False, True):
+        # First without the ids, which only some models look at in later stages; where there are no
+        # values, nobody knows which.
+        for ids in (False, True) if self.lineage is None else (True,):
             self.plan = replace(plan, ids=ids)
             try:
                 self.blocks = self.stages(range(1, plan.blocks + 1))
@@ -306,6 +314,10 @@ class Decoder:
             f"model: {type(model).__name__} cannot be cut between the blocks of {plan.path!r}: "
             f"{why}; {WAY_OUT}"
         ) from why
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Where a model without values is run."""
+        return nullcontext() if self.lineage is None else self.lineage.kept()
 
     @property
     def names(self) -> list[str]:
@@ -322,10 +334,13 @@ class Decoder:
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         """Return the stages that end before these blocks."""
-        return [
-            DecoderStage(self.model, self.plan, self._hollows, start, end)
-            for start, end in zip((0, *ends[:-1]), ends, strict=True)
-        ]
+        return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+    def _stage(self, start: int, end: int) -> DecoderStage:
+        stage = DecoderStage(self.model, self.plan, self._hollows, start, end)
+        if self.lineage is not None:
+            self.lineage.know(stage, stage.full_name)
+        return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
         """Raise ValueError if they do not compute what the model does, on the example."""
@@ -333,15 +348,18 @@ class Decoder:
         wanted = _tensors(self.output)
         same = len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=False):
-            same = same and a.shape == b.shape and _close(a, b)
+            same = same and a.shape == b.shape and self._alike(a, b)
         if not same:
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
 
+    def _alike(self, a: Tensor, b: Tensor) -> bool:
+        return _close(a, b) if self.lineage is None else self.lineage.same(a, b)
+
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
-        with evaluated(nn.ModuleList([self.model, *stages])):
+        with evaluated(nn.ModuleList([self.model, *stages])), self.watched():
             for stage in stages:
                 value = stage(value)
         return value
@@ -350,7 +368,7 @@ class Decoder:
         """Measure the blocks, without what each does only because it is a stage of its own."""
         given = self.plan.columns.of(self.example)
         profile = measure(self.blocks, given, repeats=repeats)
-        empty = DecoderStage(self.model, self.plan, self._hollows, 1, 1)
+        empty = self._stage(1, 1)
         around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]
 
         def alone(index: int, block: BlockProfile) -> BlockProfile:

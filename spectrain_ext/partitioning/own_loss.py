@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from spectrain_ext.rng import RNG_LOCK
 
 from .decoders import shadow
+from .lineage import Lineage
 from .plan import Plan, evaluated
 from .profile import untouched
 
@@ -87,7 +88,9 @@ class _Argument(NamedTuple):
     key: str
 
 
-def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | str:
+def own_loss(
+    model: Any, plan: Plan, example: object, output: Any, lineage: Lineage | None = None
+) -> OwnLoss | str:
     """Learn how a model computes its loss by watching it do so; or say why that cannot be."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
@@ -100,14 +103,14 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
     found: OwnLoss | str = ""
     try:
         with evaluated(model):
-            found = _learned(model, given, labels, plan)
+            found = _learned(model, given, labels, plan, lineage)
             if isinstance(found, OwnLoss):
                 # Whether it adds something in training; a single sample may be too few for that.
                 devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
                 draws = torch.random.fork_rng(devices)
                 with RNG_LOCK, untouched(model), draws, suppress(Exception):
                     model.train()
-                    trained = _learned(model, given, labels, plan)
+                    trained = _learned(model, given, labels, plan, lineage)
                     found = trained if isinstance(trained, str) else found
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
@@ -118,7 +121,11 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
 
 
 def _learned(
-    model: Any, given: Mapping[str, Tensor], labels: Mapping[str, Tensor], plan: Plan
+    model: Any,
+    given: Mapping[str, Tensor],
+    labels: Mapping[str, Tensor],
+    plan: Plan,
+    lineage: Lineage | None,
 ) -> OwnLoss | str:
     """What a model's loss is in the mode that it is in, if it is the same computed once more."""
     kind = type(model).__name__
@@ -131,7 +138,8 @@ def _learned(
 
     copied = shadow(model, {})
     vars(copied)["_loss_function"] = watched
-    output = copied(**given, **labels, **plan.fixed)
+    with nullcontext() if lineage is None else lineage.kept():
+        output = copied(**given, **labels, **plan.fixed)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs = calls[0]
@@ -147,18 +155,33 @@ def _learned(
     arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
     loss = OwnLoss(real, *arguments, tuple(labels))
     try:
-        found = loss(output, batch)
-        same = isinstance(found, Tensor) and torch.equal(found, output["loss"])
+        with nullcontext() if lineage is None else lineage.kept():
+            found = loss(output, batch)
+            assert isinstance(found, Tensor)
+            same = torch.equal if lineage is None else lineage.same
+            is_same = same(found, output["loss"])
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
-    if not same:
+    if not is_same:
         return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
+    if lineage is not None:  # that has no values: any will do
+        output, batch = (
+            {key: _with_values(value) for key, value in each.items()} for each in (output, batch)
+        )
     # A mean over all labels, or over all that have one before them?
     for predicted in (slice(None), slice(1, None)):
         summed = OwnLoss(real, *arguments, tuple(labels), predicted)
         if _is_quotient(loss, summed, output, batch):
             return summed
     return loss
+
+
+def _with_values(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape)
+    return torch.arange(value.numel()).view(value.shape) % 2
 
 
 def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str, Any]) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, tensors_of
 
+from .lineage import Lineage, is_valueless
+
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
 
@@ -136,7 +138,9 @@ def measure(
 
     Returns:
         The profile. Parameters, gradients, module buffers and the generators of random numbers are
-        as they were.
+        as they were. Where parameters are on the meta device nothing can be timed: a block counts
+        by the floating-point operations of its products and convolutions, 10^12 of them a second,
+        and a backward as two forwards.
 
     Raises:
         TypeError: a block that returns something else than these, and is not the last.
@@ -145,6 +149,8 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = as_value(example_input, "example_input")
+    if is_valueless(*blocks):
+        return Profile(tuple(_estimated(blocks, value)), ties)
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
@@ -155,6 +161,45 @@ def measure(
                 profile, value = _measured(block, value, index, last, repeats)
             found.append(profile)
     return Profile(tuple(found), ties)
+
+
+def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
+    """Of blocks without values, what is known of a run without running it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    lineage = Lineage(nn.ModuleList(blocks))
+    value = lineage.given(value)
+    with lineage.kept(), torch.enable_grad():
+        for index, block in enumerate(blocks):
+            saved: dict[int, int] = {}
+            counter = FlopCounterMode(display=False)
+            with counter, torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
+                output = _checked(block(_entered(value, index)), index, index == len(blocks) - 1)
+            value = each(output, Tensor.detach)
+            yield BlockProfile(
+                3e-12 * counter.get_total_flops(),
+                sum(tensor.nbytes for tensor in tensors_of(value)),
+                sum(p.nbytes for p in block.parameters()),
+                sum(saved.values()),
+                f"{index}: {type(block).__name__}",
+            )
+
+
+def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
+    """Notes the bytes of every storage that autograd keeps, but for parameters."""
+    own = {p.untyped_storage()._cdata for p in block.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    return count
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
@@ -225,16 +270,8 @@ def _measured(
     if device is not None:
         value = each(value, lambda tensor: tensor.to(device))
     saved: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     # The first run is not timed: it counts, and warms what is cached.
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
         _, _, output = _forward_backward(block, value, index, last)
     times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
     seconds = statistics.median(whole for whole, _ in times)
@@ -253,14 +290,7 @@ def _forward_backward(
     block: nn.Module, value: Value, index: int, last: bool
 ) -> tuple[float, float, Value]:
     """Seconds of both and of the forward, and what it returned."""
-
-    def entered(tensor: Tensor) -> Tensor:
-        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
-        leaf = tensor.detach()
-        differentiable = leaf.is_floating_point() or leaf.is_complex()
-        return leaf.requires_grad_(index > 0 and differentiable).clone()
-
-    given = each(value, entered)
+    given = _entered(value, index)
     with torch.enable_grad():
         _forget(given)
         start = time.perf_counter()
@@ -276,6 +306,16 @@ def _forward_backward(
         _wait(output)
         backward = time.perf_counter() - start
     return forward + backward, forward, each(output, Tensor.detach)
+
+
+def _entered(value: Value, index: int) -> Value:
+    def entered(tensor: Tensor) -> Tensor:
+        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
+        leaf = tensor.detach()
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        return leaf.requires_grad_(index > 0 and differentiable).clone()
+
+    return each(value, entered)
 
 
 def _forget(value: Value) -> None:

@@ -17,6 +17,7 @@ from .blocks import blocks_of, found_in, named, shared_of, slices_of, ties_of
 from .columns import BY_POSITION, Columns, columns_in
 from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
+from .lineage import is_valueless, without_values
 from .own_loss import OwnLoss, own_loss
 from .plan import adapted, is_pretrained, outline, takes_ids
 from .profile import Profile, Tie, agreed, counted, measure
@@ -57,8 +58,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
             if tie.first < end <= tie.last:
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
     stages = slices_of(named, ends)
-    mark_ties(stages)
-    _mark_places(stages)
+    _mark(stages)
     return stages
 
 
@@ -82,10 +82,26 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
             homes.setdefault(p, (k, name))
 
 
-def _mark_places(stages: Sequence[nn.Module]) -> None:
-    """Note in every stage which one it is, of how many: pipelines check that by ``check_order``."""
+def _mark(stages: Sequence[Any]) -> None:
+    """Note in every stage which one it is, of how many, and what the whole model has.
+
+    Pipelines check the former by ``check_order``; ``materialize`` knows by the names what files may
+    have, and by which others a tied parameter may be stored, its home's first.
+    """
+    mark_ties(stages)
+    tied: dict[nn.Parameter, list[str]] = {}
+    everything: set[str] = set()
     for k, stage in enumerate(stages):
-        stage.cut_place = (k, len(stages))  # type: ignore[assignment]
+        stage.cut_place = (k, len(stages))
+        for name, p in stage.named_parameters(remove_duplicate=False):
+            tied.setdefault(p, []).append(stage.full_name(name))
+        buffers = stage.named_buffers(remove_duplicate=False)
+        everything.update(stage.full_name(name) for name, _ in buffers)
+    names = frozenset(everything.union(*tied.values()))
+    for stage in stages:
+        stage.cut_names = names
+        own = stage.named_parameters(remove_duplicate=False)
+        stage.tied_names = {name: tied[p] for name, p in own if len(tied[p]) > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +124,7 @@ class Partition:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        mark_ties(self.stages)
-        _mark_places(self.stages)
+        _mark(self.stages)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
@@ -169,7 +184,8 @@ def partition(
             Other models are called with those columns as keyword arguments that their ``forward``
             has parameters for, as by ``forward(**batch)``; where these do not do, and one argument
             does, with a dict of all tensors. For Hugging Face's decoders it may be missing: token
-            ids of one sequence are made up; and for a list of blocks with a plan.
+            ids of one sequence are made up; and for a list of blocks with a plan, or on the meta
+            device, where they then count by parameters.
         plan: cut where ``spectrain plan`` says, without measuring: the file that it has written,
             its content, or the ``Plan`` of ``spectrain_ext.planning``. It has to be of a model with
             the same names of blocks. ``settings`` of the result say how it trains.
@@ -202,6 +218,9 @@ def partition(
             places to cut; the message names them. The stages of a Hugging Face model do not compute
             what it does, in evaluation on the example.
         RuntimeError: torch.export cannot trace the model in the mode that it is in.
+
+    A model on the meta device is cut without values: blocks count by operations, see ``measure``,
+    and ``materialize`` gives each stage its values afterwards.
 
     Stages know the model's names of their parameters; those of a list with ``before`` or ``after``
     are ``before.*``, ``blocks.0.*``, ..., ``after.*``.
@@ -335,7 +354,9 @@ def _source(
 
         def finish(stages: list[nn.Module]) -> OwnLoss | str:
             decoder.check(stages)
-            return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
+            return own_loss(
+                decoder.model, decoder.plan, decoder.example, decoder.output, decoder.lineage
+            )
 
         return _Source(
             *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
@@ -343,7 +364,10 @@ def _source(
             columns=decoder.plan.columns,
         )
     in_order = listed and split_points is None
-    if example is None and not (in_order and planned is not None):
+    own = blocks_of(model, before, after) if in_order else {}
+    parts = list(own.values())
+    bare = example is None and in_order and is_valueless(*parts)
+    if example is None and not bare and not (in_order and planned is not None):
         raise TypeError("example_input: expected a microbatch, got None")
     value: Value = () if example is None else example
     if in_order:
@@ -352,11 +376,23 @@ def _source(
                 "columns: of a list of blocks the first takes the whole batch, of which nothing is "
                 f"dropped; got {list(more)}"
             )
-        own = blocks_of(model, before, after)
-        parts = list(own.values())
-        return _Source(list(own), parts, partial(slices_of, own), partial(measure, parts, value))
+        measured: Callable[..., Profile] = partial(measure, parts, value)
+        if bare:
+
+            def measured(repeats: int, ties: tuple[Tie, ...]) -> Profile:
+                return counted(parts, ties)
+
+        return _Source(list(own), parts, partial(slices_of, own), measured)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if is_valueless(model):
+        value = example = without_values(example)
+        for name, buffer in model.named_buffers():
+            if not buffer.is_meta:
+                raise ValueError(
+                    f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
+                    "device; a model that is traced has to be there as a whole"
+                )
     plan, output, taken = None, None, None
     if pretrained:
         plan, output = outline(model, example, more=more)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .columns import BY_POSITION, Call, Columns
+from .lineage import is_valueless
 from .programs import Port, Program
 from .tracing import Mode, TracedModel, traces
 
@@ -209,6 +210,11 @@ class _Assembly:
                     constants += 1
             return _Bound(program, tuple(where[id(state[name])] for name in program.state))
 
+        if is_valueless(self._model):  # who has rules to initialize what is here
+            modules = dict(self._model.named_modules())
+            for path, owner in part.named_modules():
+                if path in modules:
+                    vars(owner)["origin"] = modules[path]
         kept: _Modes = {
             mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
             for mode, graphs in self._modes.items()

@@ -62,6 +62,13 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     f"stages[{k}]: parameter {name!r} is not initialized; run a forward of the "
                     "module first"
                 )
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            if tensor.is_meta:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise ValueError(
+                    f"stages[{k}]: {kind} {name!r} is on the meta device and has no value; "
+                    "materialize(stage, folder) gives it one"
+                )
     return modules
 
 

@@ -176,6 +176,13 @@ def test_a_model_alone(tmp_path):
     with pytest.raises(CheckpointError, match="has no scheduler for stage 0; only_model=True lo"):
         load(tmp_path / "optimizer", pipe)
     train(pipe, batches(2))
+    save(tmp_path / "model", pipe, only_model=True)
+    with pytest.raises(CheckpointError, match="has no optimizer for stage 0; only_model=True lo"):
+        load(tmp_path / "model", pipe)
+    load(tmp_path / "model", other)
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(weights(other)[name], tensor)
+    load(tmp_path / "c", other)
     momentum = everything(pipe)["state.0.0.momentum_buffer"].clone()
     assert not load(tmp_path / "c", pipe, only_model=True).random
     assert torch.equal(everything(pipe)["state.0.0.momentum_buffer"], momentum)
@@ -322,6 +329,11 @@ def test_masters_and_float32_models_exchange_all_digits(tmp_path):
     for stage in pipe.children():
         for name, p in stage.named_parameters():
             assert torch.equal(names[stage.full_name(name)], masters[p])
+    save(tmp_path / "model", pipe, only_model=True)  # and not the masters
+    load(tmp_path / "model", plain)
+    for name, tensor in pipe.state_dict().items():
+        found = plain.state_dict()[name]
+        assert torch.equal(found, tensor.to(found.dtype))
     save(tmp_path / "wide", plain)
     other = narrow(6, n=4)
     load(tmp_path / "wide", other, only_model=True)

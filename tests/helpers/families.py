@@ -115,6 +115,8 @@ def outcome(family: str, mine: dict[str, Any]) -> str:
             p.grad = None
         output = stages(ids)
         loss = loss_fn(output, batch) if loss_fn else _loss(output.logits, ids)
+        if isinstance(loss, tuple):  # a sum and its count
+            loss = loss[0] / loss[1]
         loss.backward()
         names = {s.full_name(n): p.grad for s in parts for n, p in s.named_parameters()}
         other, gradients = _gradients(alone.train(training), ids, {**batch, "use_cache": False})

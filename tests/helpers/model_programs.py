@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import spectrain_ext as st
@@ -196,3 +197,57 @@ def unfreezing(rank, ranks):
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def gpt2(**more):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, pad_token_id=0, **more))
+
+
+def trained_from_files(rank, ranks, source, folder):
+    """A model that no rank has as a whole: each reads its stage, trains it and writes it back."""
+    with torch.device("meta"):
+        model = gpt2()
+    parts = st.partition(model, 2)
+    st.materialize(parts.stages[rank], source)
+    pipe = st.DistributedPipeline(parts.stages[rank], sgd, parts.loss_fn, share_loss=True)
+    torch.manual_seed(7)
+    losses = [result.loss.item() for result in pipe.run(list(batches())[:2])]
+    st.checkpoint.save(folder, pipe, only_model=True)
+    if rank == 0:
+        model.config.save_pretrained(folder)
+    return losses, [name for name, p in model.named_parameters() if p.is_meta]
+
+
+BLOCKS, WIDE = 16, 1024
+
+
+def large():
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(BLOCKS)))
+
+
+def peaks(rank, ranks, folder):
+    """MiB that a stage of eight takes, that reading it takes beside, and writing it."""
+
+    def memory(name):
+        with open("/proc/self/status") as status:
+            return next(int(s.split()[1]) / 1024 for s in status if s.startswith(name))
+
+    def peak(work):
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")  # the peak is now what is there
+        before = memory("VmHWM")
+        work()
+        return memory("VmHWM") - before
+
+    with torch.device("meta"):
+        model, small = large(), nn.Linear(1, 1)
+    stage = cut_at(model, range(2, BLOCKS + 1, 2))[3]
+    st.materialize(small)  # torch imports what it needs for that
+    reading = peak(lambda: st.materialize(stage, folder))
+    writing = peak(lambda: st.checkpoint.save(f"{folder}/stage", stage, only_model=True))
+    whole = peak(lambda: large().load_state_dict(load_file(f"{folder}/model.safetensors")))
+    return sum(p.nbytes for p in stage.parameters()) / 2**20, reading, writing, whole

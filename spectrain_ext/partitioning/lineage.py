@@ -1,0 +1,176 @@
+"""Lineage: models without values, on the meta device, compared by what computes their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+_CPU = torch.device("cpu")
+# They read how a tensor looks, and nothing of what is in it.
+_LOOKS = ("aten.new_", "aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
+
+
+def is_valueless(*modules: nn.Module) -> bool:
+    """Whether a parameter is on the meta device."""
+    return any(p.is_meta for module in modules for p in module.parameters())
+
+
+def without_values(value: Any) -> Any:
+    """The same tensors on the meta device."""
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+class Lineage:
+    """Inside ``with lineage.kept():`` every tensor is one without values, whose making is noted.
+
+    Wherever a model asks, they are on the CPU, so that it does what it does there.
+
+    Two tensors are the same if the same operations made them, in the same order, of the same
+    tensors of the model and of the batch. That says more than equal numbers of an example would.
+
+    Args:
+        model: whose tensors are known by their names, so that copies of them are the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch._subclasses import FakeTensorMode
+
+        # transformers takes fake ones for tensors that are traced, and asks none for values.
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._maker = _Maker()
+        self._known: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
+        self.know(model, str)
+
+    def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
+        """Have the tensors of a module known by the names that the model has for them."""
+        for path, part in module.named_modules():
+            for key, tensor in chain(part._parameters.items(), part._buffers.items()):
+                if tensor is None or (id(part), key) in self._known:
+                    continue
+                self._maker.know(tensor, full_name(f"{path}.{key}" if path else key))
+                with self._fake:
+                    found = self._maker.taken(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        found = nn.Parameter(found, tensor.requires_grad)
+                self._known[id(part), key] = (part, key, tensor, found)
+
+    def given(self, value: Any) -> Any:
+        """What takes the place of a batch; equal values do not make two of its tensors one."""
+        for index, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, Tensor):
+                self._maker.know(leaf, f"given {index}")
+        with self._fake:
+            return tree_map(self._maker.taken, value)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            for module, key, _, stand_in in self._known.values():
+                setattr(module, key, stand_in)
+            with self._fake, self._maker:
+                yield
+        finally:
+            for module, key, tensor, _ in self._known.values():
+                setattr(module, key, tensor)
+
+    def same(self, a: Tensor, b: Tensor) -> bool:
+        return self._maker.origin(a) == self._maker.origin(b)
+
+
+class _Maker(TorchDispatchMode):
+    """Numbers what makes the contents of every storage."""
+
+    def __init__(self) -> None:
+        from torch._subclasses import FakeTensor
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inside = FakeTensor
+        self._numbers: dict[Any, int] = {}  # of what has been seen so far: equal ones have one
+        self._contents: dict[int, int] = {}  # of a storage
+        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
+        self._alive: list[Tensor] = []  # so that no other storage gets an address that was noted
+
+    def know(self, tensor: Tensor, name: str) -> None:
+        self._set(tensor, self._number(name), first=True)
+
+    def origin(self, tensor: Tensor) -> int:
+        storage = _storage(tensor)
+        if storage not in self._contents:
+            # What comes from outside: one of few numbers is known by these, as 2.0 is.
+            content: Any = ("given", storage)
+            if tensor.device.type == "cpu" and not isinstance(tensor, self._inside):
+                with _disable_current_modes():
+                    content = repr(tensor.tolist()) if tensor.numel() < 100 else content
+            self._set(tensor, self._number(content))
+        look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return self._number((self._contents[storage], look))
+
+    def _number(self, what: Any) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _set(self, tensor: Tensor, number: int, first: bool = False) -> None:
+        self._alive.append(tensor)
+        if not first or _storage(tensor) not in self._contents:
+            self._contents[_storage(tensor)] = number
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """What is computed with in the place of a tensor from outside."""
+        key = id(tensor)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = found = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
+            )
+            self._alive.append(tensor)
+            self._set(found, self.origin(tensor))
+        return self._stand_ins[key]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(self.taken, (args, dict(kwargs or {})))
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
+        name = str(func)
+        looks = name.startswith(_LOOKS)
+        number = self._number((name, self._described((args, kwargs), looks)))
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        made = func(*args, **kwargs)
+        schema = func._schema.arguments
+        written = [
+            (args[place] if place < len(args) else kwargs.get(argument.name))
+            for place, argument in enumerate(schema)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        fresh = [t for t in tree_leaves(made) if _is_tensor(t) and _storage(t) not in given]
+        for index, tensor in enumerate(chain(filter(_is_tensor, tree_leaves(written)), fresh)):
+            self._set(tensor, self._number((number, index)))
+        return made
+
+    def taken(self, leaf: Any) -> Any:
+        outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
+        return self._stand_in(leaf) if outside else leaf
+
+    def _described(self, value: Any, looks: bool) -> Any:
+        if isinstance(value, Tensor):
+            return (tuple(value.shape), value.dtype) if looks else self.origin(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._described(each, looks) for each in value)
+        if isinstance(value, Mapping):
+            return tuple((key, self._described(each, looks)) for key, each in value.items())
+        return repr(value)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found

@@ -1,0 +1,332 @@
+"""materialize: values for stages on the meta device, read from files or made by an initializer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.rng import RNG_LOCK, mixed_seed
+
+from .plan import is_pretrained
+from .stored import Source, Stored, kind_of, sources_of
+
+Initializer = Callable[[nn.Module], object]
+
+#: What took the place of a tensor that several stages have, which may come here one by one.
+_made: Any = WeakIdKeyDictionary()
+
+
+def materialize(
+    stages: nn.Module | Iterable[nn.Module],
+    source: str | os.PathLike[str] | None = None,
+    *,
+    init: Initializer | None = None,
+    device: torch.device | str | int = "cpu",
+    strict: bool = True,
+) -> None:
+    """Give stages on the meta device their values, and nothing to any other stage.
+
+    ``with torch.device("meta"): model = ...`` makes a model that takes no memory; ``partition`` and
+    ``cut_at`` cut it, and every process does this with its own stage.
+
+    Args:
+        stages: a stage, several, or all of a ``Partition``. They are changed in place.
+        source: a ``model.safetensors``, or a folder with that or with a
+            ``model.safetensors.index.json``, as ``save_pretrained`` and ``checkpoint.save`` write
+            them, under the names of the uncut model. Only the stages' own tensors are read, one at
+            a time, each converted to the dtype that it has on the meta device. None: all tensors
+            on the meta device are initialized.
+        init: called with modules that have tensors to be initialized, and with those around them,
+            inner ones first; it has to give these values in place. With a ``source``, that is what
+            the files lack. None: what the files lack is an error, but for buffers that are not
+            saved; modules are initialized by their ``reset_parameters()``, those of a Hugging Face
+            model by its own rules (``_init_weights``).
+        device: where the stages are to be.
+        strict: refuse files with tensors that the whole model has not.
+
+    Raises:
+        CheckpointError: a file cannot be read; a tensor is missing in the files, unexpected, or of
+            another shape or kind of numbers. The message names it.
+        ValueError: a parameter or buffer that nothing gives a value; the message names it.
+
+    Whatever is raised, the stages are as they were.
+
+    Every module is initialized under a generator of its own, seeded by ``torch.initial_seed()`` and
+    by the module's name in the uncut model. So the weights do not depend on where the model is cut,
+    nor on which process asks for them; they are others than those that the whole model gets where
+    it is made, and the caller's generators stay as they are. Between two tied parameters the
+    earlier stage's counts, as ever.
+
+    Tensors that are not on the meta device are read from ``source`` as well, and moved to
+    ``device``.
+    """
+    filling = _Filling(
+        [stages] if isinstance(stages, nn.Module) else list(stages), torch.device(device), init
+    )
+    if source is not None:
+        filling.find(Stored(source), strict)
+    with ExitStack() as undo, torch.no_grad():
+        undo.callback(filling.undo)
+        filling.allocate()
+        filling.initialize()
+        filling.read()
+        undo.pop_all()
+    filling.keep()
+
+
+@dataclass(eq=False)
+class _Held:
+    """One tensor of the stages."""
+
+    old: Tensor
+    shown: str  # in errors
+    names: list[str] = field(default_factory=list)  # the uncut model's, the earliest stage's first
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    saved: bool = False
+    source: Source | None = None
+    new: Tensor | None = None
+
+    def put(self, tensor: Tensor) -> None:
+        self.new = tensor
+        for module, key in self.places:
+            setattr(module, key, tensor)  # an LSTM wants to know
+
+
+class _Filling:
+    """The tensors of some stages, on their way to values."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
+    ) -> None:
+        self._stages = stages
+        self._device = device
+        self._init = init
+        self._held: dict[int, _Held] = {}
+        self._own: dict[nn.Module, list[_Held]] = {}
+        self._where: object = None
+        self._empty: dict[_Held, int] = {}  # to be initialized, and what version they have
+        self._homes: dict[_Held, tuple[nn.Module, str, Initializer]] = {}  # what has done that
+        self._overwritten: list[_Held] = []  # by another module that has them
+        for stage in stages:
+            self._collect(stage)
+
+    def _collect(self, stage: nn.Module) -> None:
+        tied = getattr(stage, "tied_names", {})
+        for path, module in stage.named_modules(remove_duplicate=False):
+            for key, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                kind = "parameter" if key in module._parameters else "buffer"
+                shown = f"{_called(stage)}: {kind} {name!r}"
+                held = self._held.setdefault(id(tensor), _Held(tensor, shown))
+                held.names += tied.get(name) or [_full_name(stage, name)]
+                held.places.append((module, key))
+                if (origin := _origin(module)) is not module:
+                    held.places.append((origin, key))
+                held.saved |= key not in module._non_persistent_buffers_set
+                own = self._own.setdefault(module, [])
+                if held not in own:
+                    own.append(held)
+
+    # From files.
+
+    def find(self, stored: Stored, strict: bool) -> None:
+        """Find what the files have, and check it; nothing is read yet."""
+        self._where = stored.path
+        known = {name for held in self._held.values() for name in held.names}
+        known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
+        modules = (module for stage in self._stages for module in stage.modules())
+        pretrained = next(filter(is_pretrained, modules), None)
+        sources, left = sources_of(stored, known, pretrained)
+        for held in self._held.values():
+            held.source = next((sources[name] for name in held.names if name in sources), None)
+            if held.source is not None and len(held.source.names) == 1:
+                key = held.source.names[0]
+                _check(held, stored.files[key], key, *stored.look(key))
+            elif held.source is None and held.saved and self._init is None:
+                raise CheckpointError(
+                    f"{stored.path}: has no {held.names[0]!r}, expected of shape "
+                    f"{list(held.old.shape)}; init= initializes what files lack"
+                )
+        if strict and left:
+            shape, _ = stored.look(left[0])
+            raise CheckpointError(
+                f"{stored.path}: has {left[0]!r} of shape {shape}, which the model has not "
+                f"({len(left)} such tensors); strict=False leaves them out"
+            )
+
+    def allocate(self) -> None:
+        for held in self._held.values():
+            old = held.old
+            if (made := _made.get(old)) is not None:
+                held.source = None
+                new = made.to(self._device)
+            elif old.is_meta or held.source is not None:
+                new = torch.empty_like(old, device=self._device)
+            else:
+                new = old.to(self._device)
+            if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
+                new = nn.Parameter(new, old.requires_grad)
+            if made is None and old.is_meta and held.source is None:
+                if _spoils(new):
+                    new.fill_(torch.nan)
+                self._empty[held] = new._version
+            held.put(new)
+
+    def read(self) -> None:
+        for held in self._held.values():
+            if held.source is not None and held.new is not None:
+                value = held.source.make()
+                names = ", ".join(held.source.names)
+                _check(held, self._where, names, value.shape, kind_of(value.dtype))
+                held.put(held.new)  # if an initializer of a module around it has put another there
+                held.new.copy_(value)
+                del value  # before the next one is mapped
+
+    def keep(self) -> None:
+        """Have stages that come later, with a tensor that these have too, find what it is now."""
+        for module in self._own:
+            vars(module).pop("origin", None)
+        for held in self._held.values():
+            if held.new is not held.old and len(held.names) > 1:
+                _made[held.old] = held.new
+
+    def undo(self) -> None:
+        for held in self._held.values():
+            held.put(held.old)
+
+    # By an initializer.
+
+    def initialize(self) -> None:
+        with RNG_LOCK, _generators(self._device) as generators:
+            self._generators, self._seed = generators, torch.initial_seed()
+            for stage in self._stages:
+                self._in(stage, "", stage, _reset)
+            self._settle(list(self._empty))
+            for held in self._overwritten:  # the earliest stage's module has the last word
+                if held in self._homes:
+                    self._call(*self._homes[held])
+        for held in self._empty:
+            raise ValueError(
+                f"{held.shown} is on the meta device, and nothing gives it a value; give an init= "
+                "that does, or make it outside of the meta device, as accelerate's "
+                "init_empty_weights does with buffers"
+            )
+
+    def _in(self, module: nn.Module, path: str, stage: nn.Module, own: Initializer) -> bool:
+        """Initialize the modules in a module, then itself; returns whether there was need."""
+        subject = _origin(module)
+        own = getattr(subject, "_init_weights", own) if is_pretrained(subject) else own
+        needed = False
+        for name, child in module.named_children():
+            needed |= self._in(child, f"{path}{name}.", stage, own)
+        mine = self._own.get(module, [])
+        here = [held for held in mine if held in self._empty]
+        if not here and not needed:
+            return False
+        name = _full_name(stage, f"{path}x")[:-2] if path else ""
+        if here and all(len(held.names) > 1 for held in here):  # tied: as its home has it
+            name = here[0].names[0].rpartition(".")[0]
+        transient = here and not any(held.saved for held in here)
+        for way in (own, self._init) if transient else (self._init or own,):
+            if way is not None and (not here or any(held in self._empty for held in here)):
+                self._call(subject, name, way)
+                for held in self._settle(here):
+                    self._homes[held] = (subject, name, way)
+        self._overwritten += [held for held in mine if held in self._homes and held not in here]
+        return True
+
+    def _call(self, module: nn.Module, name: str, way: Initializer) -> None:
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        for generator in self._generators:
+            generator.manual_seed(mixed_seed(self._seed, number))
+        with self._device:
+            way(module)
+
+    def _settle(self, some: Sequence[_Held]) -> list[_Held]:
+        """Find out which of them have values now."""
+        found = []
+        for held in some:
+            for module, key in held.places:
+                now = getattr(module, key)
+                if now is not held.new and not now.is_meta:
+                    held.put(now)  # another tensor, in all places
+            if not self._is_empty(held):
+                del self._empty[held]
+                found.append(held)
+        return found
+
+    def _is_empty(self, held: _Held) -> bool:
+        assert held.new is not None
+        if _spoils(held.new):
+            return bool(held.new.sum().isnan())
+        return held.new._version == self._empty[held]
+
+
+def _spoils(tensor: Tensor) -> bool:
+    """Whether it is NaN until it is initialized: ``p.data.normal_()`` changes no version."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
+@contextmanager
+def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """What an initializer draws from; put back afterwards."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in found]
+    try:
+        yield found
+    finally:
+        for generator, state in zip(found, states, strict=True):
+            generator.set_state(state)
+
+
+def _reset(module: nn.Module) -> None:
+    """Initialize a module as it does itself where it is made."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, name, None)):
+            reset()
+            return
+
+
+def _origin(module: nn.Module) -> nn.Module:
+    """The model's own module, where a traced stage has its tensors alone."""
+    found: nn.Module = vars(module).get("origin", module)
+    return found
+
+
+def _full_name(stage: nn.Module, name: str) -> str:
+    full_name = getattr(stage, "full_name", None)
+    return full_name(name) if callable(full_name) else name
+
+
+def _called(stage: nn.Module) -> str:
+    place = getattr(stage, "cut_place", None)
+    return type(stage).__name__ if place is None else f"stage {place[0]}"
+
+
+def _check(held: _Held, where: object, name: str, shape: Sequence[int], kind: str) -> None:
+    """Raise unless what is stored fits."""
+    if list(shape) != list(held.old.shape):
+        raise CheckpointError(
+            f"{where}: {name!r} has shape {list(shape)}, expected {list(held.old.shape)} for "
+            f"{held.shown}"
+        )
+    if kind != kind_of(held.old.dtype):
+        raise CheckpointError(
+            f"{where}: {name!r} is {kind}, expected {kind_of(held.old.dtype)} for {held.shown}"
+        )

@@ -1,0 +1,192 @@
+"""Stored: the tensors of a folder of safetensors, found by a model's names and read one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import read_bounded
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LARGEST = 2**28  # bytes of an index
+_FLOAT = "floating point"
+# By the first two letters of what safetensors calls a dtype.
+_KINDS = dict.fromkeys(("F8", "F1", "F3", "F6", "BF"), _FLOAT) | {"BO": "bool", "C6": "complex"}
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What numbers a dtype is of: another one of the same is only more or less exact."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return _FLOAT if dtype.is_floating_point else "complex"
+    return "bool" if dtype is torch.bool else "integer"
+
+
+class Source(NamedTuple):
+    """What the files have for a tensor of the model: one of theirs, or several put together."""
+
+    names: tuple[str, ...]  # theirs
+    make: Callable[[], Tensor]  # on the CPU
+
+
+class Stored:
+    """A file, or a folder with one or with an index of several, as Hugging Face's tools write it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.files = self._found()
+        self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
+
+    def _found(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        index = self.path / _INDEX
+        if not self.path.is_dir() or (self.path / _ONE).is_file():
+            file = self.path / _ONE if self.path.is_dir() else self.path
+            with _opened(file) as opened:
+                return dict.fromkeys(opened.keys(), file)
+        if not index.is_file():
+            raise CheckpointError(f"{self.path}: expected {_ONE} or {_INDEX} there")
+        try:
+            places = json.loads(read_bounded(index, _LARGEST))["weight_map"]
+            files = {str(key): str(name) for key, name in places.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: cannot be read, {error!r}") from error
+        for key, name in files.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: {key!r} is in {name!r}, which is no file's name")
+        return {key: self.path / name for key, name in files.items()}
+
+    def look(self, key: str) -> tuple[list[int], str]:
+        """Return the shape of a tensor, and what kind of numbers it holds."""
+        file = self.files[key]
+        if file not in self._headers:
+            with _opened(file) as opened:
+                names = opened.keys()
+                slices = ((name, opened.get_slice(name)) for name in names)
+                self._headers[file] = {
+                    name: (list(part.get_shape()), _KINDS.get(part.get_dtype()[:2], "integer"))
+                    for name, part in slices
+                }
+        if key not in self._headers[file]:
+            raise CheckpointError(f"{file}: has no {key!r}, which the index says is there")
+        return self._headers[file][key]
+
+    def read(self, key: str) -> Tensor:
+        """Return one tensor as it is there; the file is mapped for as long as it is held."""
+        # Opened for this one alone: all that has been read of a mapped file is in memory.
+        with _opened(self.files[key]) as opened:
+            tensor: Tensor = opened.get_tensor(key)
+            return tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot be read, {error}") from error
+
+
+def sources_of(
+    stored: Stored, known: Set[str], pretrained: Any
+) -> tuple[dict[str, Source], list[str]]:
+    """Return what there is for each of a model's names, and the tensors that are for none of them.
+
+    Args:
+        stored: the files.
+        known: what the whole model calls its tensors.
+        pretrained: of a Hugging Face model, something of its class with its config: what it knows
+            of older names, and of tensors that it has in other pieces than its files, counts; so
+            does the prefix that a base model's files are without. None: of no such model.
+    """
+    found: dict[str, Source] = {}
+    pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
+    left: list[str] = []
+    conversions = _Conversions(pretrained)
+    prefix = f"{getattr(pretrained, 'base_model_prefix', '')}."
+
+    def own(name: str) -> str | None:
+        ways = (name, prefix + name, name.removeprefix(prefix))
+        return next((way for way in ways if way in known), None)
+
+    for key in sorted(stored.files, key=_by_numbers):
+        renamed, pattern = conversions.renamed(key)
+        if pattern is not None:
+            names = tuple(own(target) or "" for target in conversions.targets(renamed, pattern))
+            if "" not in names:
+                pieces.setdefault(names, []).append((key, pattern))
+                continue
+        name = own(renamed) or own(key)
+        if name is None:
+            left.append(key)
+        else:
+            found[name] = Source((key,), partial(stored.read, key))
+    for names, given in pieces.items():
+        keys = tuple(key for key, _ in given)
+        for name in names:
+            found[name] = Source(keys, partial(conversions.made, stored, names, given, name))
+    ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return found, [key for key in left if not any(re.search(way, key) for way in ignored)]
+
+
+class _Conversions:
+    """What transformers does to the tensors of a model's files, by its own table."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._renamings: list[Any] = []
+        self._converters: dict[str, Any] = {}  # by the pattern of a name that they take
+        if model is not None:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter
+
+            for each in get_model_conversion_mapping(model):
+                if isinstance(each, WeightConverter):
+                    self._converters.update(dict.fromkeys(each.source_patterns, each))
+                else:
+                    self._renamings.append(each)
+
+    def renamed(self, key: str) -> tuple[str, str | None]:
+        if self._model is None:
+            return key, None
+        from transformers.core_model_loading import rename_source_key
+
+        converters = list(dict.fromkeys(self._converters.values()))
+        found: tuple[str, str | None] = rename_source_key(key, self._renamings, converters)
+        return found
+
+    def targets(self, first: str, pattern: str) -> list[str]:
+        patterns = self._converters[pattern].target_patterns
+        return [first.replace(patterns[0], each) for each in patterns]
+
+    def made(
+        self, stored: Stored, names: tuple[str, ...], given: list[tuple[str, str]], name: str
+    ) -> Tensor:
+        converter = deepcopy(self._converters[given[0][1]])
+        for key, pattern in given:
+            converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
+        made = converter.convert(names[0], model=self._model, config=self._model.config)
+        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return found
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Orders layer 2 before layer 10: pieces are put together in this order."""
+    return [(int(atom), "") if atom.isdigit() else (-1, atom) for atom in name.split(".")]
