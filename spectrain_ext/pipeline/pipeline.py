@@ -64,7 +64,8 @@ class Pipeline(Loops):
             ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
             ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
             methods that predict nothing, or by the law ``"difference"``, see below. A stage
-            without trainable parameters gets none.
+            without trainable parameters gets none. Where more become trainable between two runs it
+            is asked again, for the group that they join.
         loss_fn: ``(output, target) -> loss``, a 0-d tensor. Of a batch that is a mapping, the
             target is all of it.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
