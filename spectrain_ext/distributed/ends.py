@@ -323,7 +323,7 @@ class RemoteSender(_End):
         # always those of the first message, or those of this one
         if self.link.dynamic:
             return layout.places()[1]
-        if self._first is None:
+        if self._first is None or not self._first.places()[1]:  # as of stages with nothing to train
             self._first = layout
         if not self._first.shrinks_to(layout):
             raise ValueError(

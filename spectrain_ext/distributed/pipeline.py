@@ -235,8 +235,8 @@ class DistributedPipeline(Pipeline):
 
         Every rank calls it between two runs. Tensors travel one at a time, by the hosts: those that
         train, and of others those that a model has otherwise. Each stage's are those of its first
-        replica; with ``averaging`` call it inside ``averaged``. What a rank's model shares with its
-        own stage stays as it is.
+        replica. What a rank's model shares with its own stage stays as it is. With ``averaging``
+        call it, and use the model, inside ``averaged``.
 
         Args:
             model: as for ``Pipeline``; or None, on a rank that wants nothing.

@@ -69,7 +69,8 @@ class Pipeline(Loops):
             ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
             ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
             methods that predict nothing, or by the law ``"difference"``, see below. A stage
-            without trainable parameters gets none.
+            without trainable parameters gets none. Where more become trainable between two runs it
+            is asked again, for the group that they join.
         loss_fn: ``(output, target) -> loss``, a 0-d tensor: a mean over samples; or a pair of a sum
             and its count, both 0-d tensors, the count may be a number, as of the tokens that are
             not padding. The loss of a minibatch is then the sum of all its microbatches' sums,

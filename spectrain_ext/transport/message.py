@@ -209,9 +209,8 @@ class TensorLayout(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def shrinks_to(self, other: TensorLayout) -> bool:
-        if (self.dtype, self.differentiable) != (other.dtype, other.differentiable):
-            return False
-        if len(self.shape) != len(other.shape):
+        # With a gradient or without one: between runs parameters may be frozen.
+        if self.dtype != other.dtype or len(self.shape) != len(other.shape):
             return False
         changed = [(a, b) for a, b in zip(self.shape, other.shape, strict=True) if a != b]
         return len(changed) <= 1 and all(b < a for a, b in changed)

@@ -137,14 +137,14 @@ def counted(peers):
 
 
 def with_replicas(rank, ranks):
-    """Three stages' worth of a model on two replicas of one stage and another: trained, unfrozen.
+    """A model on two replicas of one stage, which has nothing to train at first, and another.
 
     Returns the uncut model's state where it was wanted, this rank's own, and an error.
     """
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     parts = cut_at(model, [3, 4])
-    model[0].weight.requires_grad_(False)
+    model[:3].requires_grad_(False)
     settings = {"method": "1f1b", "microbatches": 2}
     if ranks == 1:
         pipe = st.Pipeline(parts, sgd, nn.functional.mse_loss, **settings)
@@ -152,8 +152,8 @@ def with_replicas(rank, ranks):
         settings = {**settings, "replicas": [2, 1], "timeout": 60.0}
         pipe = st.DistributedPipeline(parts[rank == 2], sgd, nn.functional.mse_loss, **settings)
     generator = torch.Generator().manual_seed(5)
-    data = [[torch.randn(8, 3, generator=generator) for _ in range(2)] for _ in range(9)]
-    for frozen in ([0], [], [1]):
+    data = [[torch.randn(8, 3, generator=generator) for _ in range(2)] for _ in range(12)]
+    for frozen in ([0, 1, 2, 3], [], [1], [0, 1, 2, 3]):
         for n, p in enumerate(model.parameters()):
             p.requires_grad_(n not in frozen)
         for _ in pipe.run([tuple(pair) for pair in data[:3]]):
