@@ -53,8 +53,9 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
     assert (out / "timeline.png").exists() and (out / "timeline.svg").exists()
 
 
-def test_the_table_fits_and_no_cell_is_cut(profile):
+def test_the_table_fits_and_no_cell_is_cut(profile, monkeypatch):
     asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--link", 1e6)
+    monkeypatch.delenv("COLUMNS", raising=False)
     whole = run(*asked).output  # nobody says how wide it may be
     assert "measured at" in whole and "no room for" not in whole
     methods = [line.split()[0] for line in table_of(whole)]
