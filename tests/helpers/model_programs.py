@@ -13,6 +13,18 @@ import spectrain_ext as st
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.partitioning import cut_at
 
+#: Sizes of small decoders.
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+
 
 def sgd(params):
     return st.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -60,9 +72,7 @@ def decoder(rank, ranks, tied):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
-    more = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **more, tie_word_embeddings=tied))
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
     parts = st.partition(model, 3, profile="parameters")
     if ranks == 1:
         pipe = st.Pipeline(parts, sgd, parts.loss_fn, microbatches=3)
@@ -91,13 +101,9 @@ def adapters(rank, ranks):
     Returns what it generates, its adapter, all that has been trained, and what has travelled.
     """
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
-    drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops))
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8)).train()
+    model = get_peft_model(gpt2(), LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8)).train()
     parts = st.partition(model, 2, profile="parameters")
     kind = st.Pipeline if ranks == 1 else st.DistributedPipeline
     more = {} if ranks == 1 else {"dynamic_shapes": True, "timeout": 60.0}
@@ -202,9 +208,8 @@ def unfreezing(rank, ranks):
 def gpt2(**more):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, pad_token_id=0, **more))
+    return GPT2LMHeadModel(GPT2Config(**GPT2, **drops, pad_token_id=0, **more))
 
 
 def trained_from_files(rank, ranks, source, folder):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from helpers.model_programs import GPT2, LLAMA
 
 import spectrain_ext as st
 from spectrain_ext.partitioning import BlockProfile, Profile
@@ -16,15 +17,7 @@ from spectrain_ext.partitioning import BlockProfile, Profile
 tf = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "tie_word_embeddings": False}
-SMALL = {
-    **SIZES,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
-GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+SMALL = {**LLAMA, **SIZES}
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 2}
 
 #: The package's name of a model, and what its config needs.

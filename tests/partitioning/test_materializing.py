@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from helpers import model_programs
+from helpers.model_programs import LLAMA
 from helpers.ranks import run_ranks
 from safetensors.torch import save_file
 from torch import nn
@@ -15,16 +16,6 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.checkpoint import CheckpointError
 from spectrain_ext.partitioning import cut_at, measure
-
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
 
 
 def on_meta(make):
@@ -53,9 +44,9 @@ def decoder(name):
     if name == "GPT2":  # with tied embeddings
         return model_programs.gpt2()
     if name == "Mixtral":  # whose files have its experts one by one
-        config = tf.MixtralConfig(**SMALL, num_local_experts=2)
+        config = tf.MixtralConfig(**LLAMA, num_local_experts=2)
         return tf.MixtralForCausalLM(config).to(torch.bfloat16)
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
 
 # From files.
@@ -362,7 +353,7 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
             return output
 
     def make():
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
         model.model.__class__ = Adds
         return model
 

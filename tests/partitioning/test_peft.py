@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.model_programs import GPT2, LLAMA
 
 import spectrain_ext as st
 from spectrain_ext.partitioning import BlockProfile, Profile
@@ -13,16 +14,6 @@ from spectrain_ext.partitioning import BlockProfile, Profile
 tf = pytest.importorskip("transformers", reason="models of transformers are adapted")
 peft = pytest.importorskip("peft", reason="PEFT makes the adapters")
 
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
-GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
 EVEN = Profile(tuple(BlockProfile(1) for _ in range(6)))  # embedding, four blocks, head
 
 
