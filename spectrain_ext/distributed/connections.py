@@ -108,6 +108,7 @@ class RankConnections(Connections):
                 "window": [each.window for each in places],
                 **resolved(method, of_phases),
                 "device": first.device.type,
+                "count": "none" if self.count is None else "given",
                 "on_nonfinite": first.on_nonfinite,
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
