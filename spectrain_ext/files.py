@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+#: Of a model whose weights are in several files, as Hugging Face's tools have it.
+MODEL_INDEX = "model.safetensors.index.json"
+
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
     """Return a file's content; a pipe or a device is not waited for."""

@@ -171,7 +171,7 @@ class _Dealer:
             return False
         i, batch = found
         replicas = len(self._microbatches)
-        parts = split(batch, i, sum(self._microbatches), self._split_dim).parts
+        parts = split(batch, i, sum(self._microbatches), self._split_dim)
         if len(parts) < replicas:
             raise ValueError(
                 f"batches[{i}]: it makes {len(parts)} microbatches, and there are {replicas} "

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import new_file, partial, remove, sync_directory
+from spectrain_ext.files import MODEL_INDEX, new_file, partial, remove, sync_directory
 
 from . import documents
 from .documents import Json
@@ -31,7 +31,6 @@ from .documents import Json
 #: What a document puts before the names of weights, which have a file of their own without it.
 WEIGHTS = "model."
 _METADATA = {"format": "pt"}  # Hugging Face's tools look for it
-INDEX = "model.safetensors.index.json"  # of several files of weights, as Hugging Face's tools do
 
 # The directory.
 
@@ -55,7 +54,7 @@ def _holds_checkpoint(path: Path) -> bool:
     """Whether it has a document, or nothing but what else a checkpoint has."""
     names = os.listdir(path)
     return documents.NAME in names or all(
-        documents.DATA.fullmatch(name) or name == INDEX for name in names
+        documents.DATA.fullmatch(name) or name == MODEL_INDEX for name in names
     )
 
 
@@ -77,7 +76,7 @@ def commit(path: Path, body: Json, tensors: Json) -> None:
     files = {name: (directory / name).stat().st_size for name in _files(tensors)}
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
     if len(_files(weights)) > 1:
-        _write(directory / INDEX, json.dumps(_index(weights), indent=1).encode())
+        _write(directory / MODEL_INDEX, json.dumps(_index(weights), indent=1).encode())
     content = documents.written({**body, "tensors": tensors, "files": files})
     _write(directory / documents.NAME, content)
     sync_directory(directory)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.pipeline.loops import digest_of
-from spectrain_ext.pipeline.names import places_in, same_memory
+from spectrain_ext.pipeline.names import same_memory, tensors_by_name
 
 from .exchange import Peers
 
@@ -42,7 +42,7 @@ def write_back(
         if model is None:
             return []
         shapes = {name: offer.shape for name, (_, offer) in offered.items()}
-        places.update(places_in(model, shapes))
+        places.update(tensors_by_name(model, shapes))
         return [n for n, (_, offer) in offered.items() if _wants(offer, places[n], own.get(n))]
 
     asked = [set(names) for names in peers.gathered(wanted, _WHAT)]

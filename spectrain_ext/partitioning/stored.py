@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Set
@@ -17,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import read_bounded
+from spectrain_ext.files import MODEL_INDEX, read_json
 
 _ONE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _LARGEST = 2**28  # bytes of an index
 _FLOAT = "floating point"
 # By the first two letters of what safetensors calls a dtype.
@@ -55,15 +53,15 @@ class Stored:
 
     def _found(self) -> dict[str, Path]:
         """The file of every tensor."""
-        index = self.path / _INDEX
+        index = self.path / MODEL_INDEX
         if not self.path.is_dir() or (self.path / _ONE).is_file():
             file = self.path / _ONE if self.path.is_dir() else self.path
             with _opened(file) as opened:
                 return dict.fromkeys(opened.keys(), file)
         if not index.is_file():
-            raise CheckpointError(f"{self.path}: expected {_ONE} or {_INDEX} there")
+            raise CheckpointError(f"{self.path}: expected {_ONE} or {MODEL_INDEX} there")
         try:
-            places = json.loads(read_bounded(index, _LARGEST))["weight_map"]
+            places = read_json(index, _LARGEST)["weight_map"]
             files = {str(key): str(name) for key, name in places.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: cannot be read, {error!r}") from error

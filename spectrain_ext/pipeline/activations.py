@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from spectrain_ext.transport import tensors_in
-from spectrain_ext.weights.storage import on_host, unchanged
+from spectrain_ext.weights.storage import on_host, unchanged, unpacked
 
 from .names import full_names
 from .tape import ModuleBuffers
@@ -201,7 +201,7 @@ class OnHost:
             for tensor in there
             if tensor is not None and tensor.layout is torch.strided
         }
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = saved_tensors_hooks(self._pack, unpacked)
         self._hooks.__enter__()
         self._inner.__enter__()
 
@@ -245,7 +245,3 @@ def _on_device(
 ) -> Tensor:
     flat = part.to(device, non_blocking=True).view(dtype)
     return flat.as_strided(size, stride, int(flat.storage_offset()))
-
-
-def _unpack(packed: Callable[[], Tensor]) -> Tensor:
-    return packed()

@@ -50,13 +50,6 @@ class Microbatch(NamedTuple):
         return value, packed(self.target, self.target.tensors)
 
 
-class Minibatch(NamedTuple):
-    """A batch in its parts."""
-
-    parts: list[Microbatch]
-    target: Message | None  # of all of it; None: the caller has cut it
-
-
 class _Batch(NamedTuple):
     """A batch that has been checked, or a microbatch of the caller's."""
 
@@ -72,7 +65,7 @@ def split(
     microbatches: int,
     split_dim: SplitDim = 0,
     objects: bool = True,  # whether what is neither a tensor nor a constant may be in it
-) -> Minibatch:
+) -> list[Microbatch]:
     """Check a batch and cut it into parts whose sizes differ by at most one, or take its own."""
     where = f"batches[{minibatch}]"
     cut = microbatches_in(batch, where, warns=microbatches > 1)
@@ -84,21 +77,20 @@ def split(
             )
         members = [_checked(one, f"{where}[{n}]", objects) for n, one in enumerate(cut)]
         samples = [_samples(member, _dims_of(member, split_dim)) for member in members]
-        return Minibatch(
-            [Microbatch(*m[2:], n) for m, n in zip(members, samples, strict=True)], None
-        )
+        return [Microbatch(*m[2:], n) for m, n in zip(members, samples, strict=True)]
     whole = _checked(batch, where, objects)
+    uncut = [Microbatch(whole.input, whole.target, 0)]
     if microbatches == 1:
         _warn_of_another_dim(whole, split_dim)
-        return Minibatch([Microbatch(whole.input, whole.target, 0)], whole.target)
+        return uncut
     dims = _dims_of(whole, split_dim)
     count = _samples(whole, dims)
     if min(microbatches, count) < 2:
-        return Minibatch([Microbatch(whole.input, whole.target, 0)], whole.target)
+        return uncut
     sizes = sizes_of(count, min(microbatches, count))
     inputs = _cut(whole.input, sizes, dims[0])
     targets = inputs if whole.target is whole.input else _cut(whole.target, sizes, dims[1])
-    return Minibatch(list(map(Microbatch, inputs, targets, sizes)), whole.target)
+    return list(map(Microbatch, inputs, targets, sizes))
 
 
 def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any] | None:
@@ -106,7 +98,7 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
     if not isinstance(batch, list):
         return None
     if isinstance(batch, Microbatches) or len(batch) != 2:
-        if not batch or not all(isinstance(one, Mapping) or _is_pair(one) for one in batch):
+        if not batch or not all(isinstance(one, Mapping) or is_pair(one) for one in batch):
             raise _no_batch(batch, where)
         return batch
     first, second = batch
@@ -119,7 +111,7 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
                 f"{where}: a list of two mappings with keys in common may be a pair (input, "
                 f"target) or two microbatches; {remedy}"
             )
-    elif warns and _is_pair(first) and _is_pair(second):
+    elif warns and is_pair(first) and is_pair(second):
         warnings.warn(
             f"{where}: a list of two pairs is taken for one pair (input, target); {remedy}",
             stacklevel=2,
@@ -132,7 +124,7 @@ def target_of(batch: Any) -> Any:
     return batch if isinstance(batch, Mapping) else batch[1]
 
 
-def _is_pair(batch: object) -> bool:
+def is_pair(batch: object) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
@@ -149,7 +141,7 @@ def _no_batch(batch: object, where: str) -> TypeError:
 def _checked(batch: Any, where: str, objects: bool) -> _Batch:
     if isinstance(batch, Mapping):
         values, sides = (batch, batch), [_message(batch, where, objects)] * 2
-    elif _is_pair(batch):
+    elif is_pair(batch):
         values, names = tuple(batch), ("the input", "the target")
         sides = [
             _message(value, f"{where}: {name}", objects)
@@ -294,30 +286,22 @@ def sizes_of(samples: int, parts: int) -> list[int]:
     return [whole + (j < more) for j in range(parts)]
 
 
-def _cut(message: Message, sizes: Sequence[int], dims: _Dims, apart: bool = False) -> list[Message]:
-    """Parts of a message, maybe none of which lies in memory of another or is not dense."""
+def _cut(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Message]:
+    if not message.tensors:
+        return [message] * len(sizes)
     samples, columns = sum(sizes), []
     for tensor, dim in zip(message.tensors, dims, strict=True):
         assert tensor is not None
-        column = [tensor] * len(sizes)
         if dim is not None and _size(tensor, dim) == samples:
-            column = list(tensor.split(list(sizes), dim))
-        if apart and (dim or column[0] is tensor):
-            column = [part.clone() for part in column]
-        columns.append(column)
-    parts = (tuple([column[j] for column in columns]) for j in range(len(sizes)))
-    return [message._replace(tensors=tensors) for tensors in parts]
-
-
-def cut_targets(message: Message, samples: int, parts: int, split_dim: Any) -> list[Any]:
-    """The targets of so many samples in parts."""
-    dims = _dims(split_dim, packed(message, message.tensors), "the target")
-    found = _cut(message, sizes_of(samples, parts), dims, apart=True)
-    return [packed(part, part.tensors) for part in found]
+            columns.append(tensor.split(list(sizes), dim))
+        else:
+            columns.append((tensor,) * len(sizes))
+    _, flags, form = message
+    return [Message(tensors, flags, form) for tensors in zip(*columns, strict=True)]
 
 
 def together(messages: Sequence[Message]) -> Message:
-    """Targets of several microbatches, as a message of ``Microbatches``."""
+    """Targets of the microbatches of a minibatch, as one message of ``Microbatches``."""
     tensors = tuple(chain.from_iterable(message.tensors for message in messages))
     forms = (message.form for message in messages)
     return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))

@@ -18,7 +18,7 @@ from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, 
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
 from .averaging import Averaged
-from .batch import SplitDim, microbatches_in
+from .batch import SplitDim, is_pair, microbatches_in
 from .edges import Source, StageEdges, Traffic
 from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
@@ -117,7 +117,7 @@ class Connections:
         replicas, count = self.replicas, self.replicas.counts[k]
         mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
         here = replicas.runs(k, self.replica)
-        made = StageEdges(self.replica, count, self.split_dim)
+        made = StageEdges(self.replica, count)
         if k == 0:
             made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
         else:
@@ -325,7 +325,7 @@ def _taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
         if i == 0 and (dropped := [name for name in batch if name not in kept]):
             _logger.info("columns that the model does not take are dropped: %s", dropped)
         return kept
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
+    if is_pair(batch) and isinstance(batch[0], Mapping):
         return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
     return batch
 

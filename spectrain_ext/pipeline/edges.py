@@ -16,12 +16,10 @@ from spectrain_ext.schedule import Instruction, Kind, Replicas
 from spectrain_ext.transport import Buffer, Header, Microbatches, Receiver, Sender, Slot
 
 from .batch import (
-    Minibatch,
+    Microbatch,
     SplitDim,
-    cut_targets,
     hand_in,
     microbatches_in,
-    sides_of,
     split,
     target_of,
     together,
@@ -51,7 +49,6 @@ class StageEdges:
 
     replica: int = 0  # of ``count``
     count: int = 1
-    split_dim: SplitDim = 0
     inputs: Sequence[Receiver] = ()  # the previous stage's ``to_next``
     targets: Sequence[Receiver] = ()  # of the last stage only
     gradients: Sequence[Receiver] = ()  # the next stage's ``to_previous``
@@ -65,15 +62,10 @@ class StageEdges:
 
     def targets_of(self, slot: Slot) -> list[Any]:
         """The targets of the microbatches here, of what has come of a minibatch's."""
-        message, header = slot.message, slot.header
+        message = slot.message
         assert message is not None
         value = packed(message, message.tensors)
-        if isinstance(value, Microbatches):
-            return value
-        if header.parts == 1:
-            return [value]
-        dims = sides_of(self.split_dim)[1]
-        return cut_targets(message, int(header.value), header.parts, dims)
+        return value if isinstance(value, Microbatches) else [value]
 
     def end(self) -> None:
         """Tell the next stage that there are no more minibatches."""
@@ -185,35 +177,31 @@ class Source:
             for edge in dict.fromkeys((*self._inputs, *self._targets)):
                 edge.end()
             return
-        parts, target = self._split(batch, i)
-        count, sizes = len(parts), [part.samples for part in parts]
-        weights = self._weights(sizes, batch)
+        parts = self._split(batch, i)
+        count = len(parts)
+        weights = self._weights([part.samples for part in parts], batch)
         for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
             hand_in(edge, part.input, self._batch, Header(count, weight))
-        header = Header(count, float(sum(sizes)))
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
-            if self._whole:  # batches of any sizes
-                for one in targets:
-                    hand_in(edge, one, self._batch, header)
-            elif target is None or len(targets) < count:
-                hand_in(edge, together(targets), self._batch, header)
-            else:
-                hand_in(edge, target, self._batch, header)
+            if not self._whole and count > 1:
+                targets = [together(targets)]
+            for target in targets:
+                hand_in(edge, target, self._batch)
 
-    def _split(self, batch: object, i: int) -> Minibatch:
+    def _split(self, batch: object, i: int) -> list[Microbatch]:
         dims, objects = self._split_dim, self._objects
         if self._whole:
             assert isinstance(batch, tuple)
             numbered = enumerate(batch, i * len(batch))
-            return Minibatch([split(b, n, 1, dims, objects).parts[0] for n, b in numbered], None)
+            return [split(one, n, 1, dims, objects)[0] for n, one in numbered]
         found = split(batch, i, len(self._inputs), dims, objects)
         for k, count in enumerate(self._replicas.counts):
-            if len(found.parts) < count:
+            if len(found) < count:
                 raise ValueError(
-                    f"batches[{i}]: it makes {len(found.parts)} microbatches, and stage {k} has "
-                    f"{count} replicas, each of which needs one; leave such a minibatch out, or "
-                    "make it larger"
+                    f"batches[{i}]: it makes {len(found)} microbatches, and stage {k} has {count} "
+                    "replicas, each of which needs one; leave such a minibatch out, or make it "
+                    "larger"
                 )
         return found
 

@@ -97,7 +97,7 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
     pipe.register_load_state_dict_post_hook(end_load)
 
 
-def places_in(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def tensors_by_name(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """A model's tensors by these names, which must be all that its state dict has."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")

@@ -41,7 +41,7 @@ from .executor import Executor
 from .loads import OnNonfinite
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
-from .names import places_in, same_memory, use_model_names
+from .names import same_memory, tensors_by_name, use_model_names
 from .observer import Observer, looking_on, observers_of
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
@@ -327,7 +327,8 @@ class Pipeline(Loops):
             StageError: an exception inside a stage, the loss or an optimizer, from its cause.
             TypeError, ValueError: a batch that is none of these, has no tensor in it, or tensors
                 whose sizes do not agree; or it may be a pair as well as two microbatches.
-                A parameter that was frozen when the pipeline was made and is trainable now.
+                A parameter that has become trainable since, where nothing can train it: weights are
+                averaged over replicas, or it makes a group that the scheduler does not know.
             RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
                 inference mode is on.
 
@@ -542,7 +543,7 @@ class Pipeline(Loops):
         """
         self.check_drained("write_back")
         state = self.state_dict()
-        places = places_in(model, {name: value.shape for name, value in state.items()})
+        places = tensors_by_name(model, {name: value.shape for name, value in state.items()})
         with torch.no_grad(), self._executor.callers_turn():
             for name, value in state.items():
                 if not same_memory(places[name], value):

@@ -227,7 +227,7 @@ def seeded(
 
     And the count, which comes last, where the loss is a sum.
     """
-    outputs = list(tensors_in(output))
+    outputs = (output,) if isinstance(output, Tensor) else (*tensors_in(output),)
     count = None
     if len(gradients) > len(outputs):
         *gradients, count = gradients

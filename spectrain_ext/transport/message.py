@@ -162,8 +162,8 @@ class Header(NamedTuple):
     """What travels with a message."""
 
     parts: int = 1  # microbatches of its minibatch
-    # With an input, the share of the minibatch's samples that the microbatch has; with targets that
-    # are still to be cut, these samples; with a gradient, the loss as far as it is known, or nan.
+    # With an input, the share of the minibatch's samples that the microbatch has; with a gradient,
+    # the loss as far as it is known, or nan.
     value: float = 0.0
 
 

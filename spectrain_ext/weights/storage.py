@@ -394,7 +394,7 @@ class SavedWeights:
     def __enter__(self) -> None:
         # Private in torch, 2.10 to 2.15: nothing else tells of an outer context.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = saved_tensors_hooks(self._pack, unpacked)
         self._hooks.__enter__()
 
     def __exit__(self, *raised: object) -> None:
@@ -424,7 +424,7 @@ class SavedWeights:
         return buffer.as_strided(size, stride, int(buffer.storage_offset()) + offset)
 
 
-def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+def unpacked(packed: Callable[[], Tensor]) -> Tensor:
     return packed()
 
 
