@@ -336,6 +336,7 @@ def disagreeing(rank, ranks):
     clip = (recipe_clip, lambda place: 0.1)[rank]
     attempt("clip", lambda: small(rank, ranks, st.second_order(clip=clip)))
     attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
+    attempt("count", lambda: small(rank, ranks, count=(len, None)[rank]))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
     pipe = small(rank, ranks)
