@@ -20,7 +20,7 @@ except ModuleNotFoundError as _error:
         "finds what that installed",
         name=_error.name,
     ) from None
-from spectrain_ext import optim
+from spectrain_ext import codecs, optim
 from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
 from spectrain_ext.method import (
     Method,
@@ -86,6 +86,7 @@ __all__ = [
     "adam_step_",
     "averaging",
     "checkpoint",
+    "codecs",
     "corrections",
     "distance",
     "extrapolate",

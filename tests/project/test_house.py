@@ -20,7 +20,7 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Each imports only what lies below it; rooms on one floor never import each other.
 FLOORS = (
-    {"_C", "_interpreter", "errors", "extras", "files", "interrupts", "rng", "threads"},
+    {"_C", "_interpreter", "codecs", "errors", "extras", "files", "interrupts", "rng", "threads"},
     {"operators", "schedule"},
     {"optim", "method", "transport"},
     {"weights", "timelines", "partitioning"},
