@@ -23,9 +23,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-#: Tensors with fewer elements go as they are, and so does all that is not floating point.
-SMALL = 256
-
 
 class Codec(Protocol):
     """What packs tensors for an edge."""
@@ -160,16 +157,17 @@ class Int4(Int8):
 
 
 def is_coded(tensor: Tensor) -> bool:
-    """Whether a codec is asked for this tensor: it is floating point, and not small."""
-    return tensor.is_floating_point() and tensor.numel() >= SMALL
+    """Whether a codec is asked: integers, and tensors of fewer than two dimensions go as they are.
+
+    Such are counts and scales. By sizes an uneven last microbatch would be told from others.
+    """
+    return tensor.is_floating_point() and tensor.dim() > 1
 
 
 def packed_bytes(
     codec: Codec, nbytes: float, dtype: torch.dtype = torch.float32, backward: bool = False
 ) -> float:
     """How many bytes a codec makes of a tensor of so many, judged by 65,536 zeros."""
-    if nbytes < SMALL * dtype.itemsize:
-        return nbytes
     sample = torch.zeros(2**16, dtype=dtype)
     return nbytes * codec.pack(sample, backward).nbytes / sample.nbytes
 

@@ -16,6 +16,7 @@ from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
+from spectrain_ext.pipeline.coding import in_words
 from spectrain_ext.pipeline.connections import Connections
 from spectrain_ext.pipeline.edges import SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import GlobalNorm, Handler
@@ -109,6 +110,7 @@ class RankConnections(Connections):
                 **resolved(method, of_phases),
                 "device": first.device.type,
                 "count": "none" if self.count is None else "given",
+                "codec": in_words(self.codecs),
                 "on_nonfinite": first.on_nonfinite,
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,

@@ -33,6 +33,7 @@ from .whole import write_back
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
+    from spectrain_ext.codecs import Codec
     from spectrain_ext.method import Window
 
 _made: Counter[tuple[int, ...]] = Counter()
@@ -66,7 +67,7 @@ class DistributedPipeline(Pipeline):
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute, split_dim, on_nonfinite, offload: likewise.
+        master_dtype, recompute, split_dim, on_nonfinite, offload, codec: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
@@ -129,6 +130,7 @@ class DistributedPipeline(Pipeline):
         count: Callable[[Any], float | Tensor] | None = None,
         on_nonfinite: OnNonfinite = None,
         offload: Offload = None,
+        codec: Codec | tuple[Codec | None, Codec | None] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -174,7 +176,7 @@ class DistributedPipeline(Pipeline):
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
                 *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count, on_nonfinite),
-                offload,
+                *(offload, codec),
             )
 
     def run(

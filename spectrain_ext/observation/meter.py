@@ -90,6 +90,7 @@ class Window:
     delays: Counter[int] = field(default_factory=Counter)  # backwards, by updates since the forward
     errors: Errors | None = None  # the last ones found
     losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
+    sent: list[int] = field(default_factory=list)  # bytes, to the next stage and to the previous
 
     def busy(self) -> dict[str, float]:
         """Seconds of each kind of work; on CUDA, waits until it has been done."""
@@ -120,13 +121,15 @@ class Meter:
         self._done = start
         self._ended = ended
         self._records: list[Record] = []
+        if stage.sent is None:
+            stage.sent = [0, 0]
         self.begin()
 
     def begin(self) -> None:
         self._updates = 0
         self._read_at: dict[tuple[int, int], int] = {}  # updates at a microbatch's forward
         self._records.clear()
-        self._window = Window(time.time())
+        self._open(time.time())
 
     def end(self) -> None:
         if self._window.minibatches:
@@ -171,5 +174,10 @@ class Meter:
         window = self._window
         window.ended, window.done, window.work = time.time(), self._done, self._records[:]
         self._records.clear()
+        assert self.stage.sent is not None
+        window.sent = [b - a for a, b in zip(self._sent, self.stage.sent, strict=True)]
         self.full.append(window)
-        self._window = Window(window.ended)
+        self._open(window.ended)
+
+    def _open(self, began: float) -> None:
+        self._window, self._sent = Window(began), list(self.stage.sent or ())

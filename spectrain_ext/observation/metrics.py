@@ -150,6 +150,7 @@ class Metrics(Observer):
             "samples_per_second": window.samples / seconds,
             "bubble": max(0.0, 1 - sum(busy.values()) / seconds),
             "busy": busy,
+            "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
                 "scheduled": delay_under(self._pipe.method.schedule, place),
                 "mean": window.mean_delay(),

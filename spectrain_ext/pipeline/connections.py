@@ -19,6 +19,7 @@ from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
 from .averaging import Averaged
 from .batch import SplitDim, is_pair, microbatches_in
+from .coding import Codecs
 from .edges import Source, StageEdges, Traffic
 from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
@@ -44,6 +45,7 @@ class Connections:
     edges: dict[int, StageEdges]  # by stage
     measure: Callable[[Any, Any], object]  # takes the output and the target of every batch
     count: Callable[[Any], float | Tensor] | None = None  # of a target what losses are divided by
+    codecs: Codecs = (None, None)
     takes_batches = True  # whether the caller's batches come in here
     own_minibatches = False  # whether each replica trains on one of its own
     _source: Source | None

@@ -36,6 +36,7 @@ from .arguments import (
     devices_of,
 )
 from .batch import SplitDim, first_dim, sides_of
+from .coding import codecs_of, crossed
 from .connections import Connections
 from .executor import Executor
 from .loads import OnNonfinite
@@ -51,6 +52,8 @@ from .trainable import with_new
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+    from spectrain_ext.codecs import Codec
 
 
 _logger = logging.getLogger(__name__)
@@ -133,6 +136,11 @@ class Pipeline(Loops):
         offload: what to keep in host memory while it waits: ``"activations"``, what autograd saves;
             ``"versions"``, weights that a stage computes with again, but for three of them;
             ``"both"``. No bit changes.
+        codec: what packs all that stages send one another, see ``spectrain_ext.codecs``: one for
+            activations and gradients, or a pair (of activations, of gradients), each a codec or
+            None. Batches, targets and tied weights are not packed, nor are tensors that are no
+            floating ones or have fewer than two dimensions. Evaluations and calls of the pipeline
+            compute with what was packed as well.
 
     Attributes:
         method: the Method.
@@ -198,6 +206,7 @@ class Pipeline(Loops):
         count: Callable[[Any], float | Tensor] | None = None,
         on_nonfinite: OnNonfinite = None,
         offload: Offload = None,
+        codec: Codec | tuple[Codec | None, Codec | None] | None = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -205,7 +214,7 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
-            connections.count = count
+            connections.count, connections.codecs = count, codecs_of(codec)
             replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -252,6 +261,8 @@ class Pipeline(Loops):
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None
+                for stage in own:
+                    stage.codecs = connections.codecs
                 self._executor = Executor(own, connections)
                 self._train_by(first)
                 self._log(clip_norm)
@@ -431,7 +442,7 @@ class Pipeline(Loops):
                 self.phase += 1
             now = self._phases[self.phase]
             for stage, weights in zip(self._executor.stages, now.weights, strict=True):
-                old = stage.weights
+                stage.before, old = self.minibatches, stage.weights
                 if weights is not None and old is not None and old.bound:
                     stays = old is weights and not old.refrozen
                     if not stays:
@@ -511,8 +522,11 @@ class Pipeline(Loops):
         columns = self._executor.connections.columns
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
+        codec = self._executor.connections.codecs[0]
         with self._executor.callers_turn():
-            for module, device in zip(self.children(), self.devices, strict=True):
+            for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
+                if k and codec is not None:
+                    value = crossed(codec, value)
                 value = module(_moved(value, device))
         return value
 

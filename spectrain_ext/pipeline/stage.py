@@ -19,6 +19,7 @@ from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 from .activations import OnHost, RecomputedBlocks
 from .batch import samples_in
 from .checks import Checks
+from .coding import Codecs, packed_message, unpacked_message
 from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
 from .loads import NOTHING, Handler
@@ -63,6 +64,9 @@ class Stage(Checks):
     edges: StageEdges
     losses: SharedLosses | None = None  # what goes back with gradients
     divided = False  # whether it is known beforehand what losses are divided by
+    codecs: Codecs = (None, None)  # of activations, of gradients
+    before = 0  # minibatches of earlier runs
+    sent: list[int] | None = None  # bytes, to the next stage and to the previous; None: not counted
 
     def __init__(
         self,
@@ -180,8 +184,33 @@ class Stage(Checks):
         header = slot.header
         if j == 0:
             self.cursor.add(edges.microbatches_of(header))
+        if self.codecs[0] is not None:
+            self._unpack(slot, False)
         self.cursor.shares[i][j] = header.value
         self._received = slot
+
+    def _unpack(self, slot: Slot, backward: bool) -> None:
+        codec, message = self.codecs[backward], slot.message
+        assert codec is not None and message is not None
+        with self.computing(reads=(slot.buffer,)):
+            slot.message = unpacked_message(codec, message, backward)
+
+    def _packed(self, message: Message, buffer: Buffer, i: int, j: int, backward: bool) -> Message:
+        """A message as it is sent; the buffer stands for its memory."""
+        codec = self.codecs[backward]
+        if codec is not None:
+            edges, trains = self.edges, self._mode is Mode.TRAIN
+            key = (
+                *(backward, trains, self.index, i + (self.before if trains else 0)),
+                edges.replica + j * edges.count,
+            )
+            with self.computing(writes=(buffer,)):
+                message = packed_message(codec, message, backward, *key)
+            if not self.immediate:
+                self.compute.record(self.computed)
+        if self.sent is not None:
+            self.sent[backward] += sum(t.nbytes for t in message.tensors if t is not None)
+        return message
 
     def hear_end(self) -> None:
         """There are no more minibatches: tell the next stage."""
@@ -258,12 +287,15 @@ class Stage(Checks):
 
     def send_activation(self, i: int, j: int) -> None:
         tape = self._tapes[i, j]
-        to = self.edges.to_next[j]
-        read = to.send(tape.message, tape.buffer, self.computed, header=tape.header)
+        codes, to = self.codecs[0] is not None, self.edges.to_next[j]
+        buffer = Buffer("packed activations") if codes else tape.buffer
+        message = self._packed(tape.message, buffer, i, j, backward=False)
+        read = to.send(message, buffer, self.computed, header=tape.header)
+        if codes or not self._keeps_graph:
+            self._sent.hold(read, buffer, message)
         if self._keeps_graph:
             return
         # Without a graph nothing here needs the output any more.
-        self._sent.hold(read, tape.buffer, tape.message)
         tape.output, tape.message = (), Message(())
         tape.buffer = Buffer("activations")  # of the second time
         if self._mode is not Mode.TRAIN:
@@ -338,6 +370,8 @@ class Stage(Checks):
         slot = self.edges.gradients[j].receive()
         if slot is None:
             raise RuntimeError("the next stage has ended its run, and a gradient is missing")
+        if self.codecs[1] is not None:
+            self._unpack(slot, True)
         self.take_origin(i, slot)
         self._tapes[i, j].arrived = slot
         if self.losses is not None:
@@ -448,9 +482,10 @@ class Stage(Checks):
         gradients = self.with_origin(i, gradients)
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
-        read = to.send(Message(gradients), buffer, self.computed, header=header)
+        message = self._packed(Message(gradients), buffer, i, j, backward=True)
+        read = to.send(message, buffer, self.computed, header=header)
         if not self.immediate:
-            self._in_transit.hold(read, buffer, gradients)
+            self._in_transit.hold(read, buffer, message)
 
     # In an evaluation: the word that a batch is through, which is an empty message.
 

@@ -25,15 +25,18 @@ from spectrain_ext.transport import (
 
 
 class Entry(torch.autograd.Function):
-    """Identity at a stage's input: a layer may work in place on its output, not on a leaf."""
+    """Identity at a stage's input: a layer may work in place on its output, not on a leaf.
+
+    Or what is ``now`` in the input's place, with the gradient of an identity.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.detach()
+    def forward(ctx: Any, value: Tensor, now: Tensor | None = None) -> Tensor:
+        return value.detach() if now is None else now.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class Tape:

@@ -2,6 +2,7 @@
 
 from .local import Edge, Receiver, Sender, Slot, Transit
 from .message import (
+    FLAT,
     NO_HEADER,
     TENSOR,
     VALUES,
@@ -32,6 +33,7 @@ from .streams import (
 )
 
 __all__ = [
+    "FLAT",
     "NO_HEADER",
     "TENSOR",
     "VALUES",

@@ -1,0 +1,145 @@
+"""Coding: what crosses an edge, packed by a codec and unpacked on the other side."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache, reduce
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.codecs import Codec, is_coded
+from spectrain_ext.rng import mixed_seed
+from spectrain_ext.transport import FLAT, TENSOR, Message, each
+
+from .tape import Entry
+
+#: Of activations and of gradients; None: they go as they are.
+Codecs: TypeAlias = tuple[Codec | None, Codec | None]
+
+# In front of a message's form: that tensors are packed, and what each was before.
+_CODED = "coded"
+#: Shape, strides and dtype of each tensor that is packed.
+_Looks = tuple[tuple[Any, ...] | None, ...]
+
+
+def codecs_of(codec: Any) -> Codecs:
+    """What was given as ``codec``, for both directions; TypeError if it is no codec."""
+    given = codec if isinstance(codec, tuple) and not _packs(codec) else (codec, codec)
+    if len(given) != 2 or not all(one is None or _packs(one) for one in given):
+        raise TypeError(
+            "codec: expected a value with pack() and unpack(), as st.codecs has them, a pair of "
+            f"these, of activations and of gradients, or None, got {codec!r}"
+        )
+    return given
+
+
+def _packs(codec: object) -> bool:
+    methods = (getattr(codec, name, None) for name in ("pack", "unpack"))
+    return all(map(callable, methods)) and not isinstance(codec, type)
+
+
+def in_words(codecs: Codecs) -> list[str]:
+    """The same on all ranks that have the same."""
+    return [
+        f"{type(one).__module__}.{type(one).__qualname__}"
+        if type(one).__repr__ is object.__repr__
+        else repr(one)
+        for one in codecs
+    ]
+
+
+@torch.no_grad()
+def packed_message(codec: Codec, message: Message, backward: bool, *key: int) -> Message:
+    """A message as it crosses an edge; ``key`` is of numbers that only this message has."""
+    tensors = message.tensors
+    looks: _Looks = tuple(
+        (t.shape, t.stride(), t.dtype) if t is not None and is_coded(t) else None for t in tensors
+    )
+    if not any(looks):
+        return message
+    draws = getattr(codec, "draws", False)
+    start = reduce(mixed_seed, key, 0) if draws else 0
+    packed = [
+        tensor
+        if look is None or tensor is None
+        else _packed(codec, tensor, backward, *([mixed_seed(start, n)] if draws else ()))
+        for n, (tensor, look) in enumerate(zip(tensors, looks, strict=True))
+    ]
+    form = ("list", *[TENSOR] * len(tensors)) if backward else message.form
+    return Message(tuple(packed), message.differentiable, (_CODED, _note(looks), form))
+
+
+@torch.no_grad()
+def unpacked_message(codec: Codec, message: Message, backward: bool) -> Message:
+    """The message that was packed; one in which nothing was, as it is."""
+    if not isinstance(message.form, tuple) or message.form[:1] != (_CODED,):
+        return message
+    _, note, form = message.form
+    tensors = [
+        tensor if like is None or tensor is None else _unpacked(codec, tensor, like, backward)
+        for tensor, like in zip(message.tensors, _likes(note), strict=True)
+    ]
+    return Message(tuple(tensors), message.differentiable, FLAT if backward else form)
+
+
+def crossed(codec: Codec, value: Any) -> Any:
+    """A value as the next stage gets it; what is computed of it passes its gradient as it is."""
+
+    def cross(tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            sent = packed_message(codec, Message((tensor.detach(),)), False, 0)
+            (now,) = unpacked_message(codec, sent, False).tensors
+        return tensor if now is tensor else Entry.apply(tensor, now)  # type: ignore[no-untyped-call]
+
+    return each(value, cross)
+
+
+def _packed(codec: Any, tensor: Tensor, backward: bool, *key: int) -> Tensor:
+    packed = codec.pack(tensor, backward, *key)
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(packed).__name__}")
+    if packed.device != tensor.device:
+        raise ValueError(f"codec: expected a tensor on {tensor.device}, got {packed.device}")
+    return packed
+
+
+def _unpacked(codec: Codec, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
+    found = codec.unpack(packed, like, backward)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(found).__name__}")
+    if _look(found, found.device) != _look(like, packed.device):
+        raise ValueError(
+            f"codec: expected {_look(like, packed.device)} of {codec!r}, got "
+            f"{_look(found, found.device)}"
+        )
+    return found
+
+
+def _look(tensor: Tensor, device: torch.device) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {device}".removeprefix("torch.")
+
+
+# What a packed tensor was goes with the message's form, as a constant: it is announced once.
+
+
+@lru_cache(maxsize=256)
+def _note(looks: _Looks) -> str:
+    whats: list[Any] = [None] * len(looks)
+    for n, look in enumerate(looks):
+        if look is not None:
+            shape, stride, dtype = look
+            # Without gaps and overlaps.
+            dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+            whats[n] = str(dtype).removeprefix("torch."), shape, dense
+    return json.dumps(json.dumps(whats))
+
+
+@lru_cache(maxsize=256)
+def _likes(note: str) -> list[Tensor | None]:
+    whats = json.loads(json.loads(note))
+    return [
+        what and torch.empty_strided(what[1], what[2], dtype=getattr(torch, what[0]), device="meta")
+        for what in whats
+    ]
