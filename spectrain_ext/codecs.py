@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class Codec(Protocol):
 
     def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
         """The tensor as it is used, like the one that was packed."""
+
+
+#: Of activations and of gradients; None: they go as they are.
+Codecs: TypeAlias = "tuple[Codec | None, Codec | None]"
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,22 @@ class Int4(Int8):
         return torch.stack((rest & 15, rest >> 4), 1).view(-1).view(torch.int8) - 8
 
 
+def codecs_of(codec: Any) -> Codecs:
+    """What was given as ``codec``, for both directions; TypeError if it is no codec."""
+    given = codec if isinstance(codec, tuple) and not _packs(codec) else (codec, codec)
+    if len(given) != 2 or not all(one is None or _packs(one) for one in given):
+        raise TypeError(
+            "codec: expected a value with pack() and unpack(), as st.codecs has them, a pair of "
+            f"these, of activations and of gradients, or None, got {codec!r}"
+        )
+    return given
+
+
+def _packs(codec: object) -> bool:
+    methods = (getattr(codec, name, None) for name in ("pack", "unpack"))
+    return all(map(callable, methods)) and not isinstance(codec, type)
+
+
 def is_coded(tensor: Tensor) -> bool:
     """Whether a codec is asked: integers, and tensors of fewer than two dimensions go as they are.
 
@@ -165,9 +185,11 @@ def is_coded(tensor: Tensor) -> bool:
 
 
 def packed_bytes(
-    codec: Codec, nbytes: float, dtype: torch.dtype = torch.float32, backward: bool = False
+    codec: Codec | None, nbytes: float, dtype: torch.dtype = torch.float32, backward: bool = False
 ) -> float:
     """How many bytes a codec makes of a tensor of so many, judged by 65,536 zeros."""
+    if codec is None:
+        return nbytes
     sample = torch.zeros(2**16, dtype=dtype)
     return nbytes * codec.pack(sample, backward).nbytes / sample.nbytes
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from spectrain_ext.codecs import NAMES
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.planning import (
     LINKS,
@@ -120,6 +121,11 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     help="Devices are processes that share so many cores of one machine.  [default: one each]",
 )
 @click.option(
+    "--codec",
+    type=click.Choice(list(NAMES)),
+    help="What packs the messages between stages.  [default: nothing does]",
+)
+@click.option(
     "--method",
     "-m",
     "methods",
@@ -156,6 +162,7 @@ def plan_command(
     speed: float | None,
     replicas: int | None,
     cores: int | None,
+    codec: str | None,
     methods: Sequence[str],
     device: str,
     state: int,
@@ -187,6 +194,7 @@ def plan_command(
                 cores=cores,
                 methods=[_method(name) for name in methods],
                 state=state,
+                codec=None if codec is None else NAMES[codec],
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error

@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache, reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.codecs import Codec, is_coded
+from spectrain_ext.codecs import Codec, Codecs, is_coded
 from spectrain_ext.rng import mixed_seed
 from spectrain_ext.transport import FLAT, TENSOR, Message, each
 
 from .tape import Entry
 
-#: Of activations and of gradients; None: they go as they are.
-Codecs: TypeAlias = tuple[Codec | None, Codec | None]
-
 # In front of a message's form: that tensors are packed, and what each was before.
 _CODED = "coded"
 #: Shape, strides and dtype of each tensor that is packed.
 _Looks = tuple[tuple[Any, ...] | None, ...]
-
-
-def codecs_of(codec: Any) -> Codecs:
-    """What was given as ``codec``, for both directions; TypeError if it is no codec."""
-    given = codec if isinstance(codec, tuple) and not _packs(codec) else (codec, codec)
-    if len(given) != 2 or not all(one is None or _packs(one) for one in given):
-        raise TypeError(
-            "codec: expected a value with pack() and unpack(), as st.codecs has them, a pair of "
-            f"these, of activations and of gradients, or None, got {codec!r}"
-        )
-    return given
-
-
-def _packs(codec: object) -> bool:
-    methods = (getattr(codec, name, None) for name in ("pack", "unpack"))
-    return all(map(callable, methods)) and not isinstance(codec, type)
 
 
 def in_words(codecs: Codecs) -> list[str]:

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from spectrain_ext.codecs import Codecs
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
 from .averaging import Averaged
 from .batch import SplitDim, is_pair, microbatches_in
-from .coding import Codecs
 from .edges import Source, StageEdges, Traffic
 from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.codecs import codecs_of
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.rng import StageRandom
@@ -36,7 +37,7 @@ from .arguments import (
     devices_of,
 )
 from .batch import SplitDim, first_dim, sides_of
-from .coding import codecs_of, crossed
+from .coding import crossed
 from .connections import Connections
 from .executor import Executor
 from .loads import OnNonfinite

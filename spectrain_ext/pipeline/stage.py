@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.codecs import Codecs
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
@@ -19,7 +20,7 @@ from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 from .activations import OnHost, RecomputedBlocks
 from .batch import samples_in
 from .checks import Checks
-from .coding import Codecs, packed_message, unpacked_message
+from .coding import packed_message, unpacked_message
 from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
 from .loads import NOTHING, Handler

@@ -9,6 +9,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple, cast
 
+from spectrain_ext.codecs import Codecs, packed_bytes
 from spectrain_ext.method import (
     Method,
     Window,
@@ -51,11 +52,20 @@ class Setting:
     """What a plan is for: a model, and a minibatch of so many samples over all devices."""
 
     def __init__(
-        self, layers: Layers, link: Link, batch: int, cores: int | None = None, state: int = 1
+        self,
+        layers: Layers,
+        link: Link,
+        batch: int,
+        cores: int | None = None,
+        state: int = 1,
+        codecs: Codecs = (None, None),
     ) -> None:
         self.layers, self.link, self.batch = layers, link, batch
         self.cores = cores  # shared by processes of one machine; None: each device has its own
         self.state = state  # bytes per byte of parameters: 1 is SGD's momentum, 2 Adam's
+        #: what is left of a byte of activations, and of gradients, on an edge
+        self.packed = [packed_bytes(one, 1.0, backward=n > 0) for n, one in enumerate(codecs)]
+        self.unpacks = codecs[0] is not None
         #: the model's blocks, for one of so many microbatches
         self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
 
@@ -105,12 +115,17 @@ class Costs:
         self._reduced = [
             self._reduce(stage, r) for stage, r in zip(self._stages, way.replicas, strict=True)
         ]
-        link = setting.link
-        self._sent = [link.seconds(stage.outputs) for stage in self._stages[:-1]]
-        handled = [0.0, *(link.handling(stage.outputs) for stage in self._stages[:-1]), 0.0]
-        for stage, before, after in zip(self._stages, handled, handled[1:], strict=False):
-            stage.forward += before + after
-            stage.backward += before + after
+        link, outputs = setting.link, [stage.outputs for stage in self._stages[:-1]]
+        (self._sent, forth), (self._sent_back, back) = (
+            (
+                [link.seconds(part * size) for size in outputs],
+                [0.0, *(link.handling(part * size) for size in outputs), 0.0],
+            )
+            for part in setting.packed
+        )
+        for k, stage in enumerate(self._stages):
+            stage.forward += forth[k] + forth[k + 1]
+            stage.backward += back[k] + back[k + 1]
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
@@ -134,7 +149,7 @@ class Costs:
             load_backward=backward,
             update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
             activation=[*self._sent, 0.0],
-            gradient=[0.0, *self._sent],
+            gradient=[0.0, *self._sent_back],
         )
 
     def _reduce(self, stage: _StageCost, replicas: int) -> float:
@@ -163,7 +178,9 @@ class Costs:
             count = _count(self.way.method, self.places[0], place)
             # The gradient, and of a stage with replicas the copy of it that is summed.
             copies = count.versions + 1 + (r > 1) + self.setting.state
-            rings = (place.window + 1) * before + stage.outputs
+            rings = round((place.window + 1) * self.setting.packed[0] * before) + stage.outputs
+            if self.setting.unpacks:  # the inputs are no receive buffers
+                rings += count.in_flight * before
             found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
             before = stage.outputs
         return tuple(found)
@@ -172,7 +189,7 @@ class Costs:
     def bound(self) -> float:
         """Seconds that a minibatch takes at least, in the long run of any simulation."""
         # Without what it takes to have the weights, which only a count of the schedule tells.
-        stages, sent = self._stages, self._sent
+        stages, sent, back = self._stages, self._sent, self._sent_back
         step = STEP * self.setting.layers.byte_seconds / _FLOAT
         parts = [place.microbatches for place in self.places]
         once = [stage.forward + stage.backward for stage in stages]
@@ -180,7 +197,7 @@ class Costs:
             m * o + step * stage.parameters + reduced
             for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
         ]
-        busiest = map(max, [0.0, *sent], [*sent, 0.0])
+        busiest = map(max, [0.0, *sent], [*sent, 0.0], [0.0, *back], [*back, 0.0])
         found = [*work, *(m * seconds for m, seconds in zip(parts, busiest, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
@@ -189,7 +206,7 @@ class Costs:
             # Before a stage's first microbatch come the forwards of those before it, and their
             # backwards after its last: a flush has nothing else to do meanwhile.
             above = accumulate(
-                (o + 2 * s for o, s in zip(once[:-1], sent, strict=True)), initial=0.0
+                (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
             found += [
                 before + m * o + step * stages[0].parameters
@@ -199,7 +216,7 @@ class Costs:
             # A window's worth of microbatches in the time that one takes to the end and back.
             trip = 0.0
             for k in reversed(range(len(stages))):
-                trip += once[k] + (2 * sent[k] if k < len(sent) else 0.0)
+                trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
                 found.append(parts[k] * trip / self.places[k].window)
         return max(found)
 

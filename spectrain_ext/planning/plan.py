@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spectrain_ext.codecs import Codec, Codecs, codecs_of
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.cut import PLAN_FORMAT
@@ -251,6 +252,7 @@ def plan(
     cores: int | None = None,
     methods: Sequence[str | Method] = METHODS,
     state: int = 1,
+    codec: Codec | Codecs | None = None,
 ) -> Plan:
     """Find how to train a model on some devices.
 
@@ -270,10 +272,13 @@ def plan(
         cores: that all devices share, as processes on one machine do; None: each has its own.
         methods: that are compared; ``"sync"`` is data parallelism, in one stage.
         state: bytes of optimizer state per byte of parameters: 1 for SGD's momentum, 2 for Adam.
+        codec: as for a pipeline, of what stages send one another.
 
     Raises:
         ValueError: an argument is out of range, or no way fits.
+        TypeError: what is no codec.
     """
+    codecs = codecs_of(codec)
     found_link = find_link(link)
     numbers = {"devices": devices, "batch": batch, "replicas": replicas, "cores": cores}
     for name, value in numbers.items():
@@ -297,7 +302,7 @@ def plan(
                 f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
             )
     scaled = layers if speed is None else layers.faster(speed)
-    setting = Setting(scaled, found_link, batch, cores, state)
+    setting = Setting(scaled, found_link, batch, cores, state, codecs)
     search = Search(setting, devices, made, memory, replicas)
     ways: dict[int, Costs] = {}
     for method in made:
@@ -319,7 +324,7 @@ def plan(
         search.simulated,
         search.left_out,
         search.least_memory,
-        tuple(_assumptions(layers, found_link, speed, cores)),
+        tuple(_assumptions(layers, found_link, speed, cores, codec)),
         tuple(costs for _, costs in chosen),
     )
 
@@ -351,7 +356,9 @@ def _candidate(costs: Costs) -> Candidate:
     )
 
 
-def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | None) -> list[str]:
+def _assumptions(
+    layers: Layers, link: Link, speed: float | None, cores: int | None, codec: object
+) -> list[str]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     said = [f"layer times are measured ({where or 'as the profile says'})"]
     if speed is not None:
@@ -361,6 +368,10 @@ def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | N
         f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
         f"{1e6 * link.latency:.4g} us{source}"
     )
+    if codec is not None:
+        said.append(
+            f"ASSUMED: codec={codec!r} packs float32 messages, in no time, at no cost to the loss"
+        )
     if cores is not None:
         said.append(f"all devices share {cores} cores")
     said.append("periods and throughput are simulated; memory and delay are counted")
