@@ -103,8 +103,7 @@ class Int8:
         if backward:
             generator = torch.Generator(steps.device)
             generator.manual_seed((key + self.seed * 0x9E3779B97F4A7C15) % 2**63)
-            drawn = torch.rand(steps.shape, generator=generator, device=steps.device)
-            steps = steps.add_(drawn).floor_()
+            steps = steps.add_(torch.empty_like(steps).uniform_(generator=generator)).floor_()
         else:
             steps = steps.round_()
         steps = steps.clamp_(-self._limit, self._limit)
@@ -228,9 +227,9 @@ def _scales(blocks: Tensor, limit: float) -> Tensor:
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """The normalized Hadamard matrix, which is symmetric, and its own inverse."""
     with torch.inference_mode(False):  # it stays
-        matrix = torch.ones(1, 1, device=device)
+        matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
         while len(matrix) < size:
-            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), matrix)
+            matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
         return matrix.mul_(size**-0.5)
 
 

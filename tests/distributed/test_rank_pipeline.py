@@ -147,6 +147,7 @@ def test_what_ranks_must_agree_on():
     assert "rank 0 has [0.403" in found[0]["clip"]
     assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
     assert found[0]["count"] == f"count: rank 0 has 'given' and rank 1 has 'none'{same}"
+    assert "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64," in found[0]["codec"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
     assert found[0]["no batches"] == "batches: rank 0 needs them, got None"

@@ -10,6 +10,7 @@ from helpers import replica_programs, value_programs
 from helpers.ranks import run_ranks
 
 import spectrain_ext as st
+from spectrain_ext.codecs import BFloat16, Float8, Int4, Int8
 
 pytestmark = pytest.mark.processes
 
@@ -17,6 +18,9 @@ SIZES = [8, 8, 8, 8, 8, 5]
 CASES = [
     ("dataclass", {"method": "spectrain", "microbatches": 3, "offload": "activations"}),
     ("dict", {"method": "auto", "microbatches": 2, "recompute": True}),
+    ("dict", {"method": "auto", "microbatches": 3, "codec": Int4(hadamard=True)}),
+    ("dict", {"method": "spectrain", "recompute": True, "codec": (Int8(), BFloat16())}),
+    ("tensor", {"method": "1f1b", "microbatches": 2, "codec": (None, Float8())}),
 ]
 
 
@@ -36,14 +40,18 @@ def test_replicas():
     """Rank 0 deals microbatches of dicts out to the other replica, and to the last stage."""
     torch.set_num_threads(1)
     settings = {"method": "gpipe", "microbatches": 4}
-    cases = [("named", {**settings, "replicas": [2, 1]})]
+    codecs = None, Int8()  # whose draws are a microbatch's, whoever computes it
+    cases = [("named", {**settings, "replicas": [2, 1], "codec": codec}) for codec in codecs]
     found = run_ranks(value_programs.apart, 3, SIZES, cases, 0.0)
-    expected, states = value_programs.together(2, SIZES, "tuple", drop=0.0, **settings)
-    for rank in range(3):
-        [(losses, state)] = found[rank]
-        assert losses == pytest.approx([loss.item() for loss in expected], rel=1e-5)
-        for name, tensor in states[max(rank - 1, 0)].items():
-            torch.testing.assert_close(state[name], tensor)
+    for c, codec in enumerate(codecs):
+        expected, states = value_programs.together(
+            2, SIZES, "tuple", drop=0.0, codec=codec, **settings
+        )
+        for rank in range(3):
+            losses, state = found[rank][c]
+            assert losses == pytest.approx([loss.item() for loss in expected], rel=1e-5)
+            for name, tensor in states[max(rank - 1, 0)].items():
+                torch.testing.assert_close(state[name], tensor)
 
 
 def test_losses_by_tokens():
@@ -89,11 +97,12 @@ def test_samples_along_another_dimension():
             assert torch.equal(state[name], tensor), (rank, name)
 
 
-def test_nested_values_and_microbatches_cut_by_the_caller():
+@pytest.mark.parametrize("codec", [None, Int4()], ids=str)
+def test_nested_values_and_microbatches_cut_by_the_caller(codec):
     """To the bit; objects that another process cannot get are refused."""
     torch.set_num_threads(1)
-    losses, measured, state = value_programs.nested()
-    found = run_ranks(value_programs.nested, 2)
+    losses, measured, state = value_programs.nested(codec=codec)
+    found = run_ranks(partial(value_programs.nested, codec=codec), 2)
     for rank in range(2):
         assert found[rank][:2] == (losses, measured)
         for name, tensor in found[rank][2].items():
@@ -111,3 +120,18 @@ def test_replicas_get_the_microbatches_that_the_caller_has_cut():
         assert found[rank][1] == pytest.approx(measured, rel=1e-5)
         for name, tensor in found[rank][2].items():
             torch.testing.assert_close(state[name], tensor)
+
+
+def test_codecs_between_the_stages_of_a_rank():
+    """To the bit: a run, another one, an evaluation and a call; and the bytes are counted."""
+    torch.set_num_threads(1)
+    losses, measured, output, sent, state = value_programs.coded()
+    found = run_ranks(value_programs.coded, 2)
+    for rank in range(2):
+        its_losses, its_measured, its_output, its_sent, its_state = found[rank]
+        assert (its_losses, its_measured) == (losses, measured)
+        assert (its_output is None) == (rank == 0)
+        assert rank == 0 or torch.equal(its_output, output)
+        assert its_sent == {k: bytes_ for k, bytes_ in sent.items() if k % 2 == rank}
+        for name, tensor in its_state.items():
+            assert torch.equal(state[name], tensor), (rank, name)

@@ -337,6 +337,7 @@ def disagreeing(rank, ranks):
     attempt("clip", lambda: small(rank, ranks, st.second_order(clip=clip)))
     attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
     attempt("count", lambda: small(rank, ranks, count=(len, None)[rank]))
+    attempt("codec", lambda: small(rank, ranks, codec=st.codecs.Int8(block=64 + rank)))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
     pipe = small(rank, ranks)

@@ -279,3 +279,23 @@ def nested(rank=0, ranks=1, **settings):
     except Exception as error:
         return losses, measured, state, f"{type(error).__name__}: {error}"
     return losses, measured, state, None
+
+
+def coded(rank=0, ranks=1):
+    """Losses, an evaluation, a call, bytes by stage and weights of four stages with a codec."""
+    settings = {"microbatches": 2, "share_loss": True} if ranks > 1 else {"microbatches": 2}
+    settings["codec"] = st.codecs.Int8(block=8), st.codecs.Int4(block=16)
+    parts = stages(4, "dict")[rank::ranks]
+    torch.manual_seed(5)
+    make = st.Pipeline if ranks == 1 else st.DistributedPipeline
+    pipe = make(parts, sgd, loss_fn("dict"), "interleaved-async", **settings)
+    made = data([6, 6, 6, 5], "dict")
+    losses = [result.loss.item() for result in pipe.run(None if rank else made)]
+    for stage in pipe._executor.stages:
+        stage.sent = [0, 0]
+    losses += [result.loss.item() for result in pipe.run(None if rank else made)]
+    sent = {stage.index: stage.sent for stage in pipe._executor.stages}
+    measured = pipe.evaluate(None if rank else made)
+    with torch.no_grad():
+        output = pipe(None if rank else {**made[0]})
+    return losses, measured, output, sent, dict(pipe.state_dict())

@@ -78,6 +78,8 @@ def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
             rate = record["minibatches"] / record["seconds"]
             assert record["minibatches_per_second"] == pytest.approx(rate)
             assert record["lr"] == [0.05]
+            assert (record["bytes_sent"]["next"] == 0) == (stage == 2)
+            assert (record["bytes_sent"]["previous"] == 0) == (stage == 0)
             assert (record["loss"] is None) == (stage != 2)
         # stage 0 is 2 forwards ahead: their samples are in its first window
         samples = [round(record["samples_per_second"] * record["seconds"]) for record in mine]

@@ -1,0 +1,490 @@
+"""Codecs: what they make of a tensor, and pipelines whose edges they pack."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from helpers import value_programs
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.codecs import NAMES, BFloat16, Float8, Int4, Int8, packed_bytes
+from spectrain_ext.pipeline.coding import packed_message, unpacked_message
+from spectrain_ext.transport import Message
+
+every_codec = pytest.mark.parametrize("codec", NAMES.values(), ids=list(NAMES))
+both_ways = pytest.mark.parametrize("backward", [False, True])
+TURNED = NAMES["int4-hadamard"]
+
+
+def there_and_back(codec, tensor, backward=False, **key):
+    packed = codec.pack(tensor, backward, **key)
+    return codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
+
+
+# What a codec makes of a tensor.
+
+
+@given(
+    shape=some.lists(some.integers(0, 40), min_size=2, max_size=3),
+    name=some.sampled_from([*NAMES]),
+    dtype=some.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    turned=some.booleans(),
+    backward=some.booleans(),
+)
+def test_shapes_strides_dtypes_and_bytes(shape, name, dtype, turned, backward):
+    codec = NAMES[name]
+    tensor = torch.randn(shape, dtype=torch.float64).to(dtype)
+    tensor = tensor.transpose(0, 1) if turned else tensor
+    kept = tensor.clone()
+    packed = codec.pack(tensor, backward)
+    n = tensor.numel()
+    assert torch.equal(tensor, kept)
+    assert packed.nbytes == {
+        "bfloat16": 2 * n,
+        "float8": n + 2 * math.ceil(n / 128),
+        "int8": n + 2 * math.ceil(n / 64),
+        "int4": (n + 1) // 2 + 2 * math.ceil(n / 64),
+        "int4-hadamard": (n + 1) // 2 + 2 * math.ceil(n / 64),
+    }[name]
+    found = codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
+    assert found.dtype == dtype
+    assert found.shape == tensor.shape
+    assert found.stride() == torch.empty_like(tensor).stride()
+    flat = codec.pack(tensor.contiguous(), backward)  # row-major order, whatever the strides
+    assert torch.equal(flat.flatten(), packed.contiguous().flatten())
+
+
+@both_ways
+def test_what_can_be_represented_arrives_as_it_was(backward):
+    numbers = torch.tensor([2.0**e for e in range(-60, 60)])
+    assert torch.equal(there_and_back(BFloat16(), numbers, backward), numbers)
+    for codec, limit in ((Int8(), 127), (Int4(), 7), (Int8(block=5), 127), (Int4(block=5), 7)):
+        steps = torch.randint(-limit, limit + 1, (200,))
+        steps[:: codec.block] = limit
+        for scale in (2.0**-100, 0.75, 3.0 * 2.0**100):
+            values = steps.float() * scale
+            assert torch.equal(there_and_back(codec, values, backward), values)
+    dtype = torch.float8_e5m2 if backward else torch.float8_e4m3fn
+    values = torch.randn(300).to(dtype).float()
+    values[::128] = torch.finfo(dtype).max  # the scale is then 1
+    assert torch.equal(there_and_back(Float8(), values, backward), values)
+
+
+@both_ways
+def test_errors_are_half_a_step_to_nearest_and_less_than_one_otherwise(backward):
+    values = torch.randn(130, dtype=torch.float32) * torch.logspace(-6, 6, 130)
+    for codec, limit in ((Int8(), 127), (Int4(), 7)):
+        found = there_and_back(codec, values, backward)
+        for its, block in zip(found.split(64), values.split(64), strict=True):
+            step = block.abs().max() / limit * (1 + 2**-7)  # a bfloat16, rounded up
+            assert (its - block).abs().max() <= step * (1 if backward else 0.5)
+    exact = 2.0 ** -(2 if backward else 3)
+    found = there_and_back(Float8(), values, backward)
+    for its, block in zip(found.split(128), values.split(128), strict=True):
+        smallest = block.abs().max() * (2.0**-30 if backward else 2.0**-16)
+        assert ((its - block).abs() <= block.abs() * exact / 2 + smallest).all()
+    found = there_and_back(BFloat16(), values, backward)
+    assert ((found - values).abs() <= values.abs() * 2**-8).all()
+
+
+def test_ties_go_to_even():
+    values = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    assert there_and_back(Int8(), values).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
+
+
+@every_codec
+@both_ways
+def test_zeros_stay_and_what_is_tiny_or_huge_is_no_harm(codec, backward):
+    assert not there_and_back(codec, torch.zeros(3, 70), backward).any()
+    for size in (1e-45, 1e-38, 3e37):
+        found = there_and_back(codec, torch.full((3, 70), size, dtype=torch.float32), backward)
+        assert found.isfinite().all()
+        assert (found - size).abs().max() <= max(size / 7, 1.2e-38)
+
+
+@both_ways
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so(bad, backward):
+    values = torch.randn(200)
+    values[70] = bad
+    found = there_and_back(BFloat16(), values, backward)
+    assert torch.equal(found.isfinite(), values.isfinite())
+    assert torch.equal(found[70:71].nan_to_num(), values[70:71].bfloat16().double().nan_to_num())
+    for codec, block in ((Float8(), 128), (Int8(), 64), (Int4(), 64), (TURNED, 64)):
+        found = there_and_back(codec, values, backward)
+        at = 70 // block * block
+        assert found[at : at + block].isnan().all()
+        assert found[:at].isfinite().all()
+        assert found[at + block :].isfinite().all()
+
+
+def test_the_rest_is_a_block_of_its_own():
+    values = torch.cat((torch.full((64,), 1e6), torch.full((5,), 1e-3)))
+    for codec in (Int8(), Int4(), TURNED, Float8(block=64)):
+        torch.testing.assert_close(there_and_back(codec, values), values, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4(), TURNED], ids=str)
+def test_gradients_are_right_in_the_mean_and_drawn_by_their_key(codec):
+    values, draws = torch.randn(100), 3000
+    before = torch.get_rng_state()
+    found = [there_and_back(codec, values, True, key=key) for key in range(draws)]
+    assert torch.equal(torch.get_rng_state(), before)
+    again = there_and_back(codec, values, True, key=7)
+    assert torch.equal(again, found[7])
+    assert not torch.equal(again, found[8])
+    other = type(codec)(seed=1)
+    assert not torch.equal(there_and_back(other, values, True, key=7), again)
+    # A step's error has a deviation of at most half a step.
+    step = values.abs().max() / codec._limit * (2 if codec == TURNED else 1)
+    assert (torch.stack(found).mean(0) - values).abs().max() < 5 * step / 2 / draws**0.5
+    forward = [there_and_back(codec, values, key=key) for key in range(2)]
+    assert torch.equal(*forward)
+
+
+def test_the_hadamard_matrix_spreads_outliers():
+    values = torch.randn(256)
+    values[::64] = 50.0
+    errors = [(there_and_back(c, values) - values).norm() for c in (Int4(), TURNED)]
+    assert errors[1] < errors[0] / 1.5
+    turned = TURNED._turned(values.float().view(-1, 64), 256)
+    torch.testing.assert_close(turned.norm(dim=1), values.float().view(-1, 64).norm(dim=1))
+    back = TURNED._turned(turned, 256).flatten()
+    torch.testing.assert_close(back, values.float())
+
+
+def test_values_of_codecs():
+    assert Int8(block=64) == Int8()
+    assert Int4() != Int8()
+    assert repr(Int4(hadamard=True)) == "Int4(block=64, seed=0, hadamard=True)"
+    assert packed_bytes(None, 640) == 640
+    assert packed_bytes(Int8(), 256 * 10**9) == 66 * 10**9
+    assert packed_bytes(Int4(), 256, backward=True) == 34
+    assert packed_bytes(Float8(), 256, torch.float16) == 130
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"block: expected at least 1, got {wrong}"):
+            Float8(block=wrong)
+    with pytest.raises(TypeError, match=r"block: expected an int, got 2\.0"):
+        Int8(block=2.0)
+    with pytest.raises(ValueError, match="block: expected a power of two with hadamard, got 48"):
+        Int4(block=48, hadamard=True)
+
+
+# Pipelines.
+
+
+class Rounded(torch.autograd.Function):
+    """An edge by hand: there an activation is packed, and back its gradient."""
+
+    @staticmethod
+    def forward(ctx, value, codecs, key):
+        ctx.codecs, ctx.key = codecs, key
+        return rounded(codecs[0], value, False, key)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        stage, *more = ctx.key
+        return rounded(ctx.codecs[1], gradient, True, (stage + 1, *more)), None, None
+
+
+def rounded(codec, tensor, backward, key):
+    if codec is None:
+        return tensor.clone()
+    sent = packed_message(codec, Message((tensor,)), backward, backward, True, *key)
+    return unpacked_message(codec, sent, backward).tensors[0]
+
+
+def by_hand(stages, codecs, data, microbatches=1):
+    """Losses of synchronous training; the stages are trained."""
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9) for stage in stages]
+    found = []
+    for i, (x, y) in enumerate(data):
+        total = 0.0
+        parts = zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
+        for j, (value, target) in enumerate(parts):
+            for k, stage in enumerate(stages):
+                if k:
+                    value = Rounded.apply(value, codecs, (k - 1, i, j))
+                value = stage(value)
+            loss = mse(value, target) / microbatches
+            loss.backward()
+            total += loss.item()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+PAIRS = [
+    *((codec, codec) for codec in NAMES.values()),
+    (BFloat16(), None),
+    (None, Int4(block=16, hadamard=True)),
+    (Float8(), Int8(seed=3)),
+]
+
+
+@pytest.mark.parametrize("codecs", PAIRS, ids=str)
+@pytest.mark.parametrize("more", [{"method": "sync"}, {"method": "1f1b", "microbatches": 2}])
+def test_edges_are_rounded_by_hand(codecs, more):
+    stages, data = tanh_stages(3, width=9), batches(6, size=8, width=9)
+    hand = copy.deepcopy(stages)
+    given = codecs[0] if codecs[0] == codecs[1] else codecs
+    pipe = st.Pipeline(stages, sgd(), mse, codec=given, **more)
+    found = [loss.item() for loss in losses(pipe, data)]
+    assert found == pytest.approx(by_hand(hand, codecs, data, more.get("microbatches", 1)), 1e-9)
+    for stage, its in zip(stages, hand, strict=True):
+        torch.testing.assert_close(stage.state_dict(), its.state_dict(), rtol=1e-9, atol=1e-12)
+    if codecs[0] is not None:
+        value, target = data[0]
+        expected = value
+        for k, stage in enumerate(hand):
+            expected = stage(rounded(codecs[0], expected, False, (0,)) if k else expected)
+        assert pipe.evaluate(data[:1])["loss"] == pytest.approx(mse(expected, target).item())
+        output = pipe(value)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()  # calls have a graph, in which edges are identities
+        assert stages[0][0].weight.grad.any()
+
+
+def trained(codec=None, stages=None, **more):
+    torch.manual_seed(3)
+    made = stages() if stages else dropping()
+    pipe = st.Pipeline(made, sgd(), mse, codec=codec, **more)
+    return losses(pipe, batches(9, size=6, width=9)), pipe
+
+
+def dropping():
+    return [nn.Sequential(stage, nn.Dropout(0.2)) for stage in tanh_stages(3, width=9)]
+
+
+def same_bits(found, expected):
+    (its, pipe), (wanted, other) = found, expected
+    assert its == wanted
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(pipe.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), TURNED], ids=str)
+def test_other_ways_to_the_same_bits(codec):
+    plain = trained(codec, method="pipedream")
+    same_bits(trained(codec, method="pipedream", recompute=True), plain)
+    same_bits(trained(codec, method="pipedream", recompute=1), plain)
+    same_bits(trained(codec, method="pipedream", offload="activations"), plain)
+    same_bits(trained(codec, method="pipedream", on_nonfinite="skip"), plain)
+    one, other = (trained(codec, partial(rectified, way), method="auto") for way in (False, True))
+    same_bits(one, other)
+    assert trained(codec)[0] != trained()[0]
+    same_bits(trained((None, None)), trained())
+
+
+def rectified(in_place):
+    return [nn.Sequential(nn.ReLU(in_place), *tanh_stages(1, width=9)) for _ in range(3)]
+
+
+def test_halves_of_backwards():
+    one, other = (
+        trained(Int8(), method=method, microbatches=3)[0] for method in ("1f1b", "zb-h1")
+    )
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert all(loss.isfinite() for loss in trained(TURNED, method="zb-h1-async")[0])
+
+
+def test_no_draw_of_a_stage_changes():
+    """Nor of the caller; dropout falls on the same numbers."""
+    (_, plain), before = trained(), torch.get_rng_state()
+    _, pipe = trained(Int4())
+    assert torch.equal(torch.get_rng_state(), before)
+    for found, expected in zip(pipe.random, plain.random, strict=True):
+        assert torch.equal(found.states()[0], expected.states()[0])
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path):
+    data = batches(10, size=6, width=9)
+
+    def made():
+        torch.manual_seed(3)
+        return st.Pipeline(dropping(), sgd(), mse, codec=Int4(), microbatches=2)
+
+    one = made()
+    expected = [*losses(one, data[:5]), *losses(one, data[5:])]
+    first, second = made(), made()
+    found = losses(first, data[:5])
+    st.checkpoint.save(tmp_path / "half", first)
+    st.checkpoint.load(tmp_path / "half", second)
+    found += losses(second, data[5:])
+    same_bits((found, second), (expected, one))
+    # Were it counted anew in a run, this would be drawn as the first minibatches were.
+    third = made()
+    third.minibatches = 5
+    assert losses(third, data[:5]) != expected[:5]
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_values_with_other_members(form):
+    """Masks have one dimension; what needs no gradient gets none."""
+    settings = {"method": "1f1b", "microbatches": 2, "codec": BFloat16()}
+    plain = value_programs.together(3, [6, 6, 5], "tuple", dtype=torch.bfloat16, **settings)
+    settings["codec"] = None
+    found = value_programs.together(3, [6, 6, 5], form, dtype=torch.bfloat16, **settings)
+    assert found[0] == plain[0]
+    coded = {**settings, "codec": Int8()}
+    assert value_programs.together(3, [6, 6, 5], form, **coded)[0] != plain[0]
+
+
+class Mixed(nn.Module):
+    """Gets and gives a dict: of what is learned, of integers, and of what nobody uses."""
+
+    def __init__(self, last=False):
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), last
+
+    def forward(self, value):
+        if isinstance(value, torch.Tensor):
+            value = {"x": value, "n": torch.arange(12).view(3, 4), "unused": value * 1.0}
+        assert torch.equal(value["n"].cpu(), torch.arange(12).view(3, 4))
+        assert value.get("tag", "a") == "a"
+        x = torch.tanh(self.linear(value["x"]))
+        unused = self.linear(value["unused"]) if not self.last else None
+        return x if self.last else {"x": x, "n": value["n"], "tag": "a", "unused": unused}
+
+
+@every_codec
+def test_integers_and_gradients_that_nobody_has(codec):
+    stages = [Mixed(), Mixed(), Mixed(last=True)]
+    found = losses(st.Pipeline(stages, sgd(), mse, codec=codec), batches(6, width=6))
+    assert all(loss.isfinite() for loss in found)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A codec of one's own, which draws, and notes what it gets."""
+
+    def pack(self, tensor, backward, key):
+        assert not tensor.requires_grad
+        assert not torch.is_grad_enabled()
+        SEEN.append((key, backward, tensor.clone()))
+        return torch.view_as_complex(tensor.float().unflatten(-1, (-1, 2)).contiguous())
+
+    def unpack(self, packed, like, backward):
+        assert like.is_meta
+        return torch.view_as_real(packed).flatten(-2).to(like.dtype)
+
+    draws = True
+
+
+SEEN = []
+
+
+def test_a_codec_of_ones_own():
+    SEEN.clear()
+    data = batches(4, size=4, width=6)
+    stages = tanh_stages(3, width=6)
+    pipe = st.Pipeline(copy.deepcopy(stages), sgd(), mse, codec=Halved(), microbatches=2)
+    found = losses(pipe, data)
+    assert len({key for key, _, _ in SEEN}) == len(SEEN) == 2 * 2 * 2 * 4
+    assert sum(backward for _, backward, _ in SEEN) == len(SEEN) // 2
+    plain = losses(st.Pipeline(stages, sgd(), mse, microbatches=2), data)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+class Wrong(BFloat16):
+    def __init__(self, pack=None, unpack=None):
+        object.__setattr__(self, "made", (pack, unpack))
+
+    def pack(self, tensor, backward):
+        return self.made[0](tensor) if self.made[0] else super().pack(tensor, backward)
+
+    def unpack(self, packed, like, backward):
+        found = super().unpack(packed, like, backward)
+        return self.made[1](found) if self.made[1] else found
+
+    def __repr__(self):
+        return "Wrong()"
+
+
+@pytest.mark.parametrize(
+    ("codec", "stage", "action", "cause", "text"),
+    [
+        (
+            (Wrong(lambda t: t.tolist()), None),
+            *(0, "send activation", TypeError),
+            "codec: expected a tensor of Wrong(), got a list",
+        ),
+        (
+            (None, Wrong(lambda t: t.to("meta"))),
+            *(2, "send gradient", ValueError),
+            "codec: expected a tensor on cpu, got meta",
+        ),
+        ((Wrong(lambda t: 1 / 0), None), 0, "send activation", ZeroDivisionError, "division"),
+        (
+            (Wrong(None, lambda t: t.float()), None),
+            *(1, "receive activation", ValueError),
+            "codec: expected float64 [3, 5] on cpu of Wrong(), got float32 [3, 5] on cpu",
+        ),
+        (
+            (None, Wrong(None, lambda t: t[:-1])),
+            *(1, "receive gradient", ValueError),
+            "codec: expected float64 [3, 5] on cpu of Wrong(), got float64 [2, 5] on cpu",
+        ),
+        (
+            (Wrong(None, lambda t: None), None),
+            *(1, "receive activation", TypeError),
+            "codec: expected a tensor of Wrong(), got a NoneType",
+        ),
+    ],
+)
+def test_a_wrong_codec_is_its_stages_error(codec, stage, action, cause, text):
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, codec=codec, microbatches=1)
+    with pytest.raises(st.StageError) as caught:
+        losses(pipe, batches(5))
+    assert (caught.value.stage, caught.value.action) == (stage, action)
+    assert isinstance(caught.value.__cause__, cause)
+    assert text in caught.value.reason
+
+
+@pytest.mark.parametrize("codec", [8, Int8, "int8", (Int8(),), (Int8(), 8), (None, None, None)])
+def test_what_is_no_codec(codec):
+    with pytest.raises(TypeError, match=r"codec: expected a value with pack\(\) and unpack\(\)"):
+        st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
+
+
+@every_codec
+@pytest.mark.parametrize("method", ["1f1b", "spectrain"])
+def test_a_number_that_is_not_finite_is_seen_on_the_other_side(codec, method):
+    class Lost(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gradient = gradient.clone()
+            gradient[0, 0] = math.inf
+            return gradient
+
+    class Loses(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return Lost.apply(x) if self.calls == 4 else x
+
+    stages = [*tanh_stages(1), nn.Sequential(Loses(), *tanh_stages(1))]
+    pipe = st.Pipeline(stages, sgd(), mse, method, codec=codec, on_nonfinite="skip", microbatches=1)
+    found = losses(pipe, batches(8))
+    assert pipe.skipped[0] == 1
+    assert all(loss.isfinite() for loss in found)
+    bad = batches(2)
+    bad[1][0][0] = math.nan
+    plain = st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
+    assert [loss.isfinite().item() for loss in losses(plain, bad)] == [True, False]
