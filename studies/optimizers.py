@@ -93,15 +93,17 @@ def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
-    if settings.optimizer not in ("muon"):
+    if settings.optimizer == "muon":
+        adamw = {"weight_decay": settings.weight_decay}
+        rates = settings.lr, settings.weight_decay
+        fit = "match_rms_adamw"
+        return optim.Muon(params, *rates, adjust_lr_fn=fit, hidden=hidden, adamw=adamw)
+    if settings.optimizer != "soap":
         return make_optimizer(settings, method, params)
     matrices = [p for p in params if p in hidden]
     rest = [p for p in params if p not in hidden]
     made: list[torch.optim.Optimizer] = []
-    if matrices and settings.optimizer == "muon":
-        decay = settings.weight_decay
-        made += [torch.optim.Muon(matrices, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
-    elif matrices:
+    if matrices:
         require(
             "pytorch_optimizer",
             "SOAP comes with pytorch-optimizer",

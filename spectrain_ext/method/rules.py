@@ -111,6 +111,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
+    "muon": torch.optim.Muon,
 }
 
 
@@ -280,7 +281,7 @@ def _check_own_law(method: Method) -> None:
             f"{law!r}"
         )
     kinds: tuple[tuple[Sgd | Adam, set[str]], ...] = (
-        (Sgd(0.1, 0.9), {"sgd"}),
+        (Sgd(0.1, 0.9), {"sgd", "muon"}),
         (Adam(0.1, step=1), {"adam", "adamw", "nadam"}),
     )
     for numbers, families in kinds:

@@ -16,7 +16,7 @@ from .formulas import as_late, none
 StageRule = Callable[[Place], int]
 WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
 
-FAMILIES = ("sgd", "adam", "adamw", "nadam")
+FAMILIES = ("sgd", "adam", "adamw", "nadam", "muon")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Method:
         correction: a rule for what updates do otherwise as their gradients are late, one of
             ``spectrain_ext.corrections`` or None; None: nothing anywhere. Or an object that, as
             these do, has ``sgd`` and ``adam``, which give the step from the optimizer's numbers.
-        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam; all
-            of these stand for every other one as well.
+        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam,
+            muon; all of these stand for every other one as well.
         max_stages: the most stages that the method is defined for.
         min_microbatches: a rule for the fewest microbatches per minibatch.
         microbatches: how many a minibatch has on so many stages where nobody says; None: 1.

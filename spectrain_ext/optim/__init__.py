@@ -1,7 +1,16 @@
 """Optimizers with torch.optim's interface whose step can also write predicted weights."""
 
 from .base import PredictingOptimizer
-from .optimizers import SGD, Adam, AdamW, NAdam
+from .optimizers import SGD, Adam, AdamW, Muon, NAdam, hidden_matrices
 from .parameters import PredictionSink
 
-__all__ = ["SGD", "Adam", "AdamW", "NAdam", "PredictingOptimizer", "PredictionSink"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Muon",
+    "NAdam",
+    "PredictingOptimizer",
+    "PredictionSink",
+    "hidden_matrices",
+]

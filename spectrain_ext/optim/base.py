@@ -35,6 +35,7 @@ from .state import (
     named,
     put_saved,
     read_entry,
+    ruled,
     without_state,
 )
 
@@ -184,7 +185,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _saved_entry(self, entry: Any) -> Any:
         rule, bound = self._parameters.rule, self._parameters.binding is not None
-        return independent(entry, rule.keys if bound else tuple(rule.scalars))
+        return independent(entry, rule.all_keys if bound else tuple(rule.scalars))
 
     @_exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -218,8 +219,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
-        buffer = self.state.get(param, {}).get(self._parameters.rule.buffers[0])
-        saved = param.dtype if buffer is None else buffer.dtype
+        entry, keys = self.state.get(param, {}), self._parameters.rule.all_keys
+        buffers = [entry[key] for key in keys if entry.get(key) is not None]
+        saved = buffers[0].dtype if buffers else param.dtype
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
     # The step.
@@ -420,8 +422,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
         binding = Binding(self.param_groups, master, buffers, self._parameters.rule.buffers)
-        for where, p in named(self.param_groups):
-            read_entry(where, self._parameters.rule, p, self.state.get(p) or {})
+        for where, p, rule in ruled(self._parameters.rule, self.param_groups):
+            read_entry(where, rule, p, self.state.get(p) or {})
         self._begin(binding)
         self._parameters.look(self.param_groups, self.state)
 
@@ -435,7 +437,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
-                entry.update(independent(entry, self._parameters.rule.keys))
+                entry.update(independent(entry, self._parameters.rule.all_keys))
         self._begin()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:

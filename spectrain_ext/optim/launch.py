@@ -19,7 +19,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
 from .parameters import Kinds, Parameters, Views
-from .rule import Group, Scalars
+from .rule import MUON, Group, Rule, Scalars
 from .state import State, empty_like
 
 # What corrects a step, and the largest learning rate of every group.
@@ -72,6 +72,7 @@ class Launch:
         stash: bool = False,  # weights are kept while they are predicted
     ) -> None:
         self.parameters = parameters
+        self.rule = parameters.rules[positions[0]]  # they all have the same
         self.params = params = [parameters.params[i] for i in positions]
         self.device = params[0].device
         self._positions = positions
@@ -97,7 +98,7 @@ class Launch:
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
 
         stale = None if binding is None else binding.stale
-        state = zip(parameters.rule.columns, self._buffers or (), strict=False)
+        state = zip(self.rule.columns, self._buffers or (), strict=False)
         self.native = _Plan(
             self._weights,
             grads=[None] * len(params),
@@ -107,6 +108,8 @@ class Launch:
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
         )._native
+        self._orthogonal = self.rule is MUON
+        self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # of what is not active
@@ -167,14 +170,22 @@ class Launch:
         """Prepare what updates the rows that have a gradient; all errors come from here."""
         if not options and self._step is not None and self._step.serves(templates, laws):
             return
-        rule = self.parameters.rule
+        rule = self.rule
         before = list(map(self._scalars, self.cohorts))
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
         numbers: list[Any] = list(map(rule.at, groups, after))
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
-            predict = (tuple([laws[cohort.group] for cohort in self.cohorts]),)
+            own = [laws[cohort.group] for cohort in self.cohorts]
+            if self._orthogonal:  # whose first update is no change
+                own = [
+                    _without_gradient(law) if rule.rests(scalars) else law
+                    for law, scalars in zip(own, before, strict=True)
+                ]
+            predict = (tuple(own),)
+        if self._orthogonal:  # divides by the scale itself; no step is left out here
+            self._scale, options = options.get("grad_scale"), {}
         correction = None
         if correcting is not None:
             by, rates = correcting
@@ -196,17 +207,33 @@ class Launch:
         """Make the step that was prepared; returns whether rows now belong to other cohorts."""
         step = self._step
         assert step is not None
+        if self._orthogonal:
+            self._orthogonalize(step.templates)
         step.call()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
         self.forget_gradients()
         return self._updated_to(step.after, state)
 
+    def _orthogonalize(self, templates: Sequence[Any]) -> None:
+        """Hand the plan what Muon's kernel takes for gradients."""
+        assert self._buffers is not None
+        changes: list[Tensor | None] = [None] * len(self.params)
+        for row, n in enumerate(self._assignment):
+            gradient = self.params[row].grad
+            if gradient is not None:
+                if self._scale is not None:
+                    gradient = gradient / self._scale
+                numbers = templates[self.cohorts[n].group]
+                state = (column[row] for column in self._buffers)
+                changes[row] = numbers.change(self._weights[row], gradient, *state)
+        self.native.set_gradients(tuple(changes), False)
+
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
 
     def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
-        return not self.parameters.rule.scalars and all(map(_is_plain, laws or ()))
+        return not self.rule.scalars and all(map(_is_plain, laws or ()))
 
     def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
         if self._buffers is None:
@@ -231,7 +258,7 @@ class Launch:
 
     def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
         """Give the rows that a step has updated the scalar state after it; start state."""
-        counts = bool(self.parameters.rule.scalars)
+        counts = bool(self.rule.scalars)
         if self._all_active and self.started and not counts:
             return False
         changed = False
@@ -270,7 +297,7 @@ class Launch:
 
     def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
         """By the numbers of the cohorts as their last update left them."""
-        rule = self.parameters.rule
+        rule = self.rule
         numbers: list[Any] = []
         own: list[Law] = []
         for cohort in self.cohorts:
@@ -361,18 +388,18 @@ class Launches:
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
         parameters, kinds = self.parameters, self.parameters.kinds
         idle: list[Tensor] = []
-        found: dict[tuple[torch.device, bool], list[int]] = {}
+        found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
             kind = kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # Of a bound optimizer all have a launch: it may write their outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
-                found.setdefault((p.device, kind), []).append(i)
+                found.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
             else:
                 idle.append(p)
         launches = [
             Launch(parameters, positions, kind, places[0], stash=stash)
-            for (_, kind), positions in found.items()
+            for (_, kind, _), positions in found.items()
         ]
         return _Resolved(places, kinds, version, idle, launches)
 

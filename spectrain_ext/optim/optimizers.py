@@ -1,12 +1,15 @@
-"""SGD, Adam, AdamW and NAdam: torch.optim's, with one fused pass per step, and predictions."""
+"""SGD, Adam, AdamW, NAdam, Muon: torch.optim's, in one fused pass per step, with predictions."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+
+from spectrain_ext.operators.corrections import Correction
 
 from . import rule
 from .base import PredictingOptimizer
@@ -257,3 +260,141 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
             capturable=capturable,
             differentiable=differentiable,
         )
+
+
+class Muon(PredictingOptimizer, torch.optim.Muon):
+    """Muon for hidden matrices and AdamW for the rest, in one optimizer that can predict.
+
+    Of matrices arguments, groups and results are ``torch.optim.Muon``'s, whose ``state_dict`` loads
+    here; of the rest ``AdamW``'s. Each parameter group is of one kind, by its key ``use_muon``. A
+    group without that key and with no options of its own, as a plain list of parameters is, becomes
+    up to two: its hidden matrices, then the rest. Orthogonalizing is matrix products of torch's;
+    the step is one launch per device and kind.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as ``SGD``.
+        lr: learning rate of matrices (>= 0).
+        weight_decay: decoupled decay of matrices (>= 0).
+        momentum: decay of the averaged gradient (>= 0).
+        nesterov: orthogonalizes the average mixed with the gradient once more.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: the least norm that a matrix is divided by before it.
+        ns_steps: iterations, fewer than 100.
+        adjust_lr_fn: ``"original"`` (or None) multiplies the update by ``sqrt(max(1, rows /
+            columns))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``.
+        hidden: the parameters that are hidden matrices, usually ``hidden_matrices(model)``; None:
+            all with two dimensions.
+        adamw: options of ``AdamW`` for the rest. Without an ``lr`` that is Muon's where
+            ``adjust_lr_fn="match_rms_adamw"`` makes updates as large as AdamW's, else 1e-3.
+        momentum_dtype: dtype of all state, as of ``SGD``.
+
+    Raises:
+        ValueError: a number out of range, an update by Muon of what is no matrix, a group with
+            options of both kinds of parameters and without ``use_muon``.
+        TypeError: as ``SGD``; an option that ``AdamW`` does not have.
+
+    A matrix has as state ``momentum_buffer``, and ``update_buffer``, its last update U with the
+    adjustment: ``W <- (1 - lr*weight_decay)*W - lr*U``. The prediction ``steps`` updates ahead is
+    ``W - lr*steps*U``; ``laws.Geometric`` has the decay as well, and ``laws.SecondOrder`` goes on
+    with the last change of U. ``bind`` keeps the moments of the rest in the same two buffers.
+    """
+
+    _rule = rule.MUON
+    _hidden: Collection[Tensor] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        hidden: Collection[Tensor] | None = None,
+        adamw: Mapping[str, Any] = {},
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._prepare(momentum_dtype)
+        if adjust_lr_fn == "match_rms_adamw":
+            adamw = {"lr": lr, **adamw}
+        self._rest = {**AdamW([torch.empty(0)], **adamw).defaults, "use_muon": False}
+        self._hidden = None if hidden is None else set(hidden)
+        defaults = {
+            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
+            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
+            **{"adjust_lr_fn": adjust_lr_fn, "use_muon": True},
+        }
+        torch.optim.Optimizer.__init__(self, params, defaults)  # Muon's refuses the rest
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, or two of one without ``use_muon``; as of ``SGD`` otherwise."""
+        kinds: dict[bool, list[Any]] = {True: [], False: []}
+        given = param_group["params"]
+        for entry in [given] if isinstance(given, Tensor) else given:
+            p = entry[1] if isinstance(entry, tuple) else entry
+            use_muon = param_group.get("use_muon", self._is_hidden(p))
+            if use_muon and p.dim() != 2:
+                raise ValueError(
+                    f"use_muon: expected matrices alone, got a parameter of shape {tuple(p.shape)}"
+                )
+            kinds[bool(use_muon)].append(entry)
+        if all(kinds.values()) and len(param_group) > 1:
+            raise ValueError(
+                "param_group: its options are for hidden matrices or for the rest, and it has "
+                "both; give each a group of its own, with use_muon=True and use_muon=False"
+            )
+        count, defaults = len(self.param_groups), self.defaults
+        try:
+            for use_muon in [kind for kind, mine in kinds.items() if mine] or [True]:
+                self.defaults = defaults if use_muon else self._rest
+                mine = given if isinstance(given, set) else kinds[use_muon]  # torch refuses a set
+                super().add_param_group({**param_group, "params": mine})
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        finally:
+            self.defaults = defaults
+
+    def _is_hidden(self, p: Any) -> bool:
+        is_matrix = isinstance(p, Tensor) and p.dim() == 2
+        return is_matrix and (self._hidden is None or p in self._hidden)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``PredictingOptimizer``, with what later groups are made from."""
+        return {**super().__getstate__(), "_rest": self._rest, "_hidden": self._hidden}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``SGD``; with what torch's Muon has saved, predictions begin after a step."""
+        state = {}
+        for key, entry in state_dict["state"].items():
+            if "momentum_buffer" in entry and "update_buffer" not in entry:
+                last = torch.zeros_like(entry["momentum_buffer"])
+                entry = {**entry, "step": 0.0, "update_buffer": last}
+            state[key] = entry
+        super().load_state_dict({**state_dict, "state": state})
+
+    def check_correction(self, correction: Correction | None) -> None:
+        """Raise ValueError: no correction is defined for orthogonalized updates."""
+        if correction is not None:
+            raise ValueError(f"{correction} is not defined for the updates of Muon")
+
+
+def hidden_matrices(model: nn.Module) -> set[Tensor]:
+    """The parameters of a model that Muon is for: matrices between embeddings and head.
+
+    Those with two dimensions, but for those of ``nn.Embedding`` and ``nn.EmbeddingBag``, and of the
+    last module that has any, which is taken for the head (https://kellerjordan.github.io/posts/muon).
+    """
+    found: set[Tensor] = set()
+    others: set[Tensor] = set()
+    own: set[Tensor] = set()
+    for module in model.modules():
+        own = {p for p in module.parameters(recurse=False) if p.dim() == 2} or own
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            others |= own
+        found |= own
+    return found - others - own

@@ -24,6 +24,7 @@ from .state import (
     loaded_dtype,
     named,
     read_entry,
+    ruled,
 )
 
 Views = Mapping[Tensor, Tensor]
@@ -121,6 +122,7 @@ class Parameters:
         correction: Correction | None = None,
     ) -> None:
         self.rule = rule
+        self.rules: list[Rule] = []  # of every parameter
         self.binding = binding
         self.correction = correction
         self._state_dtype = state_dtype
@@ -236,11 +238,11 @@ class Parameters:
 
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Put a parameter's state where torch keeps it, sharing memory."""
-        entry = state[self.params[position]]
+        entry, rule = state[self.params[position]], self.rules[position]
         if self._counts is not None:
-            entry.update(zip(self.rule.scalars, self._counts[:, position].unbind(), strict=True))
-        entry.update(zip(self.rule.buffers, buffers, strict=True))
-        return {key: entry[key] for key in self.rule.keys}
+            entry.update(zip(rule.scalars, self._counts[:, position].unbind(), strict=True))
+        entry.update(zip(rule.buffers, buffers, strict=True))
+        return {key: entry[key] for key in rule.keys}
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
         """Give parameters, in ascending order, new scalar state."""
@@ -258,14 +260,16 @@ class Parameters:
 
     def _read(self, groups: Sequence[Group], state: State) -> None:
         self.forget()
-        self.places = [where for where, _ in named(groups)]
-        self.params = [p for _, p in named(groups)]
+        every = ruled(self.rule, groups)
+        self.places = [where for where, _, _ in every]
+        self.params = [p for _, p, _ in every]
+        self.rules = [rule for _, _, rule in every]
         self.groups = [index for index, group in enumerate(groups) for _ in group["params"]]
         saved = []
-        for where, p in zip(self.places, self.params, strict=True):
+        for where, p, rule in every:
             check_dtypes(where, p.dtype, None)
             # Not state[p]: it is a defaultdict, and looking must not add an entry.
-            saved.append(read_entry(where, self.rule, p, state.get(p) or {}))
+            saved.append(read_entry(where, rule, p, state.get(p) or {}))
         self.buffers = [
             None if found is None else self._settled(p, found[0])
             for p, found in zip(self.params, saved, strict=True)
@@ -277,7 +281,7 @@ class Parameters:
             if buffers is not None:
                 noted[p] = self.put(state, i, buffers)
                 continue
-            noted[p] = dict.fromkeys(self.rule.keys)
+            noted[p] = dict.fromkeys(self.rules[i].keys)
             for view in () if self.binding is None else self.binding.buffers[p]:
                 view.zero_()  # so that the prediction is the weights themselves
         self._version += 1

@@ -11,6 +11,8 @@ import torch
 from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.numbers import Adam, Sgd, non_negative
 
+from .orthogonal import Orthogonal
+
 Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
@@ -27,10 +29,21 @@ class Rule:
     # before ``mu_product``, and ``gap_step``, the steps that an average has taken.
     scalars: Mapping[str, float]
     refused: Mapping[str, str]  # flags of torch's that are not supported, and why
+    # Of groups without ``use_muon``: as many buffers, the same scalars.
+    rest: Rule | None = None
+
+    def of(self, group: Group) -> Rule:
+        """The rule of a parameter group."""
+        return self if self.rest is None or group.get("use_muon", True) else self.rest
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (*self.buffers, *self.scalars)
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Of the parameters of any group; buffers before scalars."""
+        return self.keys if self.rest is None else (*self.buffers, *self.rest.keys)
 
     def with_average(self, buffers: tuple[str, ...]) -> Rule:
         """The rule with the state of a correction that averages, behind its own."""
@@ -43,11 +56,12 @@ class Rule:
 
     def read(self, index: int, group: Group) -> Numbers:
         """The numbers of parameter group ``index``; ValueError or TypeError names it."""
-        for flag, why in self.refused.items():
+        rule = self.of(group)
+        for flag, why in rule.refused.items():
             if group.get(flag, False):
                 raise ValueError(f"parameter group {index}: {flag}=True is not supported, {why}")
         try:
-            return self.numbers(group)
+            return rule.numbers(group)
         except (ValueError, TypeError) as error:
             raise type(error)(f"parameter group {index}: {error}") from error
 
@@ -115,6 +129,21 @@ def _sgd_numbers(group: Group) -> Sgd:
     )
 
 
+def _muon_numbers(group: Group) -> Orthogonal:
+    return Orthogonal(
+        _rate(group["lr"]),
+        momentum=1.0,
+        weight_decay=plain(group["weight_decay"], "weight_decay"),
+        decoupled_weight_decay=True,
+        beta=plain(group["momentum"], "momentum"),
+        mixes=bool(group["nesterov"]),
+        coefficients=group["ns_coefficients"],
+        eps=group["eps"],
+        iterations=group["ns_steps"],
+        adjusts=group["adjust_lr_fn"],
+    )
+
+
 def _adam_numbers(group: Group) -> Adam:
     return Adam(
         _rate(group["lr"]),
@@ -147,3 +176,12 @@ ADAM = Rule(
     },
 )
 NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
+#: The kernel keeps the update; the momentum that is made one of is torch's alone.
+MUON = Rule(
+    _muon_numbers,
+    buffers=("update_buffer", "momentum_buffer"),
+    columns=("momentum_buffers",),
+    scalars={"step": 0.0},
+    refused={},
+    rest=ADAM,
+)

@@ -87,6 +87,12 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
     ]
 
 
+def ruled(rule: Rule, groups: Sequence[Group]) -> list[tuple[str, Tensor, Rule]]:
+    """The same, with the rule that each obeys."""
+    rules = [rule.of(group) for group in groups for _ in group["params"]]
+    return [(where, p, own) for (where, p), own in zip(named(groups), rules, strict=True)]
+
+
 def read_entry(
     where: str, rule: Rule, p: Tensor, entry: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, ...], Scalars] | None:
@@ -128,7 +134,7 @@ def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     def rest_of(entry: Any) -> Any:
         if not isinstance(entry, Mapping):
             return entry
-        return {name: v for name, v in entry.items() if v is None or name not in rule.keys}
+        return {name: v for name, v in entry.items() if v is None or name not in rule.all_keys}
 
     state = {key: rest_of(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
@@ -145,20 +151,20 @@ def put_saved(
     for index, old in enumerate(saved["param_groups"]):
         rule.read(index, {**defaults, **old})
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for (where, p), key in zip(named(loaded["param_groups"]), keys, strict=True):
+    for (where, p, own), key in zip(ruled(rule, loaded["param_groups"]), keys, strict=True):
         entry = saved["state"].get(key)
         if not isinstance(entry, Mapping):
             continue
-        found = read_entry(where, rule, p, entry)
+        found = read_entry(where, own, p, entry)
         if found is None:
-            if rule.scalars and entry:
-                raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
+            if own.scalars and entry:
+                raise ValueError(f"{where}: the state has no {next(iter(own.scalars))}")
             continue
         buffers, scalars = found
         dtype = loaded_dtype(p.dtype, buffers[0].dtype, state_dtype)
         made = loaded["state"][p]
-        made.update(zip(rule.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
-        for name, value in zip(rule.scalars, scalars, strict=True):
+        made.update(zip(own.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
+        for name, value in zip(own.scalars, scalars, strict=True):
             made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
 

@@ -1,0 +1,405 @@
+"""Muon and AdamW in one optimizer: torch's numbers, predictions, pipelines, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoint_cases import batches as checkpoint_batches
+from helpers.checkpoint_cases import everything, pipeline, same, train
+from helpers.optim_cases import assert_bits, assert_same, bits, give_gradients, twins
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import load, save
+from spectrain_ext.method import find_method, phase_places, rules_at
+
+mse = nn.functional.mse_loss
+SHAPES = ((6, 6), (3, 8), (8, 3), (7,), (2, 3, 2))  # matrices first
+REST = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.05}
+
+
+def made(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype) * 0.2) for shape in SHAPES]
+    params[1] = nn.Parameter(params[1].detach().t().contiguous().t())  # strides of its own
+    return params
+
+
+def muon(params: Any, **options: Any) -> st.optim.Muon:
+    return st.optim.Muon(params, 0.02, adamw=REST, **options)
+
+
+class Reference:
+    """torch's two optimizers, and what the laws say of their last steps."""
+
+    def __init__(self, params: Sequence[Tensor], lr: float = 0.02, **options: Any) -> None:
+        self.params = list(params)
+        matrices = [p for p in self.params if p.dim() == 2]
+        rest = [p for p in self.params if p.dim() != 2]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, **options))
+        if rest:
+            self.parts.append(torch.optim.AdamW(rest, **REST))
+        self.steps = 0
+        self.now = [torch.zeros_like(p) for p in self.params]  # updates, for AdamW with lr
+        self.change = self.now
+
+    def step(self) -> None:
+        before = bits(self.params)
+        moments = [self._state(p).get("exp_avg", torch.zeros(())).clone() for p in self.params]
+        for part in self.parts:
+            part.step()
+        self.steps += 1
+        last, self.now, self.change = self.now, [], []
+        for p, w, u, m in zip(self.params, before, last, moments, strict=True):
+            group = self.parts[0 if p.dim() == 2 else -1].param_groups[0]
+            if p.dim() == 2:
+                new = w * (1 - group["lr"] * group["weight_decay"]) - p.detach()
+                self.now.append(new)
+                self.change.append(new - u if self.steps > 1 else torch.zeros_like(u))
+            else:
+                state, (b1, b2) = self._state(p), group["betas"]
+                root = (state["exp_avg_sq"] / (1 - b2**self.steps)).sqrt() + group["eps"]
+                rate = group["lr"] / (1 - b1**self.steps) / root
+                self.now.append(rate * state["exp_avg"])
+                self.change.append(rate * (state["exp_avg"] - m))
+
+    def _state(self, p: Tensor) -> Any:
+        return next((part.state[p] for part in self.parts if p in part.state), {})
+
+    def ahead(self, steps: float, changes: float = 0.0) -> list[Tensor]:
+        rows = zip(self.params, self.now, self.change, strict=True)
+        return [p.detach() - steps * u - changes * c for p, u, c in rows]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"adjust_lr_fn": "original", "weight_decay": 0.0, "nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8, "ns_steps": 3},
+    {"ns_coefficients": (3.0, -3.2, 1.2), "eps": 1e-3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_it_is_torchs_two_optimizers(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours = made(dtype)
+    theirs = twins(ours)
+    # Without Nesterov's torch normalizes a bfloat16 momentum in place.
+    options = {**options, "nesterov": True} if dtype == torch.bfloat16 else options
+    optimizer, reference = muon(ours, **options), Reference(theirs, **options)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(each, 5, gamma=0.5)
+        for each in (optimizer, *reference.parts)
+    ]
+    for step in range(20):
+        give_gradients(ours, theirs, none=[2, 3] if step in (0, 7) else [])
+        for each in (optimizer, *reference.parts, *schedulers):
+            each.step()
+    assert_same(ours, theirs)
+    for p, q in zip(ours[:3], theirs[:3], strict=True):
+        theirs_of = reference.parts[0].state[q]["momentum_buffer"]
+        assert_same([optimizer.state[p]["momentum_buffer"]], [theirs_of])
+
+
+def test_a_group_is_of_one_kind() -> None:
+    params, convolution = made(), nn.Parameter(torch.randn(2, 2, 3, 3))
+    optimizer = muon([("a", params[0]), ("b", params[3])], adjust_lr_fn="original")
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert [group["param_names"] for group in optimizer.param_groups] == [["a"], ["b"]]
+    optimizer = muon(params[:2], hidden=params[1:])
+    assert [group["params"] for group in optimizer.param_groups] == [params[1:2], params[:1]]
+    assert "momentum" not in optimizer.param_groups[1]
+    assert optimizer.param_groups[1]["lr"] == REST["lr"]
+    copied = pickle.loads(pickle.dumps(optimizer))
+    copied.add_param_group({"params": [convolution], "betas": (0.5, 0.6)})
+    assert copied.param_groups[2]["betas"] == (0.5, 0.6)
+    assert copied.param_groups[2]["weight_decay"] == REST["weight_decay"]
+    optimizer = st.optim.Muon(params, 0.3, adjust_lr_fn="match_rms_adamw")
+    assert optimizer.param_groups[1]["lr"] == 0.3
+    assert st.optim.Muon(params, 0.3).param_groups[1]["lr"] == 1e-3
+    with pytest.raises(ValueError, match="both; give each a group of its own"):
+        optimizer.add_param_group({"params": [*made()], "lr": 0.1})
+    with pytest.raises(ValueError, match=r"use_muon: expected matrices alone, .* \(2, 2, 3, 3\)"):
+        optimizer.add_param_group({"params": [convolution], "use_muon": True})
+    with pytest.raises(TypeError, match="ordered"):
+        optimizer.add_param_group({"params": {convolution}})
+    with pytest.raises(ValueError, match="more than one"):
+        optimizer.add_param_group({"params": [made()[0], params[4]]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "group 0: lr"),
+        ({"momentum": -0.5}, "group 0: momentum"),
+        ({"ns_steps": 100}, "group 0: ns_steps: expected 0 to 99, got 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "group 0: ns_coefficients: expected three"),
+        ({"adjust_lr_fn": "muP"}, "group 0: adjust_lr_fn: expected one of None, 'original'"),
+        ({"adamw": {"amsgrad": True}}, "group 0: amsgrad=True is not supported"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        st.optim.Muon(made(), **options)
+
+
+def test_hidden_matrices_lie_between_embeddings_and_head() -> None:
+    body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4))
+    model = nn.Sequential(nn.Embedding(5, 4), body, nn.LayerNorm(4), nn.Linear(4, 5))
+    matrices = {p for p in body.parameters() if p.dim() == 2}
+    assert st.optim.hidden_matrices(model) == matrices
+    model[3].weight = model[0].weight  # tied
+    assert st.optim.hidden_matrices(model) == matrices
+
+
+def test_predictions_in_place() -> None:
+    ours = made()
+    theirs = twins(ours)
+    optimizer, reference = muon(ours), Reference(theirs)
+    with optimizer.predicted(3):
+        assert_same(ours, theirs)
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+        before = bits(ours)
+        with optimizer.predicted(2.5):
+            assert_same(ours, reference.ahead(2.5))
+        assert_bits(ours, before)
+    with pytest.raises(ValueError, match="needs the gradient"):
+        optimizer.predict_(st.laws.SecondOrder(2))
+    decays = 1 - 0.02 * 0.1
+    expected = [theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]]
+    with optimizer.predicted(st.laws.Geometric(2)):
+        assert_same(ours[:1], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_bound_with_a_master(dtype: torch.dtype) -> None:
+    """State is kept in given buffers, and a step writes the prediction as well."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    ours = made(dtype)
+    master = {p: p.detach().to(wide) for p in ours}
+    theirs = [nn.Parameter(w.clone()) for w in master.values()]
+    optimizer, reference = muon(ours), Reference(theirs)
+    buffers = {
+        key: {p: torch.full_like(master[p], 7) for p in ours} for key in optimizer.buffer_keys
+    }
+    optimizer.bind(master, buffers)
+    assert optimizer.is_bound_to(buffers)
+    outs = {p: torch.full_like(p.detach(), 9) for p in ours}
+    sink = optimizer.prediction_sink(outs)
+
+    def step(law: Any, none: Sequence[int] = ()) -> None:
+        give_gradients(ours, none=none)
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = None if p.grad is None else p.grad.to(wide)
+        optimizer.write_with_next_step(sink, law)
+        optimizer.step()
+        reference.step()
+        assert_same(list(master.values()), theirs)
+
+    def written(expected: Sequence[Tensor]) -> None:
+        assert_same(list(outs.values()), [w.to(dtype) for w in expected])
+
+    step(st.laws.SecondOrder(3, 1))
+    written(reference.ahead(4, 6))
+    for delay in (1, 2, 4, 7):
+        step(st.laws.SecondOrder(delay, 2))
+        written(reference.ahead(delay + 2, delay * (delay + 1) / 2))
+        sink.write(delay)
+        written(reference.ahead(delay))
+    updates = buffers["update_buffer"]
+    assert optimizer.state[ours[0]]["update_buffer"] is updates[ours[0]]
+    assert optimizer.state[ours[3]]["exp_avg"] is updates[ours[3]]
+    held = reference.ahead(3)  # of what has no gradient: by its last update alone
+    step(st.laws.SecondOrder(1, 2), none=[0, 4])
+    written([(held if i in (0, 4) else reference.ahead(3, 1))[i] for i in range(len(ours))])
+    optimizer.unbind()
+    assert optimizer.state[ours[0]]["update_buffer"] is not updates[ours[0]]
+
+
+def test_a_scaled_step_and_a_skipped_one() -> None:
+    ours = made()
+    theirs = twins(ours)
+    optimizer, reference = muon(ours), muon(theirs)
+    for step in range(4):
+        give_gradients(ours, theirs)
+        for p in ours:
+            p.grad.mul_(4)
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.found_inf = torch.tensor(float(step == 2))
+        before = bits(ours)
+        optimizer.step()
+        if step == 2:
+            assert_bits(ours, before)
+        else:
+            reference.step()
+    assert_bits(ours, bits(theirs))
+
+
+@pytest.mark.parametrize("to_torch", [False, True])
+def test_state_of_torchs_muon(to_torch: bool) -> None:
+    ours = made(torch.float32)[:3]
+    theirs = twins(ours)
+    kinds = (st.optim.Muon, torch.optim.Muon) if to_torch else (torch.optim.Muon, st.optim.Muon)
+    first, second = kinds[0](ours, lr=0.02), kinds[1](theirs, lr=0.5)
+    for _ in range(3):
+        give_gradients(ours)
+        first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for p, q in zip(ours, theirs, strict=True):
+        q.data.copy_(p.detach())
+    if not to_torch:
+        with second.predicted(3):  # nothing is known of the last update
+            assert_bits(theirs, bits(ours))
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        first.step()
+        second.step()
+    assert_same(ours, theirs)
+
+
+def test_own_state_goes_on_to_the_bit() -> None:
+    ours = made(torch.float32)
+    optimizer = muon(ours)
+    for _ in range(3):
+        give_gradients(ours)
+        optimizer.step()
+    theirs = twins(ours)
+    other = st.optim.Muon(theirs, 0.7)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        other.step()
+    assert_bits(theirs, bits(ours))
+    with optimizer.predicted(2), other.predicted(2):
+        assert_bits(theirs, bits(ours))
+
+
+# Pipelines.
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def tanh_stages(n: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh()) for _ in range(n)]
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(3, 5), torch.randn(3, 5)) for _ in range(count)]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("method", ["spectrain-stash", "second-order"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_pipeline_is_the_definition(n: int, method: str) -> None:
+    """Forwards read n - k - 1 updates ahead, backwards meet their forwards' weights."""
+    stages, data = tanh_stages(n), batches(9)
+    copies = copy.deepcopy(stages)
+    true = [[p.detach().clone() for p in stage.parameters()] for stage in copies]
+    references = [Reference(weights) for weights in true]
+    versions = [[bits(weights)] for weights in true]
+    expected = []
+    for i, (value, target) in enumerate(data):
+        tape = []
+        for k, stage in enumerate(copies):
+            for p, w in zip(stage.parameters(), versions[k][max(0, i - n + k + 1)], strict=True):
+                p.data = w
+            entry = value.detach().requires_grad_()
+            value = stage(entry)
+            tape.append((entry, value))
+        entry = value.detach().requires_grad_()
+        loss = mse(entry, target)
+        expected.append(loss.detach())
+        (gradient,) = torch.autograd.grad(loss, entry)
+        for k in reversed(range(n)):
+            entry, value = tape[k]
+            inputs = [entry, *copies[k].parameters()]
+            gradient, *gradients = torch.autograd.grad(value, inputs, gradient)
+            for p, g in zip(true[k], gradients, strict=True):
+                p.grad = g
+            references[k].step()
+            delay = n - k - 1
+            second = method == "second-order"
+            ahead = (delay + k, delay * (delay + 1) / 2) if second else (delay, 0)
+            versions[k].append(references[k].ahead(*ahead))
+    pipe = st.Pipeline(stages, muon, mse, method)
+    found = [result.loss.detach() for result in pipe.run(data)]
+    torch.testing.assert_close(found, expected)
+    for stage, weights in zip(pipe.children(), true, strict=True):
+        assert_same(list(stage.parameters()), weights)
+
+
+@pytest.mark.parametrize("method", ["auto", "spectrain", "vanilla", "msnag", "lwp-w", "xpipe"])
+def test_one_stage_is_plain_training(method: str) -> None:
+    (stage,), data = tanh_stages(1), batches(6)
+    model = copy.deepcopy(stage)
+    pipe = st.Pipeline([stage], muon, mse, method)
+    found = [result.loss.item() for result in pipe.run(data)]
+    optimizer = muon(model.parameters())
+    for loss, (x, y) in zip(found, data, strict=True):
+        optimizer.zero_grad()
+        expected = mse(model(x), y)
+        assert loss == expected.item()
+        expected.backward()
+        optimizer.step()
+    assert_bits(list(stage.parameters()), bits(list(model.parameters())))
+
+
+def test_auto_predicts_along_its_own_update() -> None:
+    place = phase_places(find_method("auto"), 4, 4)[0][0]
+    for optimizer, law in ((muon(made()), "second-order"), (torch_muon(made()), "difference")):
+        assert rules_at(find_method("auto"), place, optimizer).law == law
+
+
+def test_corrections_are_refused() -> None:
+    for method in ("dc-asgd", "gap-aware"):
+        with pytest.raises(ValueError, match=rf"stages\[0\] under method '{method}': .* Muon"):
+            st.Pipeline(tanh_stages(2), muon, mse, method)
+    for method in ("sc", "error-feedback", "braking"):
+        with pytest.raises(ValueError, match=rf"has Muon, and method '{method}' is defined for"):
+            st.Pipeline(tanh_stages(2), muon, mse, method)
+    with pytest.raises(ValueError, match=r"torch.*Muon, and .* use spectrain_ext.optim.Muon, or"):
+        st.Pipeline([nn.Linear(5, 5, bias=False) for _ in range(2)], torch_muon, mse, "spectrain")
+
+
+def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.dim() == 2])
+
+
+@pytest.mark.parametrize("method", ["auto", "spectrain"])
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any, method: str) -> None:
+    kept = pipeline(3, optimizer=muon, method=method)
+    train(kept, checkpoint_batches(3))
+    save(tmp_path / "c", kept)
+    other = pipeline(3, seed=9, optimizer=muon, method=method)
+    train(other, checkpoint_batches(2, seed=4))
+    load(tmp_path / "c", other)
+    same(everything(other), everything(kept))
+    data = checkpoint_batches(5, seed=1)
+    assert train(other, data) == train(kept, data)
+    load(tmp_path / "c", pipeline(2, optimizer=muon, method=method))  # another cut
+
+
+def test_sixteen_bits_beside_a_float32_master() -> None:
+    stages = [stage.bfloat16() for stage in tanh_stages(2)]
+    pipe = st.Pipeline(stages, muon, mse, "auto", master_dtype=torch.float32)
+    list(pipe.run([(x[:2].bfloat16(), y[:2].bfloat16()) for x, y in batches(6)]))
+    for optimizer in pipe.optimizers:
+        for entry in optimizer.state_dict()["state"].values():
+            assert {t.dtype for t in entry.values()} == {torch.float32}
