@@ -93,8 +93,10 @@ def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
-    if settings.optimizer not in ("muon"):
+    if settings.optimizer not in ("muon", "soap"):
         return make_optimizer(settings, method, params)
+    if settings.model == "speedrun":
+        return _raced(settings, hidden, params)
     matrices = [p for p in params if p in hidden]
     rest = [p for p in params if p not in hidden]
     made: list[torch.optim.Optimizer] = []
@@ -113,3 +115,27 @@ def make_any_optimizer(
     if rest:
         made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
     return Together(*made)
+
+
+#: Of the baselines of Protocol NanoGPT, over the learning rate of their hidden matrices, 0.025.
+_EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
+
+
+def _raced(
+    settings: TrainSettings, hidden: set[nn.Parameter], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
+    lr = settings.lr
+    matrices = [p for p in params if p in hidden]
+    vectors = [p for p in params if p.dim() < 2]
+    first, *_ = params
+    groups = [{"params": vectors, "lr": _VECTORS * lr}]
+    for p in params:
+        if p.dim() == 2 and p not in hidden:  # stages begin with the embedding, and end with a head
+            groups.append({"params": [p], "lr": (_EMBEDDING if p is first else _HEAD) * lr})
+    muon = torch.optim.Muon(
+        matrices, lr, settings.weight_decay, momentum=0.95, adjust_lr_fn="original"
+    )
+    return Together(
+        muon, torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.001)
+    )

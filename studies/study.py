@@ -29,6 +29,7 @@ from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of
 from .contenders import Study, contender
+from .codecs import codec_of
 from .errors import OptionError
 from .function import source_of, source_of_function, start_rate
 from .lockstep import Lockstep, Replicated
@@ -166,6 +167,7 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
             scheduler=workload.scheduler,
             microbatches=parts,
             clip_norm=settings.clip_norm,
+            codec=codec_of(settings.codec),
         )
         for workload in workloads
     ]
