@@ -259,7 +259,7 @@ class Lockstep:
         self._microbatches = microbatches
         self._clip_norm = clip_norm
         self._codec = codec
-        self._numbers = torch.Generator().manual_seed(torch.initial_seed())
+        self._drawn = torch.initial_seed() << 32
         self._phases = [*zip(phases, places, strict=True)]
         self._trained: list[tuple[nn.Module, torch.optim.Optimizer, LRScheduler | None]] = []
         for k, module in enumerate(stages):
@@ -318,10 +318,11 @@ class Lockstep:
     def _across(self, value: Tensor, backward: bool) -> Tensor:
         if self._codec is None:
             return value
-        more = {}
+        more = ()
         if getattr(self._codec, "draws", False):
-            more["generator"] = self._numbers
-        packed = self._codec.pack(value, backward, **more)
+            self._drawn += 1
+            more = (self._drawn,)
+        packed = self._codec.pack(value, backward, *more)
         return self._codec.unpack(packed, value.to("meta"), backward)
 
     def compute(self, value: Tensor, target: Tensor) -> float:

@@ -97,7 +97,11 @@ class _Stage(nn.Module):
     """One block; the first stage has the embedding as well, the last one the head."""
 
     def __init__(
-        self, block: _Block, first: nn.Embedding | None, head: nn.Linear | None, subspace: Subspace | None
+        self,
+        block: _Block,
+        first: nn.Embedding | None,
+        head: nn.Linear | None,
+        subspace: Subspace | None,
     ) -> None:
         super().__init__()
         self.embedding, self.block, self.head, self.subspace = first, block, head, subspace
@@ -156,7 +160,9 @@ def speedrun(
             head = nn.Linear(width, vocabulary) if last else None
             stage = _Stage(block, embedding, head, subspace)
             for name, p in stage.named_parameters():
-                if name.endswith("bias") or name.startswith(("block.project", "block.out", "head.")):
+                if name.endswith("bias") or name.startswith(
+                    ("block.project", "block.out", "head.")
+                ):
                     nn.init.zeros_(p)
                 elif p.dim() == 2 and "embedding" not in name:
                     nn.init.normal_(p, std=(0.33 / p.shape[1]) ** 0.5)

@@ -1,0 +1,241 @@
+"""Codecs: how what crosses an edge is packed, so that slow links carry fewer bytes.
+
+A codec is a value with two methods, which are called outside of autograd:
+
+- ``pack(tensor, backward)`` returns one new tensor of any shape and dtype. The tensor is a floating
+  one of any shape, strides and device; ``backward`` says whether it is a gradient.
+- ``unpack(packed, like, backward)`` returns a tensor with the shape and the dtype of ``like``, on
+  the device of ``packed``. ``like`` is on the meta device, and has the shape, dtype and strides of
+  what was packed.
+
+One whose ``draws`` is true gets ``pack(tensor, backward, key)``: an integer of its own for each
+tensor that is packed in all runs. Random numbers that are seeded with it are the same in any number
+of processes and in a run that was resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+#: Tensors with fewer elements go as they are, and so does all that is not floating point.
+SMALL = 256
+
+
+class Codec(Protocol):
+    """What packs tensors for an edge."""
+
+    def pack(self, tensor: Tensor, backward: bool) -> Tensor:
+        """The tensor as it is sent."""
+
+    def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
+        """The tensor as it is used, like the one that was packed."""
+
+
+@dataclass(frozen=True)
+class BFloat16:
+    """Each number as a bfloat16, to nearest; infinities and NaN arrive as such."""
+
+    def pack(self, tensor: Tensor, backward: bool) -> Tensor:
+        return tensor.to(torch.bfloat16)
+
+    def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
+        return _placed(packed, like)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Activations as e4m3, gradients as e5m2, to nearest, with a bfloat16 scale per block.
+
+    A block is ``block`` elements that follow one another in row-major order, and the rest is a
+    block of its own: 130 bytes for 128 elements. A block with a number that is not finite arrives
+    as NaN; so do numbers beyond the range of float32.
+    """
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        _check_block(self)
+
+    def pack(self, tensor: Tensor, backward: bool) -> Tensor:
+        dtype = _FLOAT8[backward]
+        blocks = _in_blocks(tensor.reshape(-1).float(), self.block)
+        scales = _scales(blocks, torch.finfo(dtype).max)
+        return _joined(scales, (blocks / scales).to(dtype).view(torch.uint8), tensor.numel())
+
+    def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
+        scales, rest = _parted(packed, like, self.block)
+        values = _in_blocks(rest.view(_FLOAT8[backward]).float(), self.block) * scales
+        return _placed(values.view(-1)[: like.numel()], like)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Integers from -127 to 127, with a bfloat16 scale per block, by its largest magnitude.
+
+    Activations are rounded to nearest. Gradients are rounded stochastically, up with the
+    probability of the fraction, so that their mean is right; ``seed`` says by which random numbers.
+
+    A block is ``block`` elements that follow one another in row-major order, and the rest is a
+    block of its own: 66 bytes for 64 elements. A block with a number that is not finite arrives as
+    NaN; so do numbers beyond the range of float32.
+    """
+
+    block: int = 64
+    seed: int = 0
+
+    draws: ClassVar[bool] = True
+    _limit: ClassVar[int] = 127
+
+    def __post_init__(self) -> None:
+        _check_block(self)
+
+    def pack(self, tensor: Tensor, backward: bool, key: int = 0) -> Tensor:
+        blocks = self._turned(_in_blocks(tensor.reshape(-1).float(), self.block), tensor.numel())
+        scales = _scales(blocks, self._limit)
+        steps = blocks / scales
+        if backward:
+            generator = torch.Generator(steps.device)
+            generator.manual_seed((key + self.seed * 0x9E3779B97F4A7C15) % 2**63)
+            drawn = torch.rand(steps.shape, generator=generator, device=steps.device)
+            steps = steps.add_(drawn).floor_()
+        else:
+            steps = steps.round_()
+        steps = steps.clamp_(-self._limit, self._limit)
+        return _joined(scales, *self._as_bytes(steps.to(torch.int8), tensor.numel()))
+
+    def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
+        scales, rest = _parted(packed, like, self.block)
+        steps = self._from_bytes(rest)[: like.numel()].float()
+        blocks = self._turned(_in_blocks(steps, self.block) * scales, like.numel())
+        return _placed(blocks.view(-1)[: like.numel()], like)
+
+    def _turned(self, blocks: Tensor, numel: int) -> Tensor:
+        return blocks
+
+    def _as_bytes(self, steps: Tensor, numel: int) -> tuple[Tensor, int]:
+        return steps.view(torch.uint8), numel
+
+    def _from_bytes(self, rest: Tensor) -> Tensor:
+        return rest.view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """Integers from -7 to 7, two in a byte, otherwise like ``Int8``: 34 bytes for 64 elements.
+
+    With ``hadamard`` whole blocks are turned by the normalized Hadamard matrix before they are
+    rounded, and back after it, which spreads the outliers of activations over their block (as in
+    TAH-Quant, arXiv 2506.01352); ``block`` is then a power of two.
+    """
+
+    hadamard: bool = False
+
+    _limit: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hadamard and self.block & (self.block - 1):
+            raise ValueError(f"block: expected a power of two with hadamard, got {self.block}")
+
+    def _turned(self, blocks: Tensor, numel: int) -> Tensor:
+        if not self.hadamard:
+            return blocks
+        whole = numel // self.block
+        with torch.autocast(blocks.device.type, enabled=False):
+            turned = blocks[:whole] @ _hadamard(self.block, blocks.device)
+        return turned if whole == len(blocks) else torch.cat((turned, blocks[whole:]))
+
+    def _as_bytes(self, steps: Tensor, numel: int) -> tuple[Tensor, int]:
+        low, high = _in_blocks(steps.view(-1) + 8, 2).view(torch.uint8).unbind(1)
+        return low | high << 4, (numel + 1) // 2
+
+    def _from_bytes(self, rest: Tensor) -> Tensor:
+        return torch.stack((rest & 15, rest >> 4), 1).view(-1).view(torch.int8) - 8
+
+
+def is_coded(tensor: Tensor) -> bool:
+    """Whether a codec is asked for this tensor: it is floating point, and not small."""
+    return tensor.is_floating_point() and tensor.numel() >= SMALL
+
+
+def packed_bytes(
+    codec: Codec, nbytes: float, dtype: torch.dtype = torch.float32, backward: bool = False
+) -> float:
+    """How many bytes a codec makes of a tensor of so many, judged by 65,536 zeros."""
+    if nbytes < SMALL * dtype.itemsize:
+        return nbytes
+    sample = torch.zeros(2**16, dtype=dtype)
+    return nbytes * codec.pack(sample, backward).nbytes / sample.nbytes
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_block(codec: Any) -> None:
+    if not isinstance(codec.block, int) or isinstance(codec.block, bool):
+        raise TypeError(f"block: expected an int, got {codec.block!r}")
+    if codec.block < 1:
+        raise ValueError(f"block: expected at least 1, got {codec.block}")
+
+
+def _in_blocks(flat: Tensor, block: int) -> Tensor:
+    """A flat tensor, [blocks, block], with zeros behind it."""
+    missing = -len(flat) % block
+    return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, block)
+
+
+def _scales(blocks: Tensor, limit: float) -> Tensor:
+    """What the largest magnitude of each block is the limit of, [blocks, 1], float32.
+
+    It is a bfloat16, rounded up, so that no quotient is beyond the limit. Where a number of the
+    block is not finite it is NaN.
+    """
+    largest = torch.linalg.vector_norm(blocks, inf, 1, keepdim=True)
+    # A smaller one could not be divided by.
+    scales = (largest / limit).clamp_(min=torch.finfo(torch.bfloat16).tiny) + largest * 0
+    near = scales.to(torch.bfloat16)
+    above = torch.nextafter(near, torch.full_like(near, inf))
+    return torch.where(near < scales, above, near).float()
+
+
+@lru_cache(maxsize=8)
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """The normalized Hadamard matrix, which is symmetric, and its own inverse."""
+    with torch.inference_mode(False):  # it stays
+        matrix = torch.ones(1, 1, device=device)
+        while len(matrix) < size:
+            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), matrix)
+        return matrix * size**-0.5
+
+
+def _joined(scales: Tensor, rest: Tensor, nbytes: int) -> Tensor:
+    head = scales.to(torch.bfloat16).view(-1).view(torch.uint8)
+    return torch.cat((head, rest.reshape(-1)[:nbytes]))
+
+
+def _parted(packed: Tensor, like: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The scales, [blocks, 1], float32; and the bytes of the elements."""
+    size = 2 * -(-like.numel() // block)
+    return packed[:size].view(torch.bfloat16).float().view(-1, 1), packed[size:]
+
+
+def _placed(values: Tensor, like: Tensor) -> Tensor:
+    """The values with the shape, dtype and strides of another tensor, in memory of their own."""
+    shaped = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
+    return shaped.copy_(values.view(like.shape))
+
+
+#: The built-in codecs by name, as the command line has them.
+NAMES: dict[str, Codec] = {
+    "bfloat16": BFloat16(),
+    "float8": Float8(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "int4-hadamard": Int4(hadamard=True),
+}
