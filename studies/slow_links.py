@@ -46,7 +46,8 @@ TOKENS, TOKEN_BYTES = 512 * 1024, 2 * 1024
 COMPUTE = 0.538 * 64 / (64 + STAGES - 1)
 #: Of its subspace of rank 160, with the token; and the rank in that proportion of a residual of 64.
 SUBSPACE_BYTES, SUBSPACE_RANK = 2 * 161, 10
-UPDATES, LENGTH = 500, 1.2  # of synchronous training; of all runs in these
+#: Updates of synchronous training; and how long runs are, in these.
+UPDATES, LENGTH = {"adamw": 500, "muon": 300}, 1.2
 SHARE = 0.8  # of its updates, after which its loss is what others have to reach
 TEXT: Mapping[str, Any] = {
     **{"data": "text", "width": 64, "context": 32, "batch_size": 32, "warmup": 30},
@@ -62,8 +63,8 @@ CODECS = (FIRST, "int8", "int4-hadamard")
 TRAINED: Mapping[str, Mapping[int, Sequence[str]]] = {
     "sync": {1: CODECS},
     "pipedream-2bw": {8: CODECS},
-    "auto": {8: CODECS, 4: CODECS, 16: (FIRST,), 32: (FIRST,)},
-    "vanilla": {8: CODECS, 4: CODECS, 16: (FIRST,), 32: (FIRST,)},
+    "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+    "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
 }
 #: What the table has. What flushes makes the updates of ``sync`` with any M.
 SHOWN = {
@@ -102,7 +103,9 @@ class Way(NamedTuple):
         asked |= {"methods": ["sync"], "devices": ["cpu"]}
         # A subspace takes three times as many steps in the benchmark's own baselines.
         length = LENGTH if self.rank is None else 3 * LENGTH
-        return Cell(self.method, settle(asked, World.of_environment()), UPDATES, length)
+        return Cell(
+            self.method, settle(asked, World.of_environment()), UPDATES[self.setting], length
+        )
 
 
 def chains_of(setting: str) -> Iterator[list[Way]]:
@@ -191,7 +194,7 @@ def rows_of(folder: Path, data: Path | None, found: Mapping[Way, float], seeds: 
     for setting in dict.fromkeys(way.setting for way in found):
         runs = {w: runs_of(folder, data, w, found[w], seeds) for w in found if w.setting == setting}
         first = runs[Way(setting, "sync", 1, FIRST)]
-        goals = {seed: least(curve, SHARE * UPDATES) for seed, curve in first.items()}
+        goals = {seed: least(curve, SHARE * UPDATES[setting]) for seed, curve in first.items()}
         begun = {seed: updates_to(curve, goals[seed]) for seed, curve in first.items()}
         mine: list[Row] = []
         for method, m in ((method, m) for method, numbers in SHOWN.items() for m in numbers):
