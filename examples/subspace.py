@@ -113,10 +113,5 @@ with tempfile.TemporaryDirectory() as folder:
             if result.index % 20 == 0:
                 print(result.index, f"{result.loss.item():.3f} nats a byte")
     first = json.loads(path.read_text().splitlines()[0])
-tokens = 16 * 64 * args.steps
-print(
-    "bytes a token to the next stage:",
-    first["bytes"]["next"] / tokens,
-    "instead of",
-    4 * args.width,
-)
+sent = first["bytes"]["next"] / (16 * 64 * args.steps)
+print("bytes a token to the next stage:", sent, "instead of", 4 * args.width)
