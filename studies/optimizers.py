@@ -126,16 +126,12 @@ def _raced(
 ) -> torch.optim.Optimizer:
     """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
     lr = settings.lr
-    matrices = [p for p in params if p in hidden]
-    vectors = [p for p in params if p.dim() < 2]
-    first, *_ = params
-    groups = [{"params": vectors, "lr": _VECTORS * lr}]
-    for p in params:
-        if p.dim() == 2 and p not in hidden:  # stages begin with the embedding, and end with a head
-            groups.append({"params": [p], "lr": (_EMBEDDING if p is first else _HEAD) * lr})
-    muon = torch.optim.Muon(
-        matrices, lr, settings.weight_decay, momentum=0.95, adjust_lr_fn="original"
-    )
-    return Together(
-        muon, torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.001)
-    )
+    rates = {p: _VECTORS if p.dim() < 2 else _HEAD for p in params if p not in hidden}
+    if params[0] in rates and params[0].dim() == 2:  # a stage begins with the embedding
+        rates[params[0]] = _EMBEDDING
+    rest = {"use_muon": False, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.001}
+    groups = [{"params": [p for p in params if p in hidden], "use_muon": True}]
+    for rate in dict.fromkeys(rates.values()):
+        mine = [p for p, its in rates.items() if its == rate]
+        groups.append({"params": mine, "lr": rate * lr, **rest})
+    return optim.Muon(groups, lr, settings.weight_decay, momentum=0.95, adjust_lr_fn="original")

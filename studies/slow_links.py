@@ -60,11 +60,19 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 FIRST = "bfloat16"
 CODECS = (FIRST, "int8", "int4-hadamard")
 #: What is trained: methods, and the numbers of microbatches with which their updates differ.
-TRAINED: Mapping[str, Mapping[int, Sequence[str]]] = {
-    "sync": {1: CODECS},
-    "pipedream-2bw": {8: CODECS},
-    "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
-    "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
+    "adamw": {
+        "sync": {1: CODECS},
+        "pipedream-2bw": {8: CODECS},
+        "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+        "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+    },
+    "muon": {
+        "sync": {1: CODECS},
+        "pipedream-2bw": {8: CODECS},
+        "auto": {8: CODECS, 32: (FIRST,)},
+        "vanilla": {8: (FIRST,)},
+    },
 }
 #: What the table has. What flushes makes the updates of ``sync`` with any M.
 SHOWN = {
@@ -110,7 +118,7 @@ class Way(NamedTuple):
 
 def chains_of(setting: str) -> Iterator[list[Way]]:
     """Ways whose learning rates are sought one after another, each from the last one's on."""
-    for method, numbers in TRAINED.items():
+    for method, numbers in TRAINED[setting].items():
         for m, codecs in numbers.items():
             yield [Way(setting, method, m, codec) for codec in codecs]
     if setting == "muon":

@@ -66,7 +66,8 @@ def what(results: Path) -> str:
     sizes = ", ".join(
         f"{_OPTIMIZERS[name]}: {updates} updates" for name, updates in about["updates"].items()
     )
-    return f"{sizes}; {about['cpu'].split(',')[0]}, torch {about['versions']['torch']}, {about['date']}"
+    cpu, torch = about["cpu"].split(",")[0], about["versions"]["torch"]
+    return f"{sizes}; {cpu}, torch {torch}, {about['date']}"
 
 
 def _rows(results: Path, setting: str) -> list[dict[str, Any]]:
