@@ -6,6 +6,7 @@ import click
 
 from spectrain_ext.cli.group import Group
 
+from .slow_links import slow_links
 from .study_command import study
 from .train_command import train
 
@@ -17,6 +18,7 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(study)
+main.add_command(slow_links)
 
 if __name__ == "__main__":
     main(prog_name="python -m studies")

@@ -14,7 +14,7 @@ from .data.cifar import load_cifar10
 from .data.digits import load_digits
 from .data.split import Split
 from .data.text import load_text
-from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, vgg
+from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
 from .models.building import cut_evenly
 from .optimizers import make_any_optimizer, make_scheduler
 from .own import own
@@ -44,6 +44,13 @@ def builtin(
     modules = build_stages(settings, stages, seed, data)
     # between the embedding and the head
     hidden = {p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2}
+    if settings.model == "speedrun":  # whose first and last stage have blocks as well
+        hidden = {
+            p
+            for module in modules
+            for name, p in module.named_parameters()
+            if name.startswith("block.") and p.dim() == 2
+        }
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     return Workload(
         name=data.name,
@@ -100,6 +107,7 @@ def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -
         features=data.features,
         classes=data.classes,
         images=data.kind == "images",
+        rank=settings.rank,
         seed=seed,
     )
 
@@ -114,6 +122,7 @@ def build_model(
     features: int,
     classes: int,
     images: bool,
+    rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
     """Return one of ``presets.MODELS``, cut into ``stages``.
@@ -127,6 +136,7 @@ def build_model(
         features: numbers of any other sample.
         classes: of the targets, which are a text's characters.
         images: whether samples are images, which a residual MLP has to flatten.
+        rank: of the subspace that a speedrun's edges are in; None: they are dense.
         seed: decides the initial weights.
 
     Raises:
@@ -152,6 +162,8 @@ def build_model(
         return snn(
             stages, features=features, width=width, depth=depth or 7, classes=classes, seed=seed
         )
+    if model == "speedrun":
+        return speedrun(stages, vocabulary=classes, width=width, rank=rank, seed=seed)
     if model == "lstm":
         return residual_lstm(stages, vocabulary=classes, width=width, depth=depth or 6, seed=seed)
     return gpt(

@@ -121,7 +121,7 @@ def rows_of(
                 Interval.of([_at(a, cell.updates)[0] / b.loss - 1.0 for a, b in pairs]),
                 {
                     share: statistics.median(
-                        _updates_to(a, _least(b, share * cell.updates)) / (share * cell.updates)
+                        updates_to(a, least(b, share * cell.updates)) / (share * cell.updates)
                         for a, b in pairs
                     )
                     for share in _SHARES
@@ -140,11 +140,12 @@ def _at(curve: Curve, updates: int) -> tuple[float, float]:
     return math.inf, 0.0  # it diverged before
 
 
-def _least(curve: Curve, updates: float) -> float:
+def least(curve: Curve, updates: float) -> float:
+    """The least loss after at most so many updates."""
     return min(loss for update, loss, _ in curve.points if update <= updates)
 
 
-def _updates_to(curve: Curve, loss: float) -> float:
+def updates_to(curve: Curve, loss: float) -> float:
     """Updates to a loss, interpolated between two points."""
     last, before = 0, math.inf
     for update, value, _ in curve.points:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,7 @@ class Lockstep:
         microbatches: int = 1,
         window: Window = None,
         clip_norm: float | None = None,
+        codec: Any = None,
     ) -> None:
         phases = phases_of(method)
         for phase in phases:
@@ -257,6 +258,8 @@ class Lockstep:
         self._loss_fn = loss_fn
         self._microbatches = microbatches
         self._clip_norm = clip_norm
+        self._codec = codec
+        self._drawn = torch.initial_seed() << 32
         self._phases = [*zip(phases, places, strict=True)]
         self._trained: list[tuple[nn.Module, torch.optim.Optimizer, LRScheduler | None]] = []
         for k, module in enumerate(stages):
@@ -312,6 +315,16 @@ class Lockstep:
             stage.update()
         return loss
 
+    def _across(self, value: Tensor, backward: bool) -> Tensor:
+        if self._codec is None:
+            return value
+        more = ()
+        if getattr(self._codec, "draws", False):
+            self._drawn += 1
+            more = (self._drawn,)
+        packed = self._codec.pack(value, backward, *more)
+        return self._codec.unpack(packed, value.to("meta"), backward)
+
     def compute(self, value: Tensor, target: Tensor) -> float:
         """The same without the updates."""
         while self._end is not None and self._begun + self._minibatches >= self._end:
@@ -320,15 +333,19 @@ class Lockstep:
         parts = max(1, min(self._microbatches, len(value)))
         sizes = [len(part) for part in value.tensor_split(parts)]
         i = self._minibatches
-        for stage in self._stages:
+        for k, stage in enumerate(self._stages):
+            if k:
+                value = self._across(value, False)
             value = stage.forward(i, value, sizes)
         value.requires_grad_()
         loss = self._loss_fn(value, target)
         loss.backward()
         gradient = value.grad
         assert gradient is not None
-        for stage in reversed(self._stages):
+        for k, stage in reversed([*enumerate(self._stages)]):
             gradient = stage.backward(gradient)
+            if k:
+                gradient = self._across(gradient, True)
         self._minibatches += 1
         return loss.item()
 

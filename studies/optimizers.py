@@ -93,6 +93,8 @@ def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
+    if settings.model == "speedrun":
+        return _raced(settings, hidden, params)
     if settings.optimizer == "muon":
         adamw = {"weight_decay": settings.weight_decay}
         rates = settings.lr, settings.weight_decay
@@ -115,3 +117,23 @@ def make_any_optimizer(
     if rest:
         made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
     return Together(*made)
+
+
+#: Of the baselines of Protocol NanoGPT, over the learning rate of their hidden matrices, 0.025.
+_EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
+
+
+def _raced(
+    settings: TrainSettings, hidden: set[nn.Parameter], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
+    lr = settings.lr
+    rates = {p: _VECTORS if p.dim() < 2 else _HEAD for p in params if p not in hidden}
+    if params[0] in rates and params[0].dim() == 2:  # a stage begins with the embedding
+        rates[params[0]] = _EMBEDDING
+    rest = {"use_muon": False, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.001}
+    groups = [{"params": [p for p in params if p in hidden], "use_muon": True}]
+    for rate in dict.fromkeys(rates.values()):
+        mine = [p for p, its in rates.items() if its == rate]
+        groups.append({"params": mine, "lr": rate * lr, **rest})
+    return optim.Muon(groups, lr, settings.weight_decay, momentum=0.95, adjust_lr_fn="original")

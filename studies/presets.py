@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Optimizer = Literal["sgd", "adam", "adamw", "nadam"]
+Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ _PRESETS = {
     ("cifar10", "snn"): replace(_VISION, width=1024, lr=0.005, weight_decay=0.0),
     ("text", "gpt"): replace(_TEXT, lr=3e-4, optimizer="adamw", weight_decay=0.01),
     ("text", "lstm"): _TEXT,
+    # rates are multiples of that of hidden matrices, see ``make_any_optimizer``
+    ("text", "speedrun"): replace(_TEXT, lr=0.025, optimizer="muon", weight_decay=0.05),
 }
 
 # What ends in minutes on two cores, all methods of the default together.
@@ -76,6 +78,7 @@ _QUICK: dict[tuple[str, str], dict[str, object]] = {
     ("cifar10", "snn"): {**_SMALL_IMAGES, "width": 128, "lr": 0.005},
     ("text", "gpt"): {**_SMALL_TEXT},
     ("text", "lstm"): {**_SMALL_TEXT},
+    ("text", "speedrun"): {**_SMALL_TEXT},
 }
 
 DATA_SETS = tuple(dict.fromkeys(data for data, _ in _PRESETS))

@@ -39,10 +39,11 @@ class TrainSettings:
 
     ``methods`` are names, or ``module:NAME``. ``devices`` has one entry per stage; ``replicas``
     too, and is None where all have one. With ``microbatches="auto"`` every method has what is usual
-    for it. ``depth`` None is the model's own, ``train_samples`` and ``test_samples`` None are all.
-    ``workload`` is None, or ``module:function``, which is called with what was ``given`` as well;
-    what such a workload decides by itself is empty or 0. ``updates`` None: so many as the epochs
-    have.
+    for it. ``codec`` names what packs what crosses edges; ``rank`` is of the subspace that edges of
+    the model speedrun are in, None where they are dense. ``depth`` None is the model's own,
+    ``train_samples`` and ``test_samples`` None are all. ``workload`` is None, or
+    ``module:function``, which is called with what was ``given`` as well; what such a workload
+    decides by itself is empty or 0. ``updates`` None: so many as the epochs have.
     """
 
     workload: str | None = None
@@ -58,6 +59,8 @@ class TrainSettings:
     batch_size: int
     microbatches: int | Literal["auto"] = "auto"
     window: Window = None
+    codec: str | None = None
+    rank: int | None = None
     clip_norm: float | None = None
     recompute: bool = False
     width: int

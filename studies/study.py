@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from spectrain_ext.codecs import NAMES
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
@@ -166,6 +167,7 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
             scheduler=workload.scheduler,
             microbatches=parts,
             clip_norm=settings.clip_norm,
+            codec=settings.codec and NAMES[settings.codec],
         )
         for workload in workloads
     ]
@@ -275,7 +277,8 @@ def own_study(workload: str, epochs: int) -> Study:
     return Study(asked, epochs * len(first.train), stages=(4,))
 
 
-def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
+def run_one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
+    """The run of a cell with this rate and seed, made if the folder has none."""
     curves = Curves(folder)
     found = curves.find(cell, lr, seed)
     if found is None:
@@ -296,7 +299,7 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
 
     @cache
     def judged(power: int) -> float:
-        runs = (_one(folder, cell, start * 2.0**power, seed) for seed in seeds[:first])
+        runs = (run_one(folder, cell, start * 2.0**power, seed) for seed in seeds[:first])
         return fmean(smoothed(run).loss for run in runs)
 
     best = 0
@@ -306,7 +309,7 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
             break
         best = better
     for seed in seeds:
-        _one(folder, cell, start * 2.0**best, seed)
+        run_one(folder, cell, start * 2.0**best, seed)
     return start * 2.0**best
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from table import table
 
-from . import frontier, network, operators, planner, processes, trained
+from . import frontier, network, operators, planner, processes, slow_links, trained
 
 
 def built(results: Path) -> str:
@@ -79,6 +79,10 @@ FIGURES: dict[str, Callable[..., str]] = {
     "operators": operators.section,
     "planner.factors": planner.factors,
     "processes.torch": processes.over_torch,
+    "slow-links": slow_links.best,
+    "slow-links.gain": slow_links.gain,
+    "slow-links.microbatches": slow_links.by_microbatches,
+    "slow-links.what": slow_links.what,
     "small": trained.small,
     "watching": watched,
 }

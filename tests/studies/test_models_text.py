@@ -1,4 +1,4 @@
-"""The transformer and the LSTM: causal, a function of the seed, cut anywhere."""
+"""The transformers and the LSTM: causal, a function of the seed, cut anywhere."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from studies.models import gpt, residual_lstm
+from studies.models import gpt, residual_lstm, speedrun
 from studies.models.gpt import TransformerBlock
 from studies.models.residual_lstm import LSTMBlock
+from studies.models.speedrun import Subspace
 
 Build = Callable[..., list[nn.Module]]
 
@@ -127,3 +128,37 @@ def test_the_backward_meets_weights_that_were_written_after_the_forward(
     unchanged = gradient(lambda: None)
     assert torch.equal(gradient(write_twice), unchanged)
     assert not torch.allclose(gradient(write_others), unchanged, rtol=1e-2)
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+def test_the_raced_transformer(rank: int | None) -> None:
+    """A block a stage; it guesses at first; causal; edges carry coordinates and tokens."""
+    stages = speedrun(3, vocabulary=11, width=32, rank=rank, seed=3)
+    model = nn.Sequential(*stages)
+    assert torch.equal(model(TOKENS), torch.zeros(2, 7, 11))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p.normal_(std=0.3)
+    before, changed = model(TOKENS), TOKENS.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 11
+    after = model(changed)
+    torch.testing.assert_close(after[:, :4], before[:, :4])
+    assert ((after[:, 4:] - before[:, 4:]).abs().amax(dim=(0, 2)) > 1e-6).all()
+    edge = stages[0](TOKENS)
+    assert edge.shape == (2, 7, 32 if rank is None else rank + 1)
+    if rank is not None:
+        assert torch.equal(edge[..., -1].long(), TOKENS)
+
+
+def test_a_subspace_loses_nothing_of_what_lies_in_it() -> None:
+    subspace = Subspace(11, 32, 6)
+    x = torch.randn(2, 7, 6) @ subspace.columns.T + subspace.fixed[TOKENS]
+    back, tokens = subspace.decode(subspace.encode(x, TOKENS))
+    torch.testing.assert_close(back, x)
+    assert torch.equal(tokens, TOKENS)
+
+
+def test_heads_of_the_raced_transformer() -> None:
+    with pytest.raises(ValueError, match="width must be a multiple of 32, got 48"):
+        speedrun(2, vocabulary=5, width=48)

@@ -1,0 +1,117 @@
+"""Edges in a subspace (arXiv 2506.01260): coordinates and tokens cross slow links, not activations.
+
+python examples/subspace.py --rank 16 --steps 200
+
+What blocks add to the residual lies in the span of fixed columns, around a fixed embedding of the
+tokens. So two modules at the ends of a stage lose nothing: one takes coordinates, the other makes
+activations of them. They are parts of the graph, and what they need is learned around them. What
+autograd need not see, such as rounding, is a codec's: here the coordinates cross as 8-bit integers.
+"""
+
+import argparse
+import inspect
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import spectrain_ext as st
+
+arguments = argparse.ArgumentParser(description=__doc__)
+arguments.add_argument("--stages", type=int, default=4)
+arguments.add_argument("--width", type=int, default=64)
+arguments.add_argument("--rank", type=int, default=16)
+arguments.add_argument("--steps", type=int, default=60)
+args = arguments.parse_args()
+
+generator = torch.Generator().manual_seed(1337)  # every rank draws the same
+COLUMNS = torch.linalg.qr(torch.randn(args.width, args.rank, generator=generator))[0]
+FIXED = torch.randn(256, args.width, generator=generator)
+
+
+class Encode(nn.Module):
+    """The end of a stage."""
+
+    def forward(self, x, tokens):
+        # Tokens cross in as few bytes as they need; what is no floating point goes as it is.
+        return {"coordinates": (x - FIXED[tokens]) @ COLUMNS, "tokens": tokens.to(torch.uint8)}
+
+
+class Decode(nn.Module):
+    """The beginning of the next one."""
+
+    def forward(self, value):
+        tokens = value["tokens"].long()
+        return value["coordinates"] @ COLUMNS.T + FIXED[tokens], tokens
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.coordinates = nn.Embedding(256, args.rank)
+
+    def forward(self, tokens):
+        return self.coordinates(tokens) @ COLUMNS.T + FIXED[tokens], tokens
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp_norm = nn.RMSNorm(args.width), nn.RMSNorm(args.width)
+        self.query_key_value = nn.Linear(args.width, 3 * args.width)
+        self.project = nn.Linear(args.width, args.rank)  # into the subspace
+        self.mlp = nn.Sequential(
+            nn.Linear(args.width, 8 * args.width), nn.GELU(), nn.Linear(8 * args.width, args.rank)
+        )
+
+    def forward(self, x):
+        parts = self.query_key_value(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).flatten(2)) @ COLUMNS.T
+        return x + self.mlp(self.mlp_norm(x)) @ COLUMNS.T
+
+
+class Stage(nn.Module):
+    def __init__(self, first, last):
+        super().__init__()
+        self.entry, self.block = Embed() if first else Decode(), Block()
+        self.exit = None if last else Encode()
+        self.head = nn.Linear(args.width, 256) if last else None
+
+    def forward(self, value):
+        x, tokens = self.entry(value)
+        x = self.block(x)
+        return self.exit(x, tokens) if self.head is None else self.head(x)
+
+
+torch.manual_seed(0)
+text = torch.frombuffer(bytearray(inspect.getsource(inspect).encode()), dtype=torch.uint8).long()
+
+
+def batch(size=16, length=64):
+    at = torch.randint(len(text) - length, (size, 1)) + torch.arange(length + 1)
+    return text[at[:, :-1]], text[at[:, 1:]]
+
+
+def loss_fn(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+last = args.stages - 1
+pipe = st.Pipeline(
+    [Stage(k == 0, k == last) for k in range(args.stages)],
+    lambda parameters: st.optim.AdamW(parameters, lr=3e-3),
+    loss_fn,
+    codec=st.codecs.Int8(),
+)
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "metrics.jsonl"
+    with st.Metrics(pipe, path, every=args.steps) as metrics:
+        for result in pipe.run((batch() for _ in range(args.steps)), trace=metrics):
+            if result.index % 20 == 0:
+                print(result.index, f"{result.loss.item():.3f} nats a byte")
+    first = json.loads(path.read_text().splitlines()[0])
+sent = first["bytes_sent"]["next"] / (16 * 64 * args.steps)
+print("bytes a token to the next stage:", sent, "instead of", 4 * args.width)

@@ -1,0 +1,170 @@
+"""A transformer in the form that slow links are raced with, dense or with its edges in a subspace.
+
+Facts of the baselines of Protocol NanoGPT (github.com/PluralisResearch/ProtocolNanoGPT, 2026): RMS
+norms, rotary positions on half of a head, normalized queries and keys, squared ReLU, outputs of
+blocks and of the head that begin with 0, logits that are capped. The subspace is that of arXiv
+2506.01260 in its reparametrized form: what blocks add lies in the span of fixed orthonormal columns
+around a fixed embedding of the tokens, so that coordinates and tokens are all that crosses an edge.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .building import seeded
+
+_HEAD_WIDTH = 32
+_CAP = 15.0
+_BASE = 1024.0  # of the rotary frequencies
+
+
+class Subspace(nn.Module):
+    """Fixed columns ``(width, rank)`` and a fixed embedding ``(vocabulary, width)``.
+
+    ``encode`` maps activations ``(..., width)`` and their tokens to coordinates with the token
+    behind them, ``(..., rank + 1)``; ``decode`` is its inverse where they lie in the subspace.
+    """
+
+    columns: Tensor
+    fixed: Tensor
+
+    def __init__(self, vocabulary: int, width: int, rank: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1337)  # alike on every stage
+        drawn = torch.randn(width, rank, generator=generator)
+        self.register_buffer("columns", torch.linalg.qr(drawn)[0].contiguous())
+        self.register_buffer("fixed", torch.randn(vocabulary, width, generator=generator))
+
+    def encode(self, x: Tensor, tokens: Tensor) -> Tensor:
+        coordinates = (x - self.fixed[tokens]) @ self.columns
+        return torch.cat([coordinates, tokens.unsqueeze(-1).to(x.dtype)], -1)
+
+    def decode(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = value[..., -1].detach().round().long()
+        return value[..., :-1] @ self.columns.T + self.fixed[tokens], tokens
+
+
+class _Spanned(nn.Linear):
+    """A linear layer whose output lies in the subspace."""
+
+    def __init__(self, inputs: int, subspace: Subspace) -> None:
+        super().__init__(inputs, subspace.columns.shape[1])
+        self._subspace = (subspace,)  # not a module of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self._subspace[0].columns.T
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, hidden: int, subspace: Subspace | None) -> None:
+        super().__init__()
+        self.heads = width // _HEAD_WIDTH
+        self.norm = nn.RMSNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.fc = nn.Linear(width, hidden)
+        if subspace is None:
+            self.project, self.out = nn.Linear(width, width), nn.Linear(hidden, width)
+        else:
+            self.project, self.out = _Spanned(width, subspace), _Spanned(hidden, subspace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.project(self._attend(self.norm(x)))
+        return torch.add(x, self.out(F.relu(self.fc(self.mlp_norm(x))).square()))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        parts = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind()
+        query, key = (_rotated(F.rms_norm(t, t.shape[-1:])) for t in (query, key))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    length, width = x.shape[-2:]
+    turning = width // 4
+    rates = _BASE ** -torch.linspace(0, 1, turning, device=x.device, dtype=x.dtype)
+    rates = torch.cat([rates, rates.new_zeros(width // 2 - turning)])
+    angles = torch.outer(torch.arange(length, device=x.device, dtype=x.dtype), rates)
+    a, b = x.chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
+
+
+class _Stage(nn.Module):
+    """One block; the first stage has the embedding as well, the last one the head."""
+
+    def __init__(
+        self,
+        block: _Block,
+        first: nn.Embedding | None,
+        head: nn.Linear | None,
+        subspace: Subspace | None,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head, self.subspace = first, block, head, subspace
+        width = block.norm.weight.numel()
+        self.entry_norm = None if first is None or subspace is not None else nn.RMSNorm(width)
+        self.head_norm = None if head is None else nn.RMSNorm(width)
+
+    def forward(self, value: Tensor) -> Tensor:
+        x, tokens = value, value
+        if self.embedding is not None:
+            x = self.embedding(tokens)
+            if self.subspace is not None:
+                x = x @ self.subspace.columns.T + self.subspace.fixed[tokens]
+            elif self.entry_norm is not None:
+                x = self.entry_norm(x)
+        elif self.subspace is not None:
+            x, tokens = self.subspace.decode(value)
+        x = self.block(x)
+        if self.head is not None and self.head_norm is not None:
+            logits = self.head(self.head_norm(x))
+            return _CAP * logits * (logits.square() + _CAP**2).rsqrt()
+        return x if self.subspace is None else self.subspace.encode(x, tokens)
+
+
+def speedrun(
+    stages: int,
+    *,
+    vocabulary: int,
+    width: int = 64,
+    rank: int | None = None,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return the model as ``stages`` modules of a block each: int64 tokens to logits.
+
+    Args:
+        stages: as many as blocks.
+        vocabulary: number of tokens.
+        width: of the residual, a multiple of 32; the attention has one head per 32.
+        rank: of the subspace that edges are in, and an MLP 11 times as wide as the residual instead
+            of 4, as its baseline has; None: edges are dense.
+        seed: decides the initial weights.
+
+    Raises:
+        ValueError: a width that heads do not divide.
+    """
+    if width % _HEAD_WIDTH:
+        raise ValueError(f"width must be a multiple of {_HEAD_WIDTH}, got {width}")
+    found: list[nn.Module] = []
+    with seeded(seed):
+        for k in range(stages):
+            subspace = None if rank is None else Subspace(vocabulary, width, rank)
+            last = k == stages - 1
+            # The last block has no edge behind it.
+            block = _Block(width, (4 if rank is None else 11) * width, None if last else subspace)
+            embedding = nn.Embedding(vocabulary, rank or width) if k == 0 else None
+            head = nn.Linear(width, vocabulary) if last else None
+            stage = _Stage(block, embedding, head, subspace)
+            for name, p in stage.named_parameters():
+                if name.endswith("bias") or name.startswith(
+                    ("block.project", "block.out", "head.")
+                ):
+                    nn.init.zeros_(p)
+                elif p.dim() == 2 and "embedding" not in name:
+                    nn.init.normal_(p, std=(0.33 / p.shape[1]) ** 0.5)
+            found.append(stage)
+    return found

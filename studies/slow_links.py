@@ -1,0 +1,353 @@
+"""``studies slow-links``: methods and codecs where links are slow, by steps and seconds.
+
+A row's steps are measured: minibatches to the loss of synchronous training in bfloat16, by a small
+transformer in eight stages. Its seconds per step are simulated, at the sizes of the public
+benchmark for such links (Protocol NanoGPT, 2026). That the one holds for the other is assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from rich.table import Table
+
+from spectrain_ext.cli.doctor import cpu_name
+from spectrain_ext.cli.options import POSITIVE, plain_console
+from spectrain_ext.codecs import NAMES, packed_bytes
+from spectrain_ext.extras import picture, require, require_matplotlib
+from spectrain_ext.files import finite, replace_file
+from spectrain_ext.planning import LINKS
+from spectrain_ext.schedule import summarize
+from spectrain_ext.timelines import simulate_method
+
+from . import REMEDY
+from .frontier import Interval, least, updates_to
+from .looks import looks
+from .options import data_dir
+from .report import versions
+from .settings import settle
+from .study import Cell, Curve, Curves, run_one, smoothed
+from .world import World
+
+STAGES = 8
+#: Of the benchmark: tokens a step, bytes of a token's activation in bfloat16, and compute of a
+#: stage, forward and backward, of a step: its dense baseline's seconds without links, less bubbles.
+TOKENS, TOKEN_BYTES = 512 * 1024, 2 * 1024
+COMPUTE = 0.538 * 64 / (64 + STAGES - 1)
+#: Of its subspace of rank 160, with the token; and the rank in that proportion of a residual of 64.
+SUBSPACE_BYTES, SUBSPACE_RANK = 2 * 161, 10
+#: Updates of synchronous training; and how long runs are, in these.
+UPDATES, LENGTH = {"adamw": 500, "muon": 300}, 1.2
+SHARE = 0.8  # of its updates, after which its loss is what others have to reach
+TEXT: Mapping[str, Any] = {
+    **{"data": "text", "width": 64, "context": 32, "batch_size": 32, "warmup": 30},
+    **{"lr_schedule": "constant", "test_samples": 512, "epochs": 1000, "stages": STAGES},
+}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"model": "gpt", "depth": 6, "optimizer": "adamw", "weight_decay": 0.01, "lr": 0.004},
+    "muon": {"model": "speedrun", "optimizer": "muon", "weight_decay": 0.05, "lr": 0.025},
+}
+FIRST = "bfloat16"
+CODECS = (FIRST, "int8", "int4-hadamard")
+#: What is trained: methods, and the numbers of microbatches with which their updates differ.
+TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
+    "adamw": {
+        "sync": {1: CODECS},
+        "pipedream-2bw": {8: CODECS},
+        "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+        "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+    },
+    "muon": {
+        "sync": {1: CODECS},
+        "pipedream-2bw": {8: CODECS},
+        "auto": {8: CODECS, 32: (FIRST,)},
+        "vanilla": {8: (FIRST,)},
+    },
+}
+#: What the table has. What flushes makes the updates of ``sync`` with any M.
+SHOWN = {
+    "1f1b": (4, 8, 16, 32, 64),
+    "zb-h1": (8, 16, 32, 64),
+    "pipedream-2bw": (8, 16, 32),
+    "auto": (4, 8, 16, 32),
+    "vanilla": (4, 8, 16, 32),
+}
+
+
+class Way(NamedTuple):
+    """What is trained; edges are dense where ``rank`` is None."""
+
+    setting: str
+    method: str
+    microbatches: int
+    codec: str
+    rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of what crosses its edges."""
+        return self.codec if self.rank is None else "subspace"
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token's activation, and of its gradient, at the benchmark's sizes."""
+        if self.rank is not None:
+            return SUBSPACE_BYTES
+        return packed_bytes(NAMES[self.codec], TOKEN_BYTES, torch.bfloat16)
+
+    def cell(self, data: Path | None) -> Cell:
+        asked = {**TEXT, **SETTINGS[self.setting], "data_dir": data, "codec": self.codec}
+        asked |= {"microbatches": self.microbatches, "rank": self.rank}
+        asked |= {"methods": ["sync"], "devices": ["cpu"]}
+        # A subspace takes three times as many steps in the benchmark's own baselines.
+        length = LENGTH if self.rank is None else 3 * LENGTH
+        return Cell(
+            self.method, settle(asked, World.of_environment()), UPDATES[self.setting], length
+        )
+
+
+def chains_of(setting: str) -> Iterator[list[Way]]:
+    """Ways whose learning rates are sought one after another, each from the last one's on."""
+    for method, numbers in TRAINED[setting].items():
+        for m, codecs in numbers.items():
+            yield [Way(setting, method, m, codec) for codec in codecs]
+    if setting == "muon":
+        for method, m in (("sync", 1), ("auto", 8)):
+            yield [Way(setting, method, m, FIRST, SUBSPACE_RANK)]
+
+
+def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, float]:
+    """The learning rate of each with the least loss among its neighbours, a factor of two apart."""
+    found: dict[Way, float] = {}
+    power = 0
+    for way in ways:
+        cell = way.cell(data)
+        start = cell.settings.lr
+
+        def loss(p: int, cell: Cell = cell, start: float = start) -> float:
+            return smoothed(run_one(folder, cell, start * 2.0**p, 0)).loss
+
+        while (better := min((power, power + 1, power - 1), key=loss)) != power:
+            power = better
+        found[way] = start * 2.0**power
+    return found
+
+
+def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> float:
+    """Seconds of a step of eight stages at the benchmark's sizes, over its links, simulated."""
+    link, part = LINKS["wan200"], COMPUTE / microbatches
+    spans = simulate_method(
+        method,
+        STAGES,
+        8 + 3 * STAGES // microbatches,
+        microbatches=microbatches,
+        forward=part / 3,
+        backward=2 * part / 3,
+        communication=link.seconds(TOKENS / microbatches * token_bytes),
+        inbound=link.inbound,
+    )
+    return summarize(spans).period
+
+
+class Row(NamedTuple):
+    """A method with a codec, at its best learning rate, as the benchmark would have it.
+
+    Attributes:
+        way: what was trained; of methods that flush synchronous training.
+        method: its name.
+        microbatches: M, of the simulation.
+        lr: the learning rate.
+        steps: steps to the loss that synchronous training in bfloat16 has after 80 % of its own,
+            over these, by seed; infinite for one that did not get there.
+        interval: their mean with its 95 % interval.
+        seconds: per step, simulated.
+        time: mean steps times seconds, over those of 1F1B in bfloat16 with its best M.
+    """
+
+    way: Way
+    method: str
+    microbatches: int
+    lr: float
+    steps: tuple[float, ...]
+    interval: Interval
+    seconds: float
+    time: float
+
+    @property
+    def document(self) -> dict[str, Any]:
+        found = {**self._asdict(), "interval": vars(self.interval), "setting": self.way.setting}
+        del found["way"]
+        return {**found, "codec": self.way.name, "token_bytes": self.way.token_bytes}
+
+
+def runs_of(folder: Path, data: Path | None, way: Way, lr: float, seeds: int) -> dict[int, Curve]:
+    """The finished runs, smoothed, by seed."""
+    read = {seed: Curves(folder).find(way.cell(data), lr, seed) for seed in range(seeds)}
+    return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
+
+
+def rows_of(folder: Path, data: Path | None, found: Mapping[Way, float], seeds: int) -> list[Row]:
+    """Every method and number of microbatches with every codec that was measured for it."""
+    rows: list[Row] = []
+    for setting in dict.fromkeys(way.setting for way in found):
+        runs = {w: runs_of(folder, data, w, found[w], seeds) for w in found if w.setting == setting}
+        first = runs[Way(setting, "sync", 1, FIRST)]
+        goals = {seed: least(curve, SHARE * UPDATES[setting]) for seed, curve in first.items()}
+        begun = {seed: updates_to(curve, goals[seed]) for seed, curve in first.items()}
+        mine: list[Row] = []
+        for method, m in ((method, m) for method, numbers in SHOWN.items() for m in numbers):
+            for way in (way for way in runs if _stands_for(way, method, m)):
+                steps = tuple(
+                    updates_to(c, goals[seed]) / begun[seed] for seed, c in runs[way].items()
+                )
+                interval, seconds = Interval.of(steps), seconds_per_step(method, m, way.token_bytes)
+                product = interval.mean * seconds
+                mine.append(Row(way, method, m, found[way], steps, interval, seconds, product))
+        yardstick = min(r.time for r in mine if (r.method, r.way.name) == ("1f1b", FIRST))
+        rows += [row._replace(time=row.time / yardstick) for row in mine]
+    return rows
+
+
+def _stands_for(way: Way, method: str, m: int) -> bool:
+    """Whether a method with so many microbatches makes the updates that were trained so."""
+    if method in ("1f1b", "zb-h1"):
+        return way.method == "sync"
+    # 2BW makes the same ones with any M that it is defined for.
+    return way.method == method and (way.microbatches == m or method == "pipedream-2bw")
+
+
+def best_of(rows: Iterable[Row]) -> list[Row]:
+    """Of every setting, method and codec the row with the least time."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = row.way.setting, row.method, row.way.name
+        if key not in found or row.time < found[key].time:
+            found[key] = row
+    return sorted(found.values(), key=lambda row: (row.way.setting, row.time))
+
+
+_DASHES: Mapping[str, Any] = {
+    FIRST: "solid",
+    "int8": (0, (6, 1.5)),
+    "int4-hadamard": (0, (1, 1)),
+    "subspace": (0, (4, 1.2, 1, 1.2)),
+}
+
+
+def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
+    """Draw mean test losses over the time on these links, a line for each row."""
+    with picture(path, 8.0, 4.8) as figure:
+        axes = figure.add_subplot()
+        drawn = looks(row.method for row in curves)
+        for row, runs in curves.items():
+            points = list(zip(*(run.points for run in runs), strict=False))
+            axes.plot(
+                [column[0][0] * row.seconds / 3600 for column in points],
+                [statistics.fmean(loss for _, loss, _ in column) for column in points],
+                color=drawn[row.method].color,
+                linestyle=_DASHES[row.way.name],
+                label=f"{row.method}, {row.way.name}, M = {row.microbatches}",
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("hours on links of 200 Mb/s and 50 ms: measured steps, simulated seconds")
+        axes.set_ylabel("test loss (nats)")
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def table_of(rows: Iterable[Row]) -> Table:
+    """The rows, for a terminal."""
+    table = Table(title="Against 1f1b in bfloat16 with its best M", title_justify="left")
+    for heading in ("", "method", "codec", "M", "lr", "steps", "seeds", "s a step", "time"):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        reached = math.isfinite(row.time)
+        table.add_row(
+            *(row.way.setting, row.method, row.way.name, str(row.microbatches), f"{row.lr:.3g}"),
+            f"{row.interval.mean:.2f}" if reached else "-",
+            *(str(len(row.steps)), f"{row.seconds:.1f}", f"{row.time:.2f}" if reached else "-"),
+        )
+    return table
+
+
+@click.command(
+    "slow-links",
+    short_help="Compare methods and codecs where links are slow.",
+    context_settings={"show_default": True},
+    epilog="Every run is a file in --out: the same command goes on where it was interrupted.",
+)
+@data_dir
+@click.option("--seeds", type=POSITIVE, default=3, help="Of the rows that matter; others have one.")
+@click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option(
+    "--setting",
+    "settings",
+    type=click.Choice(tuple(SETTINGS)),
+    multiple=True,
+    default=tuple(SETTINGS),
+    help="Optimizer and transformer.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/slow-links"),
+    help="Folder for the runs, slow-links.json and pictures.",
+)
+def slow_links(
+    data_dir: Path | None, seeds: int, jobs: int, settings: Sequence[str], out: Path
+) -> None:
+    """Find which method and codec reach a loss first over links of 200 Mb/s and 50 ms.
+
+    Steps are measured by training a small transformer on --data-dir's text, in eight stages, with
+    the codec on its edges. Seconds per step are simulated at the sizes of a public benchmark.
+    """
+    require_matplotlib()
+    require("scipy", "confidence intervals come from SciPy", REMEDY)
+    console = plain_console()
+    chains = [ways for setting in dict.fromkeys(settings) for ways in chains_of(setting)]
+    found: dict[Way, float] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(search, out, data_dir, ways) for ways in chains]):
+            found |= done.result()
+            for way, lr in done.result().items():
+                words = f"{way.setting}: {way.method}, {way.name}, M = {way.microbatches}"
+                console.print(f"{words}: lr {lr:.3g}", soft_wrap=True)
+        found = {way: found[way] for ways in chains for way in ways}
+        matter = {row.way for row in best_of(rows_of(out, data_dir, found, 1))}
+        more = [(way, seed) for way in found if way in matter for seed in range(1, seeds)]
+        for run in [
+            pool.submit(run_one, out, way.cell(data_dir), found[way], seed) for way, seed in more
+        ]:
+            run.result()
+    write(out, data_dir, found, seeds)
+    console.print(table_of(best_of(rows_of(out, data_dir, found, seeds))))
+    console.print(f"numbers and pictures: {out}", soft_wrap=True)
+
+
+def write(out: Path, data: Path | None, found: Mapping[Way, float], seeds: int) -> None:
+    """Write slow-links.json and a picture of each setting."""
+    rows = rows_of(out, data, found, seeds)
+    settings = dict.fromkeys(way.setting for way in found)
+    document = {
+        **{"date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": cpu_name()},
+        **{"versions": versions(), "seeds": seeds, "updates": UPDATES, "share": SHARE},
+        **{"length": LENGTH, "tokens": TOKENS, "compute": COMPUTE, "text": dict(TEXT)},
+        "settings": {name: dict(SETTINGS[name]) for name in settings},
+        "rows": [finite(row.document) for row in rows],
+    }
+    text = json.dumps(document, indent=1, allow_nan=False)
+    replace_file(out / "slow-links.json", f"{text}\n".encode())
+    for setting in settings:
+        shown = [r for r in best_of(rows) if r.way.setting == setting and r.method != "zb-h1"]
+        curves = {r: list(runs_of(out, data, r.way, r.lr, seeds).values()) for r in shown}
+        draw(out / f"slow-links-{setting}.png", curves)
