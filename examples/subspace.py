@@ -112,6 +112,9 @@ with tempfile.TemporaryDirectory() as folder:
         for result in pipe.run((batch() for _ in range(args.steps)), trace=metrics):
             if result.index % 20 == 0:
                 print(result.index, f"{result.loss.item():.3f} nats a byte")
-    first = json.loads(path.read_text().splitlines()[0])
-sent = first["bytes_sent"]["next"] / (16 * 64 * args.steps)
-print("bytes a token to the next stage:", sent, "instead of", 4 * args.width)
+    records = map(json.loads, path.read_text().splitlines())
+    sent = next(record["bytes_sent"]["next"] for record in records if record["stage"] == 0)
+print(
+    f"a token takes {sent / (16 * 64 * args.steps):.1f} bytes to the next stage instead of "
+    f"{4 * args.width}"
+)
