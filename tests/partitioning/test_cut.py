@@ -121,7 +121,7 @@ def test_memory_moves_the_cut():
     [
         ({"n_stages": 3}, r"n_stages: expected 1 to 2 \(the blocks\), got 3"),
         ({"n_stages": 0}, "n_stages: expected 1 to 2"),
-        ({"bandwidth": 0.0}, "bandwidth: expected more than 0"),
+        ({"bandwidth": 0.0}, "bandwidth: expected a number from 1e-18 to"),
         ({"memory_limit": [1]}, r"memory_limit: expected one per stage \(2\), got 1"),
         ({"weight_copies": 0}, "weight_copies: expected at least 1, got 0 for stage 0 of 2"),
         ({"window": lambda k, n: 1 - k}, "window: expected at least 1, got 0 for stage 1 of 2"),

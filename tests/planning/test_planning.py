@@ -193,7 +193,7 @@ def test_arguments_out_of_range():
         ({"cores": 0}, "cores: expected a number from 1 to .*, got 0"),
         ({"state": 10**400}, "state: expected a number from 0 to .*, got 1000"),
         ({"speed": 1e-300}, "speed: 1e-300 is too little: seconds: expected a number"),
-        ({"memory": -1.0}, "memory: expected a positive number"),
+        ({"memory": -1.0}, r"memory: expected a number from 1e-18 to 1e\+18, got -1"),
         ({"speed": 0.0}, "speed: expected a positive number, got 0"),
         ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
         ({"methods": ["wpipe"]}, "methods: 'wpipe' has 2 stages per device, a plan has one"),
