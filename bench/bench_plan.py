@@ -296,9 +296,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of it, in seconds")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args(argv)
-    more = ""
+    more = f" --rounds {options.rounds} --json plan.json"
     if options.speeds:
-        more = f"--speeds {options.speeds} "
+        more = f" --speeds {options.speeds}{more}"
         options.speeds = tuple(map(float, options.speeds.split(",")))
         options.processes = [len(options.speeds)]
     if options.quick:
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         about = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": f"python bench/bench_plan.py {more}--rounds {options.rounds} --json plan.json",
+            "command": f"python bench/bench_plan.py{more}",
             "device": "cpu",
             "cpu": cpu_name(),
             "load_before": load,
