@@ -142,6 +142,16 @@ def test_devices_of_different_kinds():
     assert best(speeds=(1, 0.5)).ends == (4, 6)
     assert best(speeds=(0.5, 1)).ends == (2, 6)
     assert best(speeds=(1, 0.5)).period == pytest.approx(best(speeds=(0.5, 1)).period, rel=0.01)
+    # So they do where not every division is tried, and few bytes pass where a link is slow.
+    long = {"link": 1e12, "batch": 8, "replicas": 1, "methods": ["auto"]}
+    assert plan(layers_of([0.01] * 40), 2, **long, speeds=(1, 0.25)).fastest.ends == (32, 40)
+    profiles = [
+        replace(p, blocks=tuple(replace(b, output_bytes=1000 * (b.name != "29")) for b in p.blocks))
+        for p in layers_of([0.01] * 40).profiles
+    ]
+    narrow = Layers((4, 8), tuple(profiles))
+    assert plan(narrow, 3, **long).fastest.ends[1] != 30
+    assert plan(narrow, 3, **{**long, "link": (1e12, 1e4)}).fastest.ends[1] == 30
     # Alike they are what one number says.
     assert best(speeds=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
@@ -160,10 +170,10 @@ def test_devices_of_different_kinds():
         way = Way(find_method("1f1b"), (1, 2, 3), replicas, 4)
         return Costs(Setting(layers_of([1.0] * 3), links, 8, speeds=speeds), way).durations
 
-    assert sent((1, 1, 1), (fast, slow)).activation == pytest.approx((250e-10, 250e-4, 0))
-    assert sent((1, 1, 1), (fast, slow)).gradient == pytest.approx((0, 250e-10, 250e-4))
+    assert sent((1, 1, 1), (fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
+    assert sent((1, 1, 1), (fast, slow)).gradient == pytest.approx((0, 250e-12, 250e-4))
     assert sent((1, 2, 1), (fast, slow, fast)).activation == pytest.approx((250e-4, 250e-4, 0))
-    assert sent((1, 1, 2), (fast, fast, slow)).activation == pytest.approx((250e-10, 250e-4, 0))
+    assert sent((1, 1, 2), (fast, fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
     summed = sent((1, 1, 2), (fast, fast, slow)).update
     assert summed[:2] == (0, 0) and summed[2] > 0.1 > sent((1, 1, 2), fast).update[2]
     # And of its replicas the slowest.
