@@ -14,6 +14,8 @@ from spectrain_ext.method import methods
 
 #: The runs of bench_plan.py.
 FOLDER = "2026-11-22-plan"
+#: Those of its option --speeds.
+UNEQUAL = "2026-11-25-devices"
 #: The study that the planner's qualities come from.
 STUDY = "2026-11-22-frontier"
 _TARGET = 0.1
@@ -59,7 +61,48 @@ planner's over what was used.""",
         "![Planned over measured periods: a point for each configuration, the line is equality]"
         "(results-planner.png)"
     )
+    if (results / UNEQUAL).exists():
+        parts.append(unequal(json.loads((results / UNEQUAL / "plan.json").read_text())))
     return "\n\n".join(part for part in parts if part)
+
+
+def unequal(document: dict[str, Any]) -> str:
+    """Ranks of different speeds: cut for them, and as if they were equal."""
+    rows = _rows(document)
+    within = sum(abs(row["ratio"] - 1) <= _TARGET for row in rows)
+    lines = []
+    for row in (row for row in rows if row["fitted"]):
+        same = ("model", "method", "microbatches")
+        alike = next(
+            other
+            for other in rows
+            if not other["fitted"] and all(other[name] == row[name] for name in same)
+        )
+        gains = [b / a for a, b in zip(row["measured"], alike["measured"], strict=True)]
+        for each, gain in ((row, ""), (alike, f"{median(gains):.2f}")):
+            low, high = each["range"]
+            lines.append(
+                [
+                    *(f"`{each['method']}`", each["model"], str(each["microbatches"])),
+                    " + ".join(map(str, each["layers"])),
+                    *(f"{1e3 * median(each[name]):.1f}" for name in ("planned", "measured")),
+                    f"{each['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                    *(f"{each['work']:.2f}", gain),
+                ]
+            )
+    speeds = " and ".join(f"{speed:g}" for speed in rows[0]["speeds"])
+    heads = "method|blocks|>M|layers|>planned ms|>measured ms|>ratio|>work|>over the other cut"
+    return f"""\
+### Unequal devices
+
+`{document["command"]}`, {document["date"][:10]}, {document["cpu"]}, torch {document["torch"]}, load
+{document["load_before"][0]:.1f} before it, {document["rounds"]} rounds
+([figures](../bench/results/{UNEQUAL}/plan.json)): ranks of speeds {speeds}, of which the slow one
+computes its layers twice, forward and backward. Models are cut for these speeds, and as if ranks
+were equal. **{within} of {len(rows)} configurations are within 10 %**; {_spread(rows)};
+{_link(document["runs"][0]["link"])}.
+
+{table(heads, lines)}"""
 
 
 def _link(link: dict[str, Any]) -> str:

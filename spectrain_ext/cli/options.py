@@ -1,6 +1,7 @@
 """Options: what is typed, as values, methods of one's own among them; and text for a terminal."""
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -45,6 +46,30 @@ def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None
         return found[0] if len(found) == 1 else found
 
     return convert
+
+
+_UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def amounts(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
+    """Positive numbers with commas, such as 24e9, 80G or .5."""
+    if value is None:
+        return None
+    try:
+        parts = [part.strip() for part in value.split(",")]
+        found = tuple(
+            float(part[:-1]) * _UNITS[part[-1]] if part[-1:] in _UNITS else float(part)
+            for part in parts
+        )
+        if not all(0 < number < math.inf for number in found):
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"expected positive numbers with commas, such as .5, 24e9 or 24G, got {value!r}"
+        ) from None
+    return found
 
 
 def plain_console(**more: Any) -> Console:

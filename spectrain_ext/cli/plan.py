@@ -39,6 +39,7 @@ from .doctor import threads
 from .links import measured_link
 from .options import (
     POSITIVE,
+    amounts,
     imported,
     is_imported,
     method_of,
@@ -53,12 +54,15 @@ _WIDEST = 10**4
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
-def _link(context: click.Context, parameter: click.Parameter, value: str) -> Link | None:
-    """The link; None: it is to be measured."""
+def _link(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> Link | tuple[Link, ...] | None:
+    """The link, or several with commas; None: it is to be measured."""
     if value == "measured":
         return None
     try:
-        return find_link(value)
+        found = tuple(map(find_link, value.split(",")))
+        return found if len(found) > 1 else found[0]
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
 
@@ -94,21 +98,29 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     metavar="LINK",
     callback=_link,
     help=f"Between any two devices: {', '.join(LINKS)}, bytes per second of each direction, or "
-    f"measured: between as many processes of this machine, {_TOGETHER} at most.",
+    f"measured: between as many processes of this machine, {_TOGETHER} at most. With commas one "
+    "between each two neighbours.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples of a minibatch, over all devices."
 )
 @click.option(
     "--memory",
-    type=_MORE,
     metavar="BYTES",
-    help="Leave out what takes more of a device.  [default: no limit]",
+    callback=amounts,
+    help="Leave out what takes more of a device, such as 24G; with commas one number for each.  "
+    "[default: no limit]",
 )
 @click.option(
     "--speed",
     type=_MORE,
     help="ASSUME that devices compute so many times as fast as what was measured.  [default: 1]",
+)
+@click.option(
+    "--speeds",
+    metavar="NUMBERS",
+    callback=amounts,
+    help="Instead of --speed: one number for each device, such as 1,1,.5,.5.",
 )
 @click.option(
     "--replicas",
@@ -156,10 +168,11 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Link | None,
+    link: Link | tuple[Link, ...] | None,
     batch: int,
-    memory: float | None,
+    memory: tuple[float, ...] | None,
     speed: float | None,
+    speeds: tuple[float, ...] | None,
     replicas: int | None,
     cores: int | None,
     codec: str | None,
@@ -175,6 +188,19 @@ def plan_command(
     """
     if (model is None) == (profile is None):
         raise click.UsageError("expected --model, to be measured, or the --profile of one")
+    if memory is not None and len(memory) == 1:
+        memory *= devices
+    if speed is not None and speeds is not None:
+        raise click.UsageError("--speed and --speeds contradict each other")
+    for name, given, count in (
+        ("--speeds", speeds, devices),
+        ("--memory", memory, devices),
+        ("--link", link if isinstance(link, tuple) else None, devices - 1),
+    ):
+        if given is not None and len(given) != count:
+            raise click.UsageError(
+                f"{name} has {len(given)} numbers, and --devices {devices} needs {count}"
+            )
     alone = out is not None and out.suffix == ".json"
     if out is not None and not alone:
         require_matplotlib()
@@ -190,6 +216,7 @@ def plan_command(
                 batch=batch,
                 memory=memory,
                 speed=speed,
+                speeds=speeds,
                 replicas=replicas,
                 cores=cores,
                 methods=[_method(name) for name in methods],
@@ -214,8 +241,8 @@ def plan_command(
         console.print(f"- {printable(line)}", soft_wrap=True)
     if found.left_out:
         console.print(
-            f"- left out: {found.left_out} quicker ways that take more than {memory:.4g} bytes a "
-            f"device, {found.least_memory:.4g} at least",
+            f"- left out: {found.left_out} quicker ways that take more memory than a device has, "
+            f"{found.least_memory:.4g} bytes at least",
             soft_wrap=True,
         )
     console.print(f"- {found.tried} ways looked at, {found.simulated} simulated")
@@ -308,7 +335,8 @@ _NEEDED = 6  # of the columns; where these do not fit their cells are folded
 
 
 def _table(found: Plan, columns: int, gap: int) -> Table:
-    title = f"{found.devices} devices, {found.batch} samples a minibatch, {found.link.name}"
+    links = ", ".join(dict.fromkeys(link.name for link in found.links))
+    title = f"{found.devices} devices, {found.batch} samples a minibatch, {links}"
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
     table = Table(title=title, title_justify="left", padding=(0, gap, 0, 0), **look)
     shown = dict(islice(_COLUMNS.items(), columns))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from spectrain_ext.files import read_json
 
-from .profile import BlockProfile, Profile, Tie, made_of
+from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
 # (stage k, number of stages) -> how many
 StageCount = Callable[[int, int], int]
@@ -29,10 +29,11 @@ class StageEstimate:
 
     Attributes:
         blocks: the half-open range of its blocks.
-        compute_seconds: forward and backward of one microbatch, over its replicas.
+        compute_seconds: forward and backward of one microbatch, over its replicas and their speed.
         transfer_seconds: activations and gradients through both its edges; 0 without a bandwidth.
         parameter_bytes: of its parameters, once.
         memory_bytes: all copies of the parameters, and what its window of microbatches keeps.
+        speed: its devices compute so many times as fast as what was measured.
     """
 
     blocks: range
@@ -40,6 +41,7 @@ class StageEstimate:
     transfer_seconds: float
     parameter_bytes: int
     memory_bytes: int
+    speed: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -77,12 +79,16 @@ class Cut:
         return total / len(self.stages) / slowest if slowest else 1.0
 
     def __str__(self) -> str:
-        rows = [f"{'stage':>5} {'blocks':>9} {'ms':>9} {'transfer':>9} {'MiB':>9}"]
+        unequal = any(stage.speed != 1 for stage in self.stages)
+        heading = f"{'stage':>5} {'blocks':>9} {'ms':>9} {'transfer':>9} {'MiB':>9}"
+        rows = [heading + f" {'speed':>9}" * unequal]
         for k, stage in enumerate(self.stages):
             blocks = f"{stage.blocks.start}..{stage.blocks.stop - 1}"
             rows.append(
                 f"{k:>5} {blocks:>9} {1e3 * stage.compute_seconds:>9.3f} "
                 f"{1e3 * stage.transfer_seconds:>9.3f} {stage.memory_bytes / 2**20:>9.1f}"
+                + f" {stage.speed:>9.4g}"
+                * unequal
             )
         rows.append(f"slowest: stage {self.bottleneck}; balance {100 * self.balance:.0f} %")
         return "\n".join(rows)
@@ -97,7 +103,8 @@ def cut(
     profile: Profile,
     n_stages: int,
     *,
-    bandwidth: float | None = None,
+    speeds: Sequence[float] | None = None,
+    bandwidth: float | Sequence[float] | None = None,
     memory_limit: int | Sequence[int] | None = None,
     weight_copies: int | StageCount = 4,
     window: int | StageCount = classic_window,
@@ -105,15 +112,18 @@ def cut(
 ) -> Cut:
     """Return the division whose slowest stage is fastest; of those the most even one.
 
-    A stage's time is that of its blocks and, with a ``bandwidth``, of what passes its two edges: an
-    activation one way and a gradient of the same size the other. Its memory is ``weight_copies``
-    times its parameters and ``window`` times what its blocks keep for their backwards.
+    A stage's time is that of its blocks, over its speed, and, with a ``bandwidth``, of what passes
+    its two edges: an activation one way and a gradient of the same size the other. Its memory is
+    ``weight_copies`` times its parameters and ``window`` times what its blocks keep for their
+    backwards.
 
     Args:
         profile: measured by ``measure``, or made up.
         n_stages: at least 1.
-        bandwidth: bytes per second between neighbouring stages. None: transfers are free, as
-            where they run beside the computation.
+        speeds: per stage, how many times as fast as what was measured its devices compute; None:
+            like it.
+        bandwidth: bytes per second between neighbouring stages, or one number for each boundary
+            between two. None: transfers are free, as where they run beside the computation.
         memory_limit: bytes that a stage may take, or one number per stage.
         weight_copies: weights, gradients, optimizer state and kept versions, counted in copies of
             the parameters; by default true weights, working weights, gradients and momentum. A
@@ -130,8 +140,10 @@ def cut(
     blocks = len(profile.blocks)
     if not 1 <= n_stages <= blocks:
         raise ValueError(f"n_stages: expected 1 to {blocks} (the blocks), got {n_stages}")
-    if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bandwidth}")
+    paces = one_each("speeds", (1.0,) * n_stages if speeds is None else speeds, n_stages, "stage")
+    widths = None
+    if bandwidth is not None:
+        widths = one_each("bandwidth", bandwidth, n_stages - 1, "boundary of stages")
     shares = (1,) * n_stages if replicas is None else replicas
     if len(shares) != n_stages or min(shares) < 1:
         raise ValueError(
@@ -139,7 +151,7 @@ def cut(
         )
     limits = _limits(memory_limit, n_stages)
     places = _places(profile, n_stages)
-    costs = _Costs(profile, shares, bandwidth, weight_copies, window)
+    costs = _Costs(profile, shares, paces, widths, weight_copies, window)
 
     def slowest(start: int, end: int, k: int) -> float:
         within = costs.memory(start, end, k) <= limits[k]
@@ -168,29 +180,34 @@ class _Costs:
         self,
         profile: Profile,
         replicas: Sequence[int],
-        bandwidth: float | None,
+        speeds: Sequence[float],
+        bandwidths: Sequence[float] | None,
         weight_copies: int | StageCount,
         window: int | StageCount,
     ) -> None:
         blocks, n = profile.blocks, len(replicas)
-        self._replicas = replicas
+        self._replicas, self._speeds = replicas, speeds
         self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
         self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
         self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
         # bytes that cross the place before each block; none before the first and after the last
         self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
-        self._per_byte = 0.0 if bandwidth is None else 2.0 / bandwidth
+        # of both edges of every stage
+        inner = [0.0] * (n - 1) if bandwidths is None else [2.0 / width for width in bandwidths]
+        self._per_byte = [0.0, *inner, 0.0]
         self._copies = _counts(weight_copies, n, "weight_copies")
         self._windows = _counts(window, n, "window")
 
-    def transfer(self, start: int, end: int) -> float:
-        return self._per_byte * (self._edges[start] + self._edges[end])
+    def transfer(self, start: int, end: int, k: int) -> float:
+        before, after = self._per_byte[k : k + 2]
+        return before * self._edges[start] + after * self._edges[end]
 
     def compute(self, start: int, end: int, k: int) -> float:
-        return (self._seconds[end] - self._seconds[start]) / self._replicas[k]
+        seconds = self._seconds[end] - self._seconds[start]
+        return seconds / self._replicas[k] / self._speeds[k]
 
     def seconds(self, start: int, end: int, k: int) -> float:
-        return self.compute(start, end, k) + self.transfer(start, end)
+        return self.compute(start, end, k) + self.transfer(start, end, k)
 
     def memory(self, start: int, end: int, k: int) -> int:
         parameters = self._parameters[end] - self._parameters[start]
@@ -201,9 +218,10 @@ class _Costs:
         return StageEstimate(
             range(start, end),
             self.compute(start, end, k),
-            self.transfer(start, end),
+            self.transfer(start, end, k),
             self._parameters[end] - self._parameters[start],
             self.memory(start, end, k),
+            self._speeds[k],
         )
 
 

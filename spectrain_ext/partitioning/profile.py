@@ -26,13 +26,23 @@ _MOST = 10**18  # of any number in a profile: sums, products and squares of them
 Made = TypeVar("Made")
 
 
-def check_number(name: str, value: float, least: int = 0) -> None:
+def check_number(name: str, value: float, least: float = 0) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
     if not least <= value <= _MOST:
         raise ValueError(
             f"{name}: expected a number from {least} to {_MOST:.0e}, got {reprlib.repr(value)}"
         )
+
+
+def one_each(name: str, given: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
+    """A positive number for each of so many; a single one that is given is everybody's."""
+    found = tuple(given) if isinstance(given, Sequence) else (given,) * count
+    if len(found) != count:
+        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(found)}")
+    for number in found:
+        check_number(name, number, 1 / _MOST)
+    return found
 
 
 def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:

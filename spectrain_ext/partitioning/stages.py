@@ -158,7 +158,8 @@ def partition(
     after: Callable[[Any], Any] | None = None,
     profile: Profile | Literal["parameters"] | None = None,
     repeats: int = 5,
-    bandwidth: float | None = None,
+    speeds: Sequence[float] | None = None,
+    bandwidth: float | Sequence[float] | None = None,
     memory_limit: int | Sequence[int] | None = None,
     weight_copies: int | StageCount = 4,
     window: int | StageCount = classic_window,
@@ -201,7 +202,10 @@ def partition(
             split points. ``"parameters"``: count a block's parameters, without those of embeddings:
             the same everywhere, where each process cuts the model for itself.
         repeats: timed runs of each block.
-        bandwidth: bytes per second between neighbouring stages; None: transfers are free.
+        speeds: per stage, how many times as fast as where it is measured it will compute, so that
+            slower devices get less; None: all alike.
+        bandwidth: bytes per second between neighbouring stages, or one number for each boundary
+            between two; None: transfers are free.
         memory_limit: bytes that a stage may take, or one number per stage.
         weight_copies: copies of the parameters that a stage holds, see ``cut``.
         window: microbatches that a stage has in flight, see ``cut``.
@@ -264,6 +268,7 @@ def partition(
         return cut(
             Profile(given, ties),
             n_stages,
+            speeds=speeds,
             bandwidth=bandwidth,
             memory_limit=memory_limit,
             weight_copies=weight_copies,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 from spectrain_ext.codecs import Codecs, packed_bytes
@@ -54,13 +54,19 @@ class Setting:
     def __init__(
         self,
         layers: Layers,
-        link: Link,
+        link: Link | tuple[Link, ...],  # several: one between each two neighbours
         batch: int,
         cores: int | None = None,
         state: int = 1,
+        speeds: Sequence[float] | None = None,  # of each device; None: as measured
         codecs: Codecs = (None, None),
     ) -> None:
-        self.layers, self.link, self.batch = layers, link, batch
+        self.layers, self.batch, self._speeds = layers, batch, speeds
+        links = (link,) if isinstance(link, Link) else link
+        #: by which messages pass from one device to another, each once
+        self.links = cache(
+            lambda a, b: tuple(dict.fromkeys(links[a:b] if len(links) > 1 else links))
+        )
         self.cores = cores  # shared by processes of one machine; None: each device has its own
         self.state = state  # bytes per byte of parameters: 1 is SGD's momentum, 2 Adam's
         #: what is left of a byte of activations, and of gradients, on an edge
@@ -68,6 +74,10 @@ class Setting:
         self.unpacks = codecs[0] is not None
         #: the model's blocks, for one of so many microbatches
         self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
+
+    def speeds(self, replicas: Sequence[int]) -> list[float] | None:
+        """Of every stage: microbatches are dealt out evenly, so that the slowest replica counts."""
+        return None if self._speeds is None else least_of(self._speeds, replicas)
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,11 @@ class Way:
     replicas: tuple[int, ...]
     microbatches: int
     window: Window = None
+
+
+def least_of(values: Sequence[float], replicas: Sequence[int]) -> list[float]:
+    """Of the devices of every stage: these are numbered stage by stage, as ranks are."""
+    return [min(values[a:b]) for a, b in pairwise(accumulate(replicas, initial=0))]
 
 
 def check_shared(profile: Profile, ends: Sequence[int], replicas: Sequence[int]) -> None:
@@ -109,17 +124,28 @@ class Costs:
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
         blocks = self.blocks
         starts = (0, *way.ends[:-1])
+        speeds = setting.speeds(way.replicas) or [1.0] * stages
         self._stages = [
-            _StageCost(blocks[start:end]) for start, end in zip(starts, way.ends, strict=True)
+            _StageCost(blocks[start:end], speed)
+            for start, end, speed in zip(starts, way.ends, speeds, strict=True)
         ]
+        ranks = [0, *accumulate(way.replicas)]  # the first of every stage
         self._reduced = [
-            self._reduce(stage, r) for stage, r in zip(self._stages, way.replicas, strict=True)
+            self._reduce(stage, r, first)
+            for stage, r, first in zip(self._stages, way.replicas, ranks, strict=False)
         ]
-        link, outputs = setting.link, [stage.outputs for stage in self._stages[:-1]]
+        # Of the links from a stage's first device to the next one's last: the slowest.
+        self._links = [
+            max(setting.links(first, end - 1), key=lambda link: link.seconds(stage.outputs))
+            for stage, first, end in zip(self._stages, ranks, ranks[2:], strict=False)
+        ]
+        pairs = [
+            (link, stage.outputs) for link, stage in zip(self._links, self._stages, strict=False)
+        ]
         (self._sent, forth), (self._sent_back, back) = (
             (
-                [link.seconds(part * size) for size in outputs],
-                [0.0, *(link.handling(part * size) for size in outputs), 0.0],
+                [link.seconds(part * size) for link, size in pairs],
+                [0.0, *(link.handling(part * size) for link, size in pairs), 0.0],
             )
             for part in setting.packed
         )
@@ -135,7 +161,7 @@ class Costs:
     @cached_property
     def durations(self) -> Durations:
         per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
-        weights = [per_byte * stage.parameters for stage in stages]
+        weights = [per_byte * stage.parameters / stage.speed for stage in stages]
         passes = (passes_of(self.way.method, self.places[0], place) for place in self.places)
         forward, backward, update = (
             [each * w for each, w in zip(moved, weights, strict=True)]
@@ -152,13 +178,14 @@ class Costs:
             gradient=[0.0, *self._sent_back],
         )
 
-    def _reduce(self, stage: _StageCost, replicas: int) -> float:
+    def _reduce(self, stage: _StageCost, replicas: int, first: int) -> float:
         """What summing a gradient takes after the backward, beside which its first pieces go."""
         if replicas == 1 or not stage.parameters:
             return 0.0
         piece = min(max(stage.parameters / _PIECES, _LEAST_BYTES), _MOST_BYTES)
         pieces = max(1, round(stage.parameters / piece))
-        whole = pieces * self.setting.link.all_reduce(stage.parameters / pieces, replicas)
+        links = self.setting.links(first, first + replicas - 1)
+        whole = pieces * max(link.all_reduce(stage.parameters / pieces, replicas) for link in links)
         if self.setting.cores is not None:
             return whole  # the threads that sum take turns with the backward
         return max(whole / pieces, whole - stage.backward * (1 - 1 / pieces))
@@ -194,7 +221,7 @@ class Costs:
         parts = [place.microbatches for place in self.places]
         once = [stage.forward + stage.backward for stage in stages]
         work = [
-            m * o + step * stage.parameters + reduced
+            m * o + step * stage.parameters / stage.speed + reduced
             for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
         ]
         busiest = map(max, [0.0, *sent], [*sent, 0.0], [0.0, *back], [*back, 0.0])
@@ -209,7 +236,7 @@ class Costs:
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
             found += [
-                before + m * o + step * stages[0].parameters
+                before + m * o + step * stages[0].parameters / stages[0].speed
                 for before, m, o in zip(above, parts, once, strict=True)
             ]
         else:
@@ -266,9 +293,10 @@ class Costs:
 class _StageCost:
     """What the blocks of a stage come to, for a microbatch."""
 
-    def __init__(self, blocks: tuple[BlockProfile, ...]) -> None:
-        self.forward = sum(block.parts[0] for block in blocks)
-        self.backward = sum(block.parts[1] for block in blocks)
+    def __init__(self, blocks: tuple[BlockProfile, ...], speed: float) -> None:
+        self.speed = speed
+        self.forward = sum(block.parts[0] for block in blocks) / speed
+        self.backward = sum(block.parts[1] for block in blocks) / speed
         self.parameters = sum(block.parameter_bytes for block in blocks)
         self.saved = sum(block.saved_bytes for block in blocks)
         self.outputs = blocks[-1].output_bytes

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from spectrain_ext.codecs import Codec, Codecs, codecs_of
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.cut import PLAN_FORMAT
-from spectrain_ext.partitioning.profile import check_number
+from spectrain_ext.partitioning.profile import check_number, one_each
 from spectrain_ext.schedule import Span, flushes
 
 from .costs import Costs, Setting
@@ -172,26 +173,30 @@ class Plan:
     Attributes:
         devices: how many there are.
         batch: samples of a minibatch.
-        link: between any two devices.
+        links: between each two neighbours; a single one is between any two devices.
         candidates: of every method the fastest way, and the soonest at synchronous training's loss
             where that is another. Ranked by the time to that loss; those for which it was not
             measured follow, and last come those that did not get there.
         tried: ways that were looked at.
         simulated: of these, how many periods were simulated.
         left_out: ways that take more memory than a device has.
-        least_memory: of these, what the smallest takes.
+        least_memory: of these, what the smallest takes of its fullest device.
         assumptions: what was neither measured nor counted, in words.
+        speeds: of each device, over what was measured; None: all alike.
+        memory: bytes of each device; None: not limited.
     """
 
     devices: int
     batch: int
-    link: Link
+    links: tuple[Link, ...]
     candidates: tuple[Candidate, ...]
     tried: int
     simulated: int
     left_out: int
     least_memory: float
     assumptions: tuple[str, ...]
+    speeds: tuple[float, ...] | None
+    memory: tuple[float, ...] | None
     _costs: tuple[Costs, ...]
 
     @property
@@ -221,6 +226,7 @@ class Plan:
             }
             for each in self.candidates
         ]
+        links = [asdict(link) for link in self.links]
         found = {
             "spectrain_plan": PLAN_FORMAT,
             "model": str(costs.setting.layers.about.get("model", "")),
@@ -228,7 +234,8 @@ class Plan:
             **{name: getattr(chosen, name) for name in ("ends", "split_points", "settings")},
             **{name: getattr(self, name) for name in ("devices", "batch", "assumptions")},
             **{name: getattr(self, name) for name in ("tried", "simulated", "left_out")},
-            "link": asdict(self.link),
+            **{name: getattr(self, name) for name in ("speeds", "memory")},
+            "link": links[0] if len(links) == 1 else links,
             "candidates": candidates,
         }
         document: dict[str, Any] = finite(found)
@@ -244,10 +251,11 @@ def plan(
     layers: Layers,
     devices: int,
     *,
-    link: str | float | Link,
+    link: str | float | Link | Sequence[str | float | Link],
     batch: int,
-    memory: float | None = None,
+    memory: float | Sequence[float] | None = None,
     speed: float | None = None,
+    speeds: Sequence[float] | None = None,
     replicas: int | None = None,
     cores: int | None = None,
     methods: Sequence[str | Method] = METHODS,
@@ -260,13 +268,21 @@ def plan(
     compared; where there are more divisions into stages than a few, the one whose slowest stage is
     fastest. A bound on the period leaves out what cannot be best, and the rest is simulated.
 
+    Devices may be unequal. They are in the order of ranks, stage by stage, which is yours: none is
+    put in another's place. Replicas take as many microbatches each, so that of a stage's devices
+    the slowest counts, and the one with the least memory. A message takes as long as by the slowest
+    link from the first device of its stage to the last of the next, and a sum over replicas as by
+    the slowest between them.
+
     Args:
         layers: of ``measure_layers`` or ``read_layers``.
         devices: how many; all are used.
-        link: between any two of them: a name in ``LINKS``, bytes per second, or a ``Link``.
+        link: between any two of them: a name in ``LINKS``, bytes per second, or a ``Link``; or one
+            of these for each two neighbours, ``devices - 1``.
         batch: samples of a minibatch, over all devices.
-        memory: bytes of a device; None: not limited.
+        memory: bytes of a device, or one number for each; None: not limited.
         speed: devices compute so many times as fast as what was measured; None: like it.
+        speeds: the same, one number for each device.
         replicas: of a stage at most so many; None: any number. With 1 it is a plan for a
             ``Pipeline`` in one process.
         cores: that all devices share, as processes on one machine do; None: each has its own.
@@ -279,14 +295,24 @@ def plan(
         TypeError: what is no codec.
     """
     codecs = codecs_of(codec)
-    found_link = find_link(link)
     numbers = {"devices": devices, "batch": batch, "replicas": replicas, "cores": cores}
     for name, value in numbers.items():
         if value is not None:
             check_number(name, value, least=1)
     check_number("state", state)
-    if memory is not None and not memory > 0:
-        raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
+    if isinstance(link, (str, float, int, Link)):
+        links: tuple[Link, ...] = (find_link(link),)
+    elif len(link) == devices - 1:
+        links = tuple(map(find_link, link))
+    else:
+        raise ValueError(
+            f"link: expected one, or one between each two neighbours of the {devices} devices "
+            f"({devices - 1}), got {len(link)}"
+        )
+    if speed is not None and speeds is not None:
+        raise ValueError("speed: it contradicts speeds; give one of the two")
+    paces = None if speeds is None else one_each("speeds", speeds, devices, "device")
+    limits = None if memory is None else one_each("memory", memory, devices, "device")
     blocks = len(layers.profiles[0].blocks)
     if replicas is not None and replicas * blocks < devices:
         raise ValueError(
@@ -302,8 +328,8 @@ def plan(
                 f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
             )
     scaled = layers if speed is None else layers.faster(speed)
-    setting = Setting(scaled, found_link, batch, cores, state, codecs)
-    search = Search(setting, devices, made, memory, replicas)
+    setting = Setting(scaled, links, batch, cores, state, paces, codecs)
+    search = Search(setting, devices, made, limits, replicas)
     ways: dict[int, Costs] = {}
     for method in made:
         for price in (lambda costs: 1.0, _price):
@@ -311,20 +337,24 @@ def plan(
             if costs is not None:
                 ways[id(costs)] = costs
     if not ways:
-        raise ValueError(_nothing(search, devices, batch, memory)) from search.refusal
+        raise ValueError(_nothing(search, devices, batch)) from search.refusal
     chosen = sorted(
         ((_candidate(costs), costs) for costs in ways.values()), key=lambda pair: pair[0]._place
     )
     return Plan(
         devices,
         batch,
-        found_link,
+        links,
         tuple(candidate for candidate, _ in chosen),
         search.tried,
         search.simulated,
         search.left_out,
-        search.least_memory,
-        tuple(_assumptions(layers, found_link, speed, cores, codec)),
+        search.closest[0],
+        tuple(
+            _assumptions(layers, links, paces if speed is None else (speed,), limits, cores, codec)
+        ),
+        paces,
+        limits,
         tuple(costs for _, costs in chosen),
     )
 
@@ -356,18 +386,35 @@ def _candidate(costs: Costs) -> Candidate:
     )
 
 
+def _in_order(values: Sequence[object]) -> str:
+    """Values of devices, equal neighbours together: "2 x 24, 80"."""
+    runs = [(len([*group]), value) for value, group in groupby(values)]
+    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for count, value in runs)
+
+
 def _assumptions(
-    layers: Layers, link: Link, speed: float | None, cores: int | None, codec: object
+    layers: Layers,
+    links: tuple[Link, ...],
+    speeds: tuple[float, ...] | None,
+    memory: tuple[float, ...] | None,
+    cores: int | None,
+    codec: object,
 ) -> list[str]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     said = [f"layer times are measured ({where or 'as the profile says'})"]
-    if speed is not None:
-        said.append(f"ASSUMED: devices compute {speed:g} times as fast as that, every layer alike")
-    source = "" if "measured" in link.name else ": published or given, not measured"
-    said.append(
-        f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
-        f"{1e6 * link.latency:.4g} us{source}"
-    )
+    if speeds is not None:
+        each = _in_order([f"{number:g}" for number in speeds])
+        said.append(f"ASSUMED: devices compute {each} times as fast as that, every layer alike")
+    if memory is not None and len(set(memory)) > 1:
+        said.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
+    if len(links) > 1:
+        said.append(f"links from device to device: {_in_order([link.name for link in links])}")
+    for link in dict.fromkeys(links):
+        source = "" if "measured" in link.name else ": published or given, not measured"
+        said.append(
+            f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
+            f"{1e6 * link.latency:.4g} us{source}"
+        )
     if codec is not None:
         said.append(
             f"ASSUMED: codec={codec!r} packs float32 messages, in no time, at no cost to the loss"
@@ -383,11 +430,12 @@ def _assumptions(
     return said
 
 
-def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> str:
+def _nothing(search: Search, devices: int, batch: int) -> str:
     if search.left_out:
+        needed, given = search.closest
         return (
-            f"memory: all {search.left_out} ways that were looked at take more than {memory:g} "
-            f"bytes a device; the smallest takes {search.least_memory:.4g}"
+            f"memory: all {search.left_out} ways that were looked at take more than {given:g} "
+            f"bytes a device; the smallest takes {needed:.4g}"
         )
     if search.refusal is not None:
         return str(search.refusal)

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from heapq import nsmallest
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import comb, lcm
 
 from spectrain_ext.method import Method, Window
 from spectrain_ext.partitioning import BlockProfile, Profile, cut
 from spectrain_ext.schedule import takes_window
 
-from .costs import Costs, Setting, Way, check_shared
+from .costs import Costs, Setting, Way, check_shared, least_of
 
 # Divisions that are all tried; where there are more, the one whose slowest stage is fastest.
 _FEW = 32
@@ -34,15 +35,16 @@ class Search:
         setting: Setting,
         devices: int,
         methods: Sequence[Method],
-        memory: float | None = None,
+        memory: Sequence[float] | None = None,
         replicas: int | None = None,
     ) -> None:
         self._setting, self._devices, self._methods = setting, devices, methods
-        self._memory = math.inf if memory is None else memory
+        self._memory = memory  # bytes of each device
         self._most_replicas = devices if replicas is None else replicas
         self.simulated = 0  # of the ways tried
         self.refusal: ValueError | None = None  # of the first way that its method refused
-        self._too_large: dict[int, int] = {}  # bytes, by the id of the ``Costs``
+        # of the fullest device what is needed and what it has, by the id of the ``Costs``
+        self._too_large: dict[int, tuple[float, float]] = {}
         self._by_method: dict[str, list[Costs]] = {method.name: [] for method in methods}
         for costs in self._all():
             self._by_method[costs.way.method.name].append(costs)
@@ -54,9 +56,9 @@ class Search:
         return len(self._too_large)
 
     @property
-    def least_memory(self) -> float:
-        """Of these, what the smallest takes."""
-        return min(self._too_large.values(), default=math.inf)
+    def closest(self) -> tuple[float, float]:
+        """Of these, what the smallest takes of its fullest device, and what that has."""
+        return min(self._too_large.values(), key=_share, default=(math.inf, math.inf))
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
         """The way of a method whose period times its price is least; None: there is none."""
@@ -78,12 +80,13 @@ class Search:
         return found
 
     def _fits(self, costs: Costs) -> bool:
-        if self._memory == math.inf:
+        if self._memory is None:
             return True
-        largest = max(costs.memory)
-        if largest > self._memory:
-            self._too_large[id(costs)] = largest
-        return largest <= self._memory
+        limits = least_of(self._memory, costs.way.replicas)
+        fullest = max(zip(costs.memory, limits, strict=True), key=_share)
+        if _share(fullest) > 1:
+            self._too_large[id(costs)] = fullest
+        return _share(fullest) <= 1
 
     def _all(self) -> Iterator[Costs]:
         for replicas in self._shapes():
@@ -121,9 +124,9 @@ class Search:
         microbatches = lcm(*replicas)
         if self._setting.batch % microbatches:
             return math.inf
-        profile = self._work(microbatches)
+        profile, speeds = self._work(microbatches), self._setting.speeds(replicas)
         try:
-            found = cut(profile, len(replicas), replicas=replicas)
+            found = cut(profile, len(replicas), replicas=replicas, speeds=speeds)
             check_shared(profile, found.ends, replicas)
         except ValueError:  # ties leave too few places, or one replica
             return math.inf
@@ -148,20 +151,34 @@ class Search:
             for inner in combinations(places, stages - 1):
                 yield (*inner, len(profile.blocks))
             return
-        best = cut(profile, stages, replicas=replicas)
-        yield best.ends
-        if self._memory < math.inf:
-            found = {best.ends}
+        speeds = self._setting.speeds(replicas)
+        shared_out = partial(cut, profile, stages, replicas=replicas, speeds=speeds)
+        best = shared_out().ends
+        yield best
+        found = set()
+        if len(self._setting.links(0, self._devices - 1)) > 1:
+            # One more, for few bytes where a link is slow.
+            found.add(shared_out(bandwidth=self._bandwidths(replicas, microbatches)).ends)
+        if self._memory is not None:
             # What a stage holds depends on the method: one cut for the default's memory, and the
             # one that shares out bytes instead of time.
+            limits = least_of(self._memory, replicas)
             with suppress(ValueError):
-                limit = int(self._memory)
-                found.add(cut(profile, stages, replicas=replicas, memory_limit=limit).ends)
+                found.add(shared_out(memory_limit=list(map(int, limits))).ends)
             held = tuple(
                 _taking(b, float(4 * b.parameter_bytes + b.saved_bytes)) for b in profile.blocks
             )
-            found.add(cut(Profile(held, profile.ties), stages).ends)
-            yield from found - {best.ends}
+            shares = [limit / max(limits) for limit in limits]
+            found.add(cut(Profile(held, profile.ties), stages, speeds=shares).ends)
+        yield from found - {best}
+
+    def _bandwidths(self, replicas: tuple[int, ...], microbatches: int) -> list[float]:
+        """Between every two stages, of minibatches: their profile has bytes of a microbatch."""
+        ranks = [0, *accumulate(replicas)]
+        return [
+            min(link.bandwidth for link in self._setting.links(first, end - 1)) / microbatches
+            for first, end in zip(ranks, ranks[2:], strict=False)
+        ]
 
     def _work(self, microbatches: int) -> Profile:
         """The blocks with what they take of a minibatch, their share of the update included."""
@@ -175,6 +192,11 @@ class Search:
 
 def _taking(block: BlockProfile, seconds: float) -> BlockProfile:
     return replace(block, seconds=seconds, forward_seconds=None)
+
+
+def _share(pair: tuple[float, float]) -> float:
+    needed, given = pair
+    return needed / given
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -92,6 +92,31 @@ def test_a_method_that_is_known_to_fail_is_last_and_said_to(profile):
     assert "- vanilla did not reach that loss on text, N = " in found
 
 
+def test_devices_of_different_kinds(profile, tmp_path):
+    path = tmp_path / "plan.json"
+    asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--out", path)
+    kinds = ("--speeds", "1,1,.5,.5", "--memory", "24G,24G,80e9,80G")
+    found = run(*asked, *kinds, "--link", "nvlink,100gbe,nvlink")
+    assert found.exit_code == 0, found.output
+    for line in (
+        "4 devices, 32 samples a minibatch, nvlink, 100gbe",
+        "ASSUMED: devices compute 2 x 1, 2 x 0.5 times as fast as that, every layer alike",
+        "devices have 2 x 24, 2 x 80 GB",
+        "links from device to device: nvlink, 100gbe, nvlink",
+        "link 100gbe: 12.5 GB/s a direction",
+    ):
+        assert line in found.output
+    document = json.loads(path.read_text())
+    assert document["speeds"] == [1, 1, 0.5, 0.5]
+    assert document["memory"] == [24e9, 24e9, 80e9, 80e9]
+    assert [link["name"] for link in document["link"]] == ["nvlink", "100gbe", "nvlink"]
+    alike = run(*asked, "--memory", "24G", "--link", "nvlink,nvlink,nvlink", "--speeds", "1,1,1,1")
+    assert table_of(alike.output) == table_of(
+        run(*asked, "--memory", 24e9, "--link", "nvlink", "--speed", 1).output
+    )
+    assert json.loads(path.read_text())["memory"] == [24e9] * 4
+
+
 def test_a_plan_alone_applies(tmp_path, monkeypatch):
     monkeypatch.setattr("spectrain_ext.cli.plan.require_matplotlib", None)
     path = tmp_path / "my.json"
@@ -160,6 +185,27 @@ _SNN = ("--model", "studies.examples:snn")
         (("--devices", 2, *_SNN, "--device", "tpu7"), "'--device'"),
         (("--devices", 2, "--model", "gpt", "--speed", 0), "'--speed'"),
         (("--devices", 2, "--model", "gpt", "--cores", 0), "'--cores'"),
+        (
+            ("--devices", 2, *_SNN, "--speed", 2, "--speeds", "1,2"),
+            "--speed and --speeds contradict each other",
+        ),
+        (
+            ("--devices", 2, *_SNN, "--speeds", "1,2,3"),
+            "--speeds has 3 numbers, and --devices 2 needs 2",
+        ),
+        (
+            ("--devices", 4, *_SNN, "--memory", "1G,2G"),
+            "--memory has 2 numbers, and --devices 4 needs 4",
+        ),
+        (
+            ("--devices", 2, *_SNN, "--link", "pcie3,pcie4"),
+            "--link has 2 numbers, and --devices 2 needs 1",
+        ),
+        *(
+            (("--devices", 2, *_SNN, option, number), f"'{option}': expected positive numbers")
+            for option in ("--speeds", "--memory")
+            for number in ("1,0", "-1", "1,", "1GB", "nan", "G", "inf,1")
+        ),
     ],
 )
 def test_an_error_names_the_option(arguments, said):

@@ -25,18 +25,26 @@ def cases(draw):
     pairs = some.tuples(*[some.integers(0, len(found) - 1)] * 2).filter(lambda p: p[0] < p[1])
     pairs = draw(some.lists(pairs, max_size=2)) if len(found) > 1 else []
     ties = tuple(Tie(a, b, f"{a} and {b}") for a, b in pairs)
+    n = draw(some.integers(1, len(found)))
+
+    def one_or(value, count):
+        return draw(some.none() | value | some.lists(value, min_size=count, max_size=count))
+
     return (
         Profile(tuple(found), ties=ties),
-        draw(some.integers(1, len(found))),
-        draw(some.sampled_from([None, 1.0, 4.0])),
-        draw(some.none() | some.integers(0, 120)),
+        n,
+        one_or(some.sampled_from([1.0, 4.0]), n - 1),
+        one_or(some.integers(0, 120), n),
         draw(some.integers(1, 4)),
+        draw(some.none() | some.lists(some.sampled_from([0.5, 1, 4]), min_size=n, max_size=n)),
     )
 
 
-def brute_force(profile, n, bandwidth, limit, copies):
+def brute_force(profile, n, bandwidth, limit, copies, speeds):
     """The least bottleneck of all divisions that are allowed, None if there is none."""
     best = None
+    limits = limit if isinstance(limit, list) else [limit] * n
+    bandwidths = bandwidth if isinstance(bandwidth, list) else [bandwidth] * (n - 1)
     count = len(profile.blocks)
     for inner in combinations(range(1, count), n - 1):
         if any(tie.first < end <= tie.last for tie in profile.ties for end in inner):
@@ -45,15 +53,14 @@ def brute_force(profile, n, bandwidth, limit, copies):
         times = []
         for k in range(n):
             stage = profile.blocks[places[k] : places[k + 1]]
-            seconds = sum(block.seconds for block in stage)
+            seconds = sum(block.seconds for block in stage) / (speeds[k] if speeds else 1)
             memory = copies * sum(b.parameter_bytes for b in stage)
             memory += (n - k) * sum(b.saved_bytes for b in stage)
-            if limit is not None and memory > limit:
+            if limits[k] is not None and memory > limits[k]:
                 break
-            if bandwidth is not None:
-                for edge in (places[k], places[k + 1]):
-                    if 0 < edge < count:
-                        seconds += 2 * profile.blocks[edge - 1].output_bytes / bandwidth
+            for boundary, edge in ((k - 1, places[k]), (k, places[k + 1])):
+                if 0 < edge < count and bandwidths[boundary] is not None:
+                    seconds += 2 * profile.blocks[edge - 1].output_bytes / bandwidths[boundary]
             times.append(seconds)
         else:
             uneven = sum(t**2 for t in times)
@@ -64,11 +71,12 @@ def brute_force(profile, n, bandwidth, limit, copies):
 
 @given(cases())
 def test_it_is_the_best_division(case):
-    profile, n, bandwidth, limit, copies = case
+    profile, n, bandwidth, limit, copies, speeds = case
     expected = brute_force(*case)
 
     def run():
-        return cut(profile, n, bandwidth=bandwidth, memory_limit=limit, weight_copies=copies)
+        more = {"bandwidth": bandwidth, "memory_limit": limit, "speeds": speeds}
+        return cut(profile, n, **more, weight_copies=copies)
 
     if expected is None:
         with pytest.raises(ValueError, match=r"^(memory_limit|n_stages): "):
@@ -80,7 +88,10 @@ def test_it_is_the_best_division(case):
     assert found == run()
     assert [stage.blocks.stop for stage in found.stages] == list(found.ends)
     assert all(len(stage.blocks) for stage in found.stages)
-    assert limit is None or all(stage.memory_bytes <= limit for stage in found.stages)
+    limits = limit if isinstance(limit, list) else [limit] * n
+    for stage, most in zip(found.stages, limits, strict=True):
+        assert most is None or stage.memory_bytes <= most
+    assert [stage.speed for stage in found.stages] == (speeds or [1] * n)
 
 
 def profile_of(*seconds, **more):
@@ -99,6 +110,21 @@ def test_report():
         "    1      2..2     4.000     2.000       0.0",
         "slowest: stage 1; balance 83 %",
     ]
+
+
+def test_a_slower_device_gets_less_and_the_report_says_so():
+    found = cut(profile_of(0.001, 0.001, 0.001), 2, speeds=(1, 0.5))
+    assert found.ends == (2, 3)
+    assert str(found).splitlines() == [
+        "stage    blocks        ms  transfer       MiB     speed",
+        "    0      0..1     2.000     0.000       0.0         1",
+        "    1      2..2     2.000     0.000       0.0       0.5",
+        "slowest: stage 0; balance 100 %",
+    ]
+    alike = profile_of(3, 1, 4, 1, 5, 9, 2, output_bytes=7)
+    assert cut(alike, 3, speeds=(1, 1, 1), bandwidth=[5.0] * 2) == cut(alike, 3, bandwidth=5.0)
+    # two replicas of half the speed are as good as one device
+    assert cut(alike, 3, speeds=(1, 0.5, 1), replicas=(1, 2, 1)).ends == cut(alike, 3).ends
 
 
 def test_of_equal_bottlenecks_the_most_even_division():
@@ -121,12 +147,15 @@ def test_memory_moves_the_cut():
     [
         ({"n_stages": 3}, r"n_stages: expected 1 to 2 \(the blocks\), got 3"),
         ({"n_stages": 0}, "n_stages: expected 1 to 2"),
-        ({"bandwidth": 0.0}, "bandwidth: expected more than 0"),
+        ({"bandwidth": 0.0}, "bandwidth: expected a number from 1e-18 to"),
+        ({"bandwidth": [1, 1]}, r"bandwidth: expected one per boundary of stages \(1\), got 2"),
+        ({"speeds": [1]}, r"speeds: expected one per stage \(2\), got 1"),
+        ({"speeds": [1, 0]}, "speeds: expected a number from 1e-18 to .*, got 0"),
         ({"memory_limit": [1]}, r"memory_limit: expected one per stage \(2\), got 1"),
         ({"weight_copies": 0}, "weight_copies: expected at least 1, got 0 for stage 0 of 2"),
         ({"window": lambda k, n: 1 - k}, "window: expected at least 1, got 0 for stage 1 of 2"),
     ],
-    ids=["many", "none", "bandwidth", "limits", "copies", "window"],
+    ids=["many", "none", "bandwidth", "widths", "few", "still", "limits", "copies", "window"],
 )
 def test_bad_arguments(changed, why):
     with pytest.raises(ValueError, match=why):

@@ -37,6 +37,37 @@ def test_every_configuration_can_be_cut_and_planned(processes):
         assert 0.0119 <= period <= 0.025
 
 
+def test_a_slower_rank_gets_fewer_layers():
+    found = {case: bench_plan.layers_in(case) for case in bench_plan.unequal_cases((1, 0.5))}
+    assert len(found) == 16
+    for case, layers in found.items():
+        counts = bench_plan.MODELS[case.model]
+        blocks = tuple(BlockProfile(0.001 * n, name=str(k)) for k, n in enumerate(counts))
+        profile = Profile(blocks)
+        period, work = bench_plan.planned_of(
+            case, Layers((384, 384), (profile, profile)), Link("", 1e9), 384, None
+        )
+        fitted = {"even": [16, 8], "uneven": [17, 7]}[case.model]
+        assert layers == (fitted if case.fitted else [12, 12])
+        assert work == pytest.approx(0.001 * (layers[0] + 2 * layers[1]))
+        assert period >= 0.001 * max(layers[0], 2 * layers[1])
+
+
+def test_a_slowed_stage_computes_the_same_twice():
+    stage, calls = nn.Linear(3, 2), []
+    slowed = bench_plan.Slowed(stage, 0.5)
+    for part in (stage, *slowed._others):
+        part.register_forward_hook(lambda *_: calls.append("forward"))
+        part.weight.register_hook(lambda _: calls.append("backward"))
+    x = torch.randn(4, 3, requires_grad=True)
+    output = slowed(x)
+    output.backward(torch.ones_like(output))
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    assert [p.shape for p in slowed.parameters()] == [(2, 3), (2,)]
+    assert torch.equal(x.grad, torch.ones(4, 2) @ stage.weight)
+    assert torch.equal(stage.bias.grad, torch.tensor([4.0, 4.0]))
+
+
 def test_blocks_are_counted_without_running_them():
     def make():
         layers = [nn.Linear(6, 5), nn.Linear(5, 4)]
@@ -91,3 +122,11 @@ def test_planned_against_real_is_a_table(tmp_path):
     assert "**1 of 2 configurations are within 10 %**" in text
     assert "| `auto` | even | 1, 1 | 2 | 51.0 | 55.0 | 0.94 (0.83 to 1.04) | 1.00 |" in text
     assert "Of the 1 that miss, 0 take longer than planned." in text
+    slow = {**row, "speeds": [1, 0.5], "fitted": True, "layers": [16, 8]}
+    alike = {**slow, "fitted": False, "layers": [12, 12], "measured": [0.09, 0.1]}
+    document["runs"][0]["rows"] = [slow, alike]
+    text = planner.unequal({**document, "cpu": "some"})
+    assert "ranks of speeds 1 and 0.5, of which" in text and "**1 of 2 configurations" in text
+    assert (
+        "| `auto` | even | 2 | 12 + 12 | 51.0 | 95.0 | 0.54 (0.52 to 0.56) | 1.00 | 1.75 |" in text
+    )

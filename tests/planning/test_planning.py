@@ -82,11 +82,19 @@ def every_way(layers, devices, batch, methods):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.parametrize("link", [SLOW, Link("fast", 1e12)])
-def test_the_search_finds_the_best_of_all_ways(devices, link):
+@pytest.mark.parametrize(
+    ("link", "speeds"),
+    [
+        *[(SLOW, None), (Link("fast", 1e12), None), (SLOW, (2, 0.5, 1, 1))],
+        ((Link("fast", 1e12), SLOW, Link("late", 1e9, 0.01)), (1, 1, 0.25, 0.5)),
+    ],
+)
+def test_the_search_finds_the_best_of_all_ways(devices, link, speeds):
     batch = 12 if devices == 3 else 8
     methods = [find_method(name) for name in ("sync", "1f1b", "gpipe", "vanilla", "auto")]
-    setting = Setting(SOME, link, batch)
+    if isinstance(link, tuple):
+        link = link[: devices - 1]
+    setting = Setting(SOME, link, batch, speeds=speeds and speeds[:devices])
     search = Search(setting, devices, methods)
     least = dict.fromkeys(methods, math.inf)
     for way in every_way(SOME, devices, batch, methods):
@@ -123,6 +131,54 @@ def test_what_takes_too_much_memory_is_left_out_and_said():
     assert within.least_memory > limit
     with pytest.raises(ValueError, match=r"memory: all .* looked at take more than 1000 bytes"):
         plan(SOME, 4, link=SLOW, batch=8, memory=1000)
+
+
+def test_devices_of_different_kinds():
+    def best(devices=2, method="auto", **more):
+        given = {"link": "nvlink", "batch": 8, "replicas": 1, "methods": [method], **more}
+        return plan(layers_of([0.01] * 6), devices, **given).fastest
+
+    # A slower device gets fewer layers, in whatever order they stand.
+    assert best(speeds=(1, 0.5)).ends == (4, 6)
+    assert best(speeds=(0.5, 1)).ends == (2, 6)
+    assert best(speeds=(1, 0.5)).period == pytest.approx(best(speeds=(0.5, 1)).period, rel=0.01)
+    # So they do where not every division is tried, and few bytes pass where a link is slow.
+    long = {"link": 1e12, "batch": 8, "replicas": 1, "methods": ["auto"]}
+    assert plan(layers_of([0.01] * 40), 2, **long, speeds=(1, 0.25)).fastest.ends == (32, 40)
+    profiles = [
+        replace(p, blocks=tuple(replace(b, output_bytes=1000 * (b.name != "29")) for b in p.blocks))
+        for p in layers_of([0.01] * 40).profiles
+    ]
+    narrow = Layers((4, 8), tuple(profiles))
+    assert plan(narrow, 3, **long).fastest.ends[1] != 30
+    assert plan(narrow, 3, **{**long, "link": (1e12, 1e4)}).fastest.ends[1] == 30
+    # Alike they are what one number says.
+    assert best(speeds=(4, 4)) == best(speed=4)
+    assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
+    # Every device by its own memory.
+    free = best()
+    sizes = [2 * size for size in free.memory]
+    assert best(memory=sizes) == free
+    tight = best(memory=(free.memory[0] - 1, sizes[1]))
+    assert tight.ends[0] < free.ends[0] and tight.memory[0] < free.memory[0] < tight.memory[1]
+    with pytest.raises(ValueError, match=r"memory: all .* more than 9 bytes a device; the sm"):
+        best(memory=(1e9, 9))
+    # By every link its own messages: of a stage with replicas the slowest of all between.
+    slow, fast = Link("slow", 1e4), Link("fast", 1e12)
+
+    def sent(replicas, links, speeds=None):
+        way = Way(find_method("1f1b"), (1, 2, 3), replicas, 4)
+        return Costs(Setting(layers_of([1.0] * 3), links, 8, speeds=speeds), way).durations
+
+    assert sent((1, 1, 1), (fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
+    assert sent((1, 1, 1), (fast, slow)).gradient == pytest.approx((0, 250e-12, 250e-4))
+    assert sent((1, 2, 1), (fast, slow, fast)).activation == pytest.approx((250e-4, 250e-4, 0))
+    assert sent((1, 1, 2), (fast, fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
+    summed = sent((1, 1, 2), (fast, fast, slow)).update
+    assert summed[:2] == (0, 0) and summed[2] > 0.1 > sent((1, 1, 2), fast).update[2]
+    # And of its replicas the slowest.
+    paced = sent((1, 2, 1), fast, (2, 1, 0.5, 4)).forward
+    assert paced == pytest.approx([1 / 12 / 2, 1 / 12 / 0.5, 1 / 12 / 4])
 
 
 def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():
@@ -193,7 +249,13 @@ def test_arguments_out_of_range():
         ({"cores": 0}, "cores: expected a number from 1 to .*, got 0"),
         ({"state": 10**400}, "state: expected a number from 0 to .*, got 1000"),
         ({"speed": 1e-300}, "speed: 1e-300 is too little: seconds: expected a number"),
-        ({"memory": -1.0}, "memory: expected a positive number"),
+        ({"speed": 1, "speeds": (1, 1)}, "speed: it contradicts speeds"),
+        ({"speeds": (1, 1, 1)}, r"speeds: expected one per device \(2\), got 3"),
+        ({"speeds": (1, math.nan)}, "speeds: expected a number from 1e-18 to .*, got nan"),
+        ({"memory": (1e9,)}, r"memory: expected one per device \(2\), got 1"),
+        ({"link": ("pcie3",) * 2}, r"link: .* each two neighbours of the 2 devices \(1\), got 2"),
+        ({"link": ["isa"]}, "link: expected pcie3, .* got 'isa'"),
+        ({"memory": -1.0}, r"memory: expected a number from 1e-18 to 1e\+18, got -1"),
         ({"speed": 0.0}, "speed: expected a positive number, got 0"),
         ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
         ({"methods": ["wpipe"]}, "methods: 'wpipe' has 2 stages per device, a plan has one"),
@@ -226,7 +288,13 @@ def ways(draw):
     link = Link("", draw(some.sampled_from([1e5, 1e6, 1e9])), draw(some.sampled_from([0.0, 1e-3])))
     cores = draw(some.sampled_from([None, 1, 2, 5]))
     layers = layers_of(seconds, byte_seconds=draw(some.sampled_from([0.0, 1e-7])))
-    return Setting(layers, link, 16, cores), Way(method, ends, replicas, m, window)
+    links, speeds, devices = link, None, sum(replicas)
+    if draw(some.booleans()):
+        speeds = draw(
+            some.lists(some.sampled_from([0.5, 1, 3]), min_size=devices, max_size=devices)
+        )
+        links = tuple(draw(some.sampled_from([link, SLOW])) for _ in range(devices - 1))
+    return Setting(layers, links, 16, cores, speeds=speeds), Way(method, ends, replicas, m, window)
 
 
 @settings(deadline=None)
@@ -553,7 +621,8 @@ def test_a_model_is_cut_where_its_plan_says_without_being_measured(form, tmp_pat
     found = plan(
         measure_layers(model, example, repeats=1, **around),
         *(3,),
-        **{"link": "nvlink", "batch": 12, "replicas": 1, "methods": ["auto", "gpipe"]},
+        **{"link": ["nvlink", "pcie3"], "batch": 12, "replicas": 1, "methods": ["auto", "gpipe"]},
+        **{"speeds": (1, 0.5, 1), "memory": (1e9, 2e9, 1e9)},
     )
     write_plan(str(tmp_path / "plan.json"), found)
     monkeypatch.setattr("spectrain_ext.partitioning.profile._measured", None)
