@@ -35,7 +35,7 @@ class Codec(Protocol):
 
 
 #: Of activations and of gradients; None: they go as they are.
-Codecs: TypeAlias = "tuple[Codec | None, Codec | None]"
+Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache, reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,12 +41,8 @@ def packed_message(codec: Codec, message: Message, backward: bool, *key: int) ->
     )
     if not any(looks):
         return message
-    draws = getattr(codec, "draws", False)
-    start = reduce(mixed_seed, key, 0) if draws else 0
     packed = [
-        tensor
-        if look is None or tensor is None
-        else _packed(codec, tensor, backward, *([mixed_seed(start, n)] if draws else ()))
+        tensor if look is None or tensor is None else _packed(codec, tensor, backward, (*key, n))
         for n, (tensor, look) in enumerate(zip(tensors, looks, strict=True))
     ]
     form = ("list", *[TENSOR] * len(tensors)) if backward else message.form
@@ -65,20 +62,26 @@ def unpacked_message(codec: Codec, message: Message, backward: bool) -> Message:
     return Message(tuple(tensors), message.differentiable, FLAT if backward else form)
 
 
-def crossed(codec: Codec, value: Any) -> Any:
+def crossed(codec: Codec, value: Any, *key: int) -> Any:
     """A value as the next stage gets it; what is computed of it passes its gradient as it is."""
+    places = count()
 
     def cross(tensor: Tensor) -> Tensor:
+        n = next(places)
+        if not is_coded(tensor):
+            return tensor
         with torch.no_grad():
-            sent = packed_message(codec, Message((tensor.detach(),)), False, 0)
-            (now,) = unpacked_message(codec, sent, False).tensors
-        return tensor if now is tensor else Entry.apply(tensor, now)  # type: ignore[no-untyped-call]
+            packed = _packed(codec, tensor.detach(), False, (*key, n))
+            like = torch.empty_like(tensor, device="meta")
+            now = _unpacked(codec, packed, like, False)
+        return Entry.apply(tensor, now)  # type: ignore[no-any-return, no-untyped-call]
 
     return each(value, cross)
 
 
-def _packed(codec: Any, tensor: Tensor, backward: bool, *key: int) -> Tensor:
-    packed = codec.pack(tensor, backward, *key)
+def _packed(codec: Any, tensor: Tensor, backward: bool, key: tuple[int, ...]) -> Tensor:
+    own = [reduce(mixed_seed, key, 0)] if getattr(codec, "draws", False) else ()
+    packed = codec.pack(tensor, backward, *own)
     if not isinstance(packed, Tensor):
         raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(packed).__name__}")
     if packed.device != tensor.device:

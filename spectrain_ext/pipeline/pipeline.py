@@ -527,7 +527,7 @@ class Pipeline(Loops):
         with self._executor.callers_turn():
             for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
                 if k and codec is not None:
-                    value = crossed(codec, value)
+                    value = crossed(codec, value, False, False, k - 1, 0, 0)
                 value = module(_moved(value, device))
         return value
 

@@ -48,13 +48,16 @@ def test_shapes_strides_dtypes_and_bytes(shape, name, dtype, turned, backward):
     packed = codec.pack(tensor, backward)
     n = tensor.numel()
     assert torch.equal(tensor, kept)
-    assert packed.nbytes == {
-        "bfloat16": 2 * n,
-        "float8": n + 2 * math.ceil(n / 128),
-        "int8": n + 2 * math.ceil(n / 64),
-        "int4": (n + 1) // 2 + 2 * math.ceil(n / 64),
-        "int4-hadamard": (n + 1) // 2 + 2 * math.ceil(n / 64),
-    }[name]
+    assert (
+        packed.nbytes
+        == {
+            "bfloat16": 2 * n,
+            "float8": n + 2 * math.ceil(n / 128),
+            "int8": n + 2 * math.ceil(n / 64),
+            "int4": (n + 1) // 2 + 2 * math.ceil(n / 64),
+            "int4-hadamard": (n + 1) // 2 + 2 * math.ceil(n / 64),
+        }[name]
+    )
     found = codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
     assert found.dtype == dtype
     assert found.shape == tensor.shape
@@ -292,9 +295,7 @@ def rectified(in_place):
 
 
 def test_halves_of_backwards():
-    one, other = (
-        trained(Int8(), method=method, microbatches=3)[0] for method in ("1f1b", "zb-h1")
-    )
+    one, other = (trained(Int8(), method=method, microbatches=3)[0] for method in ("1f1b", "zb-h1"))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     assert all(loss.isfinite() for loss in trained(TURNED, method="zb-h1-async")[0])
 
