@@ -151,7 +151,7 @@ class SecondOrder(Law):
         if not numbers.momentum:
             raise ValueError("momentum: a second-order prediction needs momentum > 0")
         momentum, gradient = self._coefficients(numbers.momentum, numbers.gain)
-        return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
+        return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient * numbers.trust)]
 
     def adam(self, numbers: Adam) -> list[Term]:
         if not self.delay and not self.lead:

@@ -104,6 +104,8 @@ class Corrected(Protocol):
 class Sgd:
     """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum."""
 
+    trust: ClassVar[float] = 1.0  # in the momentum's last change, of a second-order prediction
+
     # Arguments of `spectrain_ext.sgd_step_`, which says what they are.
     lr: float
     momentum: float

@@ -295,8 +295,8 @@ class Muon(PredictingOptimizer, torch.optim.Muon):
 
     A matrix has as state ``momentum_buffer``, and ``update_buffer``, its last update U with the
     adjustment: ``W <- (1 - lr*weight_decay)*W - lr*U``. The prediction ``steps`` updates ahead is
-    ``W - lr*steps*U``; ``laws.Geometric`` has the decay as well, and ``laws.SecondOrder`` goes on
-    with the last change of U. ``bind`` keeps the moments of the rest in the same two buffers.
+    ``W - lr*steps*U``; ``laws.Geometric`` has the decay as well, and ``laws.SecondOrder`` adds
+    half of the last change of U. ``bind`` keeps the moments of the rest in the same two buffers.
     """
 
     _rule = rule.MUON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class Orthogonal(Sgd):
     The buffer of that SGD is then the last update itself: every law of SGD predicts along it, and
     the second-order law by its last change as well.
     """
+
+    # All of the last change is too much: the norm of an orthogonalized update is the same whatever
+    # the gradient's, and noise makes most of its change. With half, training at delays from 1 to 7
+    # ended below all of it, none of it and the difference law (bench/muon_laws.py).
+    trust: ClassVar[float] = 0.5
 
     beta: float
     mixes: bool  # Nesterov

@@ -73,8 +73,11 @@ class Reference:
         return next((part.state[p] for part in self.parts if p in part.state), {})
 
     def ahead(self, steps: float, changes: float = 0.0) -> list[Tensor]:
+        """So many last updates further, and last changes of these: of Muon's half as many."""
         rows = zip(self.params, self.now, self.change, strict=True)
-        return [p.detach() - steps * u - changes * c for p, u, c in rows]
+        halves = [changes / 2 if p.dim() == 2 else changes for p in self.params]
+        moved = [p.detach() - steps * u for p, u, _ in rows]
+        return [w - n * c for w, n, c in zip(moved, halves, self.change, strict=True)]
 
 
 OPTIONS: list[dict[str, Any]] = [
