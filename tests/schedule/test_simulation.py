@@ -150,9 +150,11 @@ def runs(draw):
         least = draw(some.integers(least, least + 3))
         windows.insert(0, least)
     each = some.lists(amounts, min_size=n, max_size=n)
-    durations = {name: draw(each) for name in Durations.of(1).__dataclass_fields__}
+    fields = set(Durations.of(1).__dataclass_fields__) - {"inbound"}
+    durations = {name: draw(each) for name in sorted(fields)}
     halves = zip(durations["backward_weights"], durations["backward"], strict=True)
     durations["backward_weights"] = [min(half, whole) for half, whole in halves]
+    durations["inbound"] = draw(some.booleans())
     return name, windows, draw(some.integers(1, 4)), draw(some.integers(1, 12)), durations
 
 
