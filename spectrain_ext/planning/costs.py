@@ -135,6 +135,7 @@ class Costs:
             update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
             activation=[*self._sent, 0.0],
             gradient=[0.0, *self._sent],
+            inbound=self.setting.link.inbound,
         )
 
     def _reduce(self, stage: _StageCost, replicas: int) -> float:
@@ -180,8 +181,10 @@ class Costs:
             m * o + step * stage.parameters + reduced
             for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
         ]
-        busiest = map(max, [0.0, *sent], [*sent, 0.0])
-        found = [*work, *(m * seconds for m, seconds in zip(parts, busiest, strict=True))]
+        # The busiest wire at a stage: of one direction, or of all that comes.
+        beside = zip([0.0, *sent], [*sent, 0.0], strict=True)
+        wires = [sum(each) if self.setting.link.inbound else max(each) for each in beside]
+        found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
             found.append(all_work / self.setting.cores)

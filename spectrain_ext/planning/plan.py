@@ -358,7 +358,8 @@ def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | N
         said.append(f"ASSUMED: devices compute {speed:g} times as fast as that, every layer alike")
     source = "" if "measured" in link.name else ": published or given, not measured"
     said.append(
-        f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
+        f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s "
+        f"{'into a device' if link.inbound else 'a direction'}, "
         f"{1e6 * link.latency:.4g} us{source}"
     )
     if cores is not None:

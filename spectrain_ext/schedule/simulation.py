@@ -251,9 +251,7 @@ class _Edge:
 _StageEdges = dict[Kind, _Edge]
 
 
-def _edges(
-    d: Durations, device_of: Sequence[int]
-) -> tuple[list[_StageEdges], list[_StageEdges]]:
+def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
     """What every stage's forwards and backwards receive by, and what they send by."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
