@@ -1,9 +1,12 @@
-"""SlowLink: two network namespaces on one machine, and a link between them that delays and loses.
+"""Slow links on one machine: packets that are delayed and lost, or messages that wait for a wire.
 
-The kernel's own means is netem, which small kernels leave out. Here the two ends are tunnel devices
-and a process carries the packets: real TCP over a real link, whose other side takes its time.
+SlowLink is two network namespaces, and a link between them. The kernel's own means is netem, which
+small kernels leave out. Here the two ends are tunnel devices and a process carries the packets:
+real TCP over a real link, whose other side takes its time.
 
 Run as a program this file is that process; it imports nothing but the standard library.
+
+InboundWires are the wires of a pipeline's ranks, as the simulation has them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import itertools
+import mmap
 import os
 import random
 import select
@@ -18,10 +22,11 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections import deque
-from time import monotonic
+from collections import Counter, deque
+from pathlib import Path
+from time import monotonic, sleep
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _TUNSETIFF = 0x400454CA
 _TUN, _NO_PACKET_INFO = 0x0001, 0x1000
@@ -151,6 +156,82 @@ def _tunnel(name: str) -> int:
         os.close(end)
         raise OSError(error.errno, f"/dev/net/tun: {error.strerror}") from error
     return end
+
+
+COUNT = 8  # bytes of a message beside its tensors: how many there are
+_MOMENTS = 4096  # of an edge: more than there can be messages under way
+
+
+class InboundWires:
+    """Inside ``with``, what comes to a rank's DistributedPipelines takes its time on one wire.
+
+    A message arrives at ``max(arrival of the one before, sent) + bytes/bandwidth + latency``, in
+    the order in which the rank asks for them, and the rank waits until then. Sent is when its
+    sender has it ready: that moment lies in a file that all ranks share, as all processes of a
+    machine have one clock. Activations and gradients count, with the bytes of their tensors. It is
+    the pipeline's own code that runs, over gloo.
+
+    Args:
+        path: what ``make`` has made.
+        rank: this process's, of so many ranks.
+        bandwidth: bytes per second.
+        latency: seconds.
+    """
+
+    def __init__(self, path: Path, rank: int, ranks: int, bandwidth: float, latency: float) -> None:
+        self._ranks, self._bandwidth, self._latency = ranks, bandwidth, latency
+        with path.open("r+b") as file:
+            self._moments = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
+        self._free = 0.0  # when the wire is
+
+    @staticmethod
+    def make(folder: Path, ranks: int) -> Path:
+        """A file for the moments of messages."""
+        path = folder / "moments"
+        path.write_bytes(bytes(8 * _MOMENTS * ranks * ranks))
+        return path
+
+    def arrival(self, sent: float, size: int) -> float:
+        """When the next message that the rank asks for arrives."""
+        self._free = max(self._free, sent) + (size + COUNT) / self._bandwidth + self._latency
+        return self._free
+
+    def _place(self, counter: Counter[tuple[int, int]], sender: int, receiver: int) -> int:
+        number = counter[sender, receiver]
+        counter[sender, receiver] += 1
+        return _MOMENTS * (sender * self._ranks + receiver) + number % _MOMENTS
+
+    def __enter__(self) -> None:
+        from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
+        from spectrain_ext.pipeline.edges import Traffic
+
+        counted = (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
+        self._plain = RemoteSender.send, RemoteReceiver.receive
+        plain_send, plain_receive = self._plain
+
+        def send(end: RemoteSender, *arguments: Any, **named: Any) -> Any:
+            if end.link.what in counted:
+                place = self._place(self._sent, end.link.sender, end.link.receiver)
+                self._moments[place] = monotonic()
+            return plain_send(end, *arguments, **named)
+
+        def receive(end: RemoteReceiver) -> Any:
+            slot = plain_receive(end)
+            if slot is not None and end.link.what in counted:
+                assert slot.message is not None
+                size = sum(t.nbytes for t in slot.message.tensors if t is not None)
+                place = self._place(self._received, end.link.sender, end.link.receiver)
+                sleep(max(0.0, self.arrival(self._moments[place], size) - monotonic()))
+            return slot
+
+        RemoteSender.send, RemoteReceiver.receive = send, receive  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
+
+        RemoteSender.send, RemoteReceiver.receive = self._plain  # type: ignore[method-assign]
 
 
 def _carry(ends: tuple[int, int], delay: float, loss: float, seed: int) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from spectrain_ext.method import Method, Window, chunks_of, is_hybrid, methods, numbers_of
+from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
@@ -55,6 +56,13 @@ _SUFFIXES = (".svg", ".png", ".json")
     default=0.0,
     help="Duration of handing an activation or a gradient to a neighbour.",
 )
+@click.option(
+    "--link",
+    metavar="LINK",
+    help=f"What messages go by, instead of --communication: {', '.join(LINKS)}, or bytes per "
+    "second of each direction. Durations are in seconds.",
+)
+@click.option("--message", type=_TIME, help="Bytes of an activation or a gradient, with --link.")
 @click.option("--versions", is_flag=True, help="Write the version of the weights into each block.")
 @click.option(
     "--instructions",
@@ -81,6 +89,8 @@ def timeline(
     update: float,
     prediction: float,
     communication: float,
+    link: str | None,
+    message: float | None,
     versions: bool,
     instructions: bool,
     stage: int,
@@ -106,7 +116,15 @@ def timeline(
     devices = None
     parts: int | Literal["auto"] = microbatches or "auto"
     times = {"forward": forward, "backward": backward, "update": update}
+    inbound = False
     try:
+        if link is not None or message is not None:
+            if link is None or message is None or communication:
+                raise ValueError(
+                    "--link and --message are given together, and instead of --communication"
+                )
+            found_link = find_link(link)
+            communication, inbound = found_link.seconds(message), found_link.inbound
         if instructions:
             if csv is not None:
                 raise ValueError("--instructions are those of a method, not of --csv")
@@ -119,7 +137,11 @@ def timeline(
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
             durations = Durations.of(
-                len(actions), **times, activation=communication, gradient=communication
+                len(actions),
+                **times,
+                activation=communication,
+                gradient=communication,
+                inbound=inbound,
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
@@ -141,6 +163,7 @@ def timeline(
                     **times,
                     prediction=prediction,
                     communication=communication,
+                    inbound=inbound,
                 )
                 spans, devices = list(simulated), devices_under(chosen, stages)
         if out.suffix == ".json":
@@ -152,6 +175,7 @@ def timeline(
                 title=name,
                 versions=versions,
                 communication=communication > 0,
+                unit="time" if link is None else "seconds",
                 devices=devices,
             )
     except (ValueError, ModuleNotFoundError, OSError) as error:

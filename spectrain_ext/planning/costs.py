@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple, cast
 
 from spectrain_ext.codecs import Codecs, packed_bytes
@@ -63,6 +64,7 @@ class Setting:
     ) -> None:
         self.layers, self.batch, self._speeds = layers, batch, speeds
         links = (link,) if isinstance(link, Link) else link
+        self.inbound = links[0].inbound  # all alike
         #: by which messages pass from one device to another, each once
         self.links = cache(
             lambda a, b: tuple(dict.fromkeys(links[a:b] if len(links) > 1 else links))
@@ -176,6 +178,7 @@ class Costs:
             update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
             activation=[*self._sent, 0.0],
             gradient=[0.0, *self._sent_back],
+            inbound=self.setting.inbound,
         )
 
     def _reduce(self, stage: _StageCost, replicas: int, first: int) -> float:
@@ -224,8 +227,10 @@ class Costs:
             m * o + step * stage.parameters / stage.speed + reduced
             for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
         ]
-        busiest = map(max, [0.0, *sent], [*sent, 0.0], [0.0, *back], [*back, 0.0])
-        found = [*work, *(m * seconds for m, seconds in zip(parts, busiest, strict=True))]
+        # The busiest wire at a stage: of one direction, or of all that comes.
+        ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
+        wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
+        found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
             found.append(all_work / self.setting.cores)

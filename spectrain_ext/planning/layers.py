@@ -214,7 +214,7 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of two devices; both directions at once.
+    """A connection of two devices; both directions at once, unless a device has one inbound wire.
 
     Attributes:
         name: what it is called.
@@ -223,6 +223,8 @@ class Link:
         busy: seconds that a message keeps the device at either end from computing. GPUs have
             engines for that; of processes on a CPU it is the time of threads on the same cores.
         busy_bandwidth: bytes per second of the part of that which grows with the message.
+        inbound: whether all that comes to a device shares one wire, in the order in which the
+            device asks for it, and a message occupies that for its latency as well.
     """
 
     name: str
@@ -230,6 +232,7 @@ class Link:
     latency: float = 0.0
     busy: float = 0.0
     busy_bandwidth: float = math.inf
+    inbound: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
@@ -254,7 +257,7 @@ class Link:
 
         By a ring, in 2(r-1) steps with a share of 1/r each (Patarasu and Yuan, 2009), or, where
         its latency is less, by two trees, 2 log2(r) steps deep (Sanders et al., 2009), as NCCL
-        chooses.
+        chooses. On an inbound wire a tree's many small pieces would each have the latency.
         """
         if devices == 1:
             return 0.0
@@ -262,7 +265,7 @@ class Link:
         trees = 2 * math.ceil(math.log2(devices)) * self.latency + 2 * size / self.bandwidth
         # Every byte is sent by one device and received by another.
         busy = 2 * 2 * (devices - 1) / devices * size / self.busy_bandwidth
-        return min(ring, trees) + busy
+        return (ring if self.inbound else min(ring, trees)) + busy
 
 
 _MICROSECOND = 1e-6
@@ -273,7 +276,10 @@ _MICROSECOND = 1e-6
 #:
 #: pcie3, pcie4: 16 lanes at 8 and 16 GT/s with 128 bits in 130 (PCI-SIG, base specifications 3.0
 #: and 4.0). nvlink: NVLink 4, 18 links of 25 GB/s, as an H100 has (NVIDIA H100 data sheet: 900 GB/s
-#: both directions together). 100gbe: 100 Gb/s Ethernet (IEEE 802.3).
+#: both directions together). 100gbe: 100 Gb/s Ethernet (IEEE 802.3). wan200: what the benchmark
+#: Protocol NanoGPT has between devices, 200 Mb/s and 50 ms (PluralisResearch/ProtocolNanoGPT,
+#: commit 0551bc3): a message arrives at max(arrival of the one before, sent) + bits/bandwidth +
+#: latency.
 LINKS = {
     link.name: link
     for link in (
@@ -281,6 +287,7 @@ LINKS = {
         Link("pcie4", 16 * 16e9 / 8 * 128 / 130, 10 * _MICROSECOND),
         Link("nvlink", 450e9, 5 * _MICROSECOND),
         Link("100gbe", 100e9 / 8, 30 * _MICROSECOND),
+        Link("wan200", 200e6 / 8, 0.05, inbound=True),
     )
 }
 

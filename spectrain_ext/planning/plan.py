@@ -309,6 +309,8 @@ def plan(
             f"link: expected one, or one between each two neighbours of the {devices} devices "
             f"({devices - 1}), got {len(link)}"
         )
+    if len({one.inbound for one in links}) > 1:
+        raise ValueError("link: expected one inbound wire at every device or at none, got both")
     if speed is not None and speeds is not None:
         raise ValueError("speed: it contradicts speeds; give one of the two")
     paces = None if speeds is None else one_each("speeds", speeds, devices, "device")
@@ -412,7 +414,8 @@ def _assumptions(
     for link in dict.fromkeys(links):
         source = "" if "measured" in link.name else ": published or given, not measured"
         said.append(
-            f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
+            f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s "
+            f"{'into a device' if link.inbound else 'a direction'}, "
             f"{1e6 * link.latency:.4g} us{source}"
         )
     if codec is not None:

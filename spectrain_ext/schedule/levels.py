@@ -117,32 +117,39 @@ def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatch
 
 
 class _FreeTimes:
-    """When all stages and edges are free."""
+    """When all stages and wires are free."""
 
     def __init__(self, n: int, d: Durations) -> None:
         nothing = [0.0] * n
         self.load = np.array([d.load_forward, d.load_backward, nothing, d.load_backward])
         self.compute = np.array([d.forward, d.backward, d.backward_weights, d.backward_input])
-        self.send = np.array([d.activation, d.gradient])
-        self.send[0, -1] = self.send[1, 0] = 0.0  # nobody is there
+        # Of the messages that each stage receives; nobody sends to the first, or to the last.
+        coming, back = [0.0, *d.activation[:-1]], [*d.gradient[1:], 0.0]
+        self.message = np.array([coming, back, nothing, back])
+        # The wires that they come by; the last is for what comes by none, and always free.
+        to_next = np.arange(n)
+        to_previous = to_next if d.inbound else to_next + n
+        self.wire = np.stack([to_next, to_previous, to_next, to_previous])
+        self.wire[0, 0] = self.wire[1::2, -1] = self.wire[2] = 2 * n
         self.update = np.array(d.update)
         self.free = np.zeros(n)
-        self.edge_free = np.zeros((2, n))
+        self.wire_free = np.zeros(2 * n + 1)
+        self._used = np.setdiff1d(self.wire, 2 * n)
         self.last = 0.0
 
     def times(self) -> NDArray[np.float64]:
-        return np.concatenate([self.free, self.edge_free.ravel()])
+        return np.concatenate([self.free, self.wire_free[self._used]])
 
 
 def _run(state: _FreeTimes, order: _Turns, microbatches: int) -> list[float]:
     """Run the turns; returns when stage 0 has ended its updates."""
     n = len(order)
     stages = np.arange(n)
-    # What arrives at each stage, activations and gradients, and one row for what nobody receives.
+    # What is sent to each stage, activations and gradients, and one row for what nobody receives.
     lengths = (order >= 0).sum(axis=1)
     halves = bool(np.any((order & 3 == 2) & (order >= 0)))
-    arrivals = np.full((2, n + 2, int(order.max() >> 3) + 1), _UNKNOWN)
-    arrivals[0, 1] = arrivals[1, n] = 0.0  # batches; the last stage's own losses
+    sent = np.full((2, n + 2, int(order.max() >> 3) + 1), _UNKNOWN)
+    sent[0, 1] = sent[1, n] = 0.0  # batches; the last stage's own losses
     position: _Turns = np.zeros(n, dtype=np.int64)
     updates: list[float] = []
     unfinished = stages
@@ -150,25 +157,26 @@ def _run(state: _FreeTimes, order: _Turns, microbatches: int) -> list[float]:
         code = order[unfinished, position[unfinished]]
         kind, part = code & 3, code >> 3
         backward = kind & 1
-        arrival = arrivals[backward, unfinished + 1, part]
+        leaves = sent[backward, unfinished + 1, part]
         if halves:
-            arrival[kind == 2] = 0.0  # waits for nothing
-        ready = arrival < _UNKNOWN
+            leaves[kind == 2] = 0.0  # waits for nothing
+        ready = leaves < _UNKNOWN
         k = unfinished[ready]
         if not len(k):
             awaited = Kind.RECEIVE_GRADIENT if code[0] & 1 else Kind.RECEIVE_ACTIVATION
             turn = Instruction(awaited, *divmod(int(part[0]), microbatches))
             raise ScheduleError(int(unfinished[0]), turn, "never arrives: no stage can go on")
         code, kind, backward, part = code[ready], kind[ready], backward[ready], part[ready]
-        end = np.maximum(state.free[k] + state.load[kind, k], arrival[ready])
+        wire = state.wire[kind, k]
+        arrival = np.maximum(leaves[ready], state.wire_free[wire]) + state.message[kind, k]
+        state.wire_free[wire] = arrival
+        end = np.maximum(state.free[k] + state.load[kind, k], arrival)
         end += state.compute[kind, k]
         s, done = k, end
         if halves:
             sends = kind != 2
             s, done, backward, part = k[sends], end[sends], backward[sends], part[sends]
-        sent = np.maximum(done, state.edge_free[backward, s]) + state.send[backward, s]
-        state.edge_free[backward, s] = sent
-        arrivals[backward, s + 2 - 2 * backward, part] = sent
+        sent[backward, s + 2 - 2 * backward, part] = done
         followed = (code & 4).astype(bool)
         end[followed] += state.update[k[followed]]
         state.free[k] = end

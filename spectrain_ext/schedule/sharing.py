@@ -74,8 +74,9 @@ class _Machine:
         self._begun = [0.0] * replicas.ranks
         self._pending: list[Instruction | None] = [None] * replicas.ranks
         self._ended: dict[tuple[int, int], list[int]] = {}  # who waits for a stage's update
-        self._arrived: dict[_Message, float] = {}
+        self._sent: dict[_Message, float] = {}  # or when it arrives, unless wires are inbound
         self._awaited: set[_Message] = set()
+        self._wire = [0.0] * replicas.ranks  # of what comes to each rank, when it is free
         self._spans: list[Span] = []
         self._ranks = [
             self._rank(rank, bounded(run, replicas.stage_and_replica(rank)[0], minibatches))
@@ -139,10 +140,11 @@ class _Machine:
             self._note(rank, turn)
             to = stage + (1 if forward else -1)
             if kind in SENDS and 0 <= to < len(counts):
-                start = max(self._now, free[forward])
-                free[forward] = end = start + edge[forward]
-                lane, send = SENDS[kind]
-                self._spans.append(Span(rank, lane, send, i, j, start, end, None))
+                end = self._now
+                if not d.inbound:
+                    start = max(self._now, free[forward])
+                    free[forward] = end = start + edge[forward]
+                    self._spans.append(Span(rank, *SENDS[kind], i, j, start, end, None))
                 self._send((self._replicas.runs(to, microbatch), forward, i, microbatch), end)
         self._pending[rank] = None
 
@@ -157,17 +159,35 @@ class _Machine:
         source = 0 if kind is Kind.FORWARD else self._replicas.stages - 1
         if stage == source or kind not in SENDS:
             self._wake(rank, self._now)
-        elif message in self._arrived:
-            self._wake(rank, max(self._now, self._arrived.pop(message)))
+        elif message in self._sent:
+            self._wake(rank, max(self._now, self._arrival(message, self._sent.pop(message))))
         else:
             self._awaited.add(message)
 
-    def _send(self, message: _Message, arrives: float) -> None:
+    def _send(self, message: _Message, at: float) -> None:
         if message in self._awaited:
             self._awaited.remove(message)
-            self._wake(message[0], arrives)
+            self._wake(message[0], self._arrival(message, at))
         else:
-            self._arrived[message] = arrives
+            self._sent[message] = at
+
+    def _arrival(self, message: _Message, sent: float) -> float:
+        """When a message that its receiver asks for, and that has been sent, arrives."""
+        rank, forward, i, microbatch = message
+        d = self._durations
+        if not d.inbound:
+            return sent
+        stage, _ = self._replicas.stage_and_replica(rank)
+        sender = stage - 1 if forward else stage + 1
+        start = max(sent, self._wire[rank])
+        self._wire[rank] = end = start + (d.activation if forward else d.gradient)[sender]
+        who, j = (
+            self._replicas.runs(sender, microbatch),
+            microbatch // self._replicas.counts[sender],
+        )
+        kind = Kind.FORWARD if forward else Kind.BACKWARD
+        self._spans.append(Span(who, *SENDS[kind], i, j, start, end, None))
+        return end
 
     def _wake(self, rank: int, at: float) -> None:
         heappush(self._wakes, (at, next(self._order), rank))

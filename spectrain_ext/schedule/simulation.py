@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
@@ -58,6 +58,9 @@ class Durations:
         activation: to send an activation to the next stage; the last stage's is not used.
         gradient: to send a gradient to the previous stage; the first stage's is not used.
         backward_weights: of a backward in two halves, the second one: the weights' gradients.
+        inbound: whether activations and gradients come to a device by one wire, one after another,
+            in the order in which the device asks for them; else every direction between two stages
+            has a wire.
     """
 
     forward: tuple[float, ...]
@@ -68,6 +71,7 @@ class Durations:
     activation: tuple[float, ...]
     gradient: tuple[float, ...]
     backward_weights: tuple[float, ...]
+    inbound: bool = False
 
     @property
     def backward_input(self) -> tuple[float, ...]:
@@ -87,6 +91,7 @@ class Durations:
         activation: PerStage = 0.0,
         gradient: PerStage = 0.0,
         backward_weights: PerStage | None = None,
+        inbound: bool = False,
     ) -> Durations:
         """Durations of a pipeline; a single number is that of every stage.
 
@@ -116,7 +121,7 @@ class Durations:
                     f"backward_weights: expected no more than the backward of stage {k}, {both}, "
                     f"got {half}"
                 )
-        return cls(**found, backward_weights=halves)
+        return cls(**found, backward_weights=halves, inbound=inbound)
 
 
 def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
@@ -160,12 +165,12 @@ def simulate(
     rules: Sequence[Rules] | None = None,
     devices: Sequence[int] | None = None,
 ) -> Iterator[Span]:
-    """The spans of every action of every stage, lazily, each stage's in order.
+    """The spans of every action of every stage, lazily, those of each lane in order.
 
     A stage begins an action when it has ended the one before and, for a forward or a backward, its
     input has arrived. Weights are loaded before the input is waited for. A send begins when its
-    value has been computed and the send before it on the same edge has ended; the stage goes on
-    meanwhile. Batches are there from the start. A device with several stages does one thing at a
+    value has been computed and the message before it on the same wire has arrived; the stage goes
+    on meanwhile. Batches are there from the start. A device with several stages does one thing at a
     time, in the order of ``device_order``.
 
     Args:
@@ -186,7 +191,7 @@ def simulate(
     device_of = devices or range(n)
     free = [0.0] * (1 + max(device_of, default=-1))
     takes = [takes_of(durations, k) for k in range(n)]
-    received, sent = _edges(durations)
+    received, sent = _edges(durations, device_of)
     for k, run, readings in follow(actions, ledgers, minibatches, devices):
         device, arriving, leaving = device_of[k], received[k], sent[k]
         for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
@@ -194,14 +199,15 @@ def simulate(
             begun = free[device]
             start = loaded = begun + load
             if kind in arriving:
-                start = max(loaded, arriving[kind].arrivals.popleft())
+                sender, leaves, arrives = arriving[kind].receive()
+                yield Span(sender, *SENDS[kind], i, j, leaves, arrives, None)
+                start = max(loaded, arrives)
             free[device] = end = start + compute
             if begun < loaded:
                 yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
             yield Span(k, "compute", kind, i, j, start, end, version, horizon)
             if kind in leaving:
-                lane, sends = SENDS[kind]
-                yield Span(k, lane, sends, i, j, *leaving[kind].send(end), None)
+                leaving[kind].sent.append(end)
 
 
 #: What comes before an instruction where it takes time, and its message.
@@ -229,32 +235,39 @@ def takes_of(d: Durations, k: int) -> dict[Kind, tuple[float, float]]:
 
 
 class _Edge:
-    """When messages of one direction leave a stage and arrive at its neighbour, one by one."""
+    """What a stage has sent to a neighbour, and the wire by which it comes, one by one."""
 
-    def __init__(self, takes: float) -> None:
-        self.arrivals: deque[float] = deque()
-        self._takes, self._free = takes, 0.0
+    def __init__(self, sender: int, takes: float, wire: list[float]) -> None:
+        self.sent: deque[float] = deque()
+        self._sender, self._takes, self._wire = sender, takes, wire
 
-    def send(self, ready: float) -> tuple[float, float]:
-        leaves = max(ready, self._free)
-        self._free = arrives = leaves + self._takes
-        self.arrivals.append(arrives)
-        return leaves, arrives
+    def receive(self) -> tuple[int, float, float]:
+        """The sender of the next message, when it enters the wire, and when it arrives."""
+        leaves = max(self.sent.popleft(), self._wire[0])
+        self._wire[0] = arrives = leaves + self._takes
+        return self._sender, leaves, arrives
 
 
 _StageEdges = dict[Kind, _Edge]
 
 
-def _edges(d: Durations) -> tuple[list[_StageEdges], list[_StageEdges]]:
+def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
     """What every stage's forwards and backwards receive by, and what they send by."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
+    wires: defaultdict[object, list[float]] = defaultdict(lambda: [0.0])
+
+    def connect(sender: int, receiver: int, takes: float, kinds: Sequence[Kind]) -> None:
+        wire = wires[device_of[receiver] if d.inbound else (sender, receiver)]
+        edge = _Edge(sender, takes, wire)
+        for kind in kinds:
+            received[receiver][kind] = sent[sender][kind] = edge
+
     for k in range(n - 1):
-        received[k + 1][Kind.FORWARD] = sent[k][Kind.FORWARD] = _Edge(d.activation[k])
-        back = _Edge(d.gradient[k + 1])  # by the whole or by its first half
-        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            received[k][kind] = sent[k + 1][kind] = back
+        connect(k, k + 1, d.activation[k], (Kind.FORWARD,))
+        # by the whole or by its first half
+        connect(k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT))
     return received, sent
 
 

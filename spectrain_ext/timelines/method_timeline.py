@@ -50,6 +50,7 @@ def simulate_method(
     update: float = 0.0,
     prediction: float = 0.0,
     communication: float = 0.0,
+    inbound: bool = False,
 ) -> Iterator[Span]:
     """The spans of a run with a method; where it changes after a number of minibatches, with both.
 
@@ -65,6 +66,7 @@ def simulate_method(
         update: its duration.
         prediction: how long it takes to predict weights, where the method does.
         communication: how long an activation or a gradient takes to the next stage.
+        inbound: whether all messages to a device share one wire, as ``Durations`` says.
 
     Raises:
         ValueError: an argument is out of range, or the method is not defined for these.
@@ -91,6 +93,7 @@ def simulate_method(
             load_backward=[prediction if r.backward_horizon else 0.0 for r in rules],
             activation=communication,
             gradient=communication,
+            inbound=inbound,
         )
         actions = streams(phase.schedule, [place.window for place in places], microbatches)
         after = None if phase.then is None else phase.then.after

@@ -11,11 +11,14 @@ import bench_checkpoint
 import bench_distributed
 import bench_flush
 import bench_steady
+import bench_wan
 import pytest
 from helpers.ranks import run_said
+from slow_link import InboundWires
 
 BENCH = Path(bench_calls.__file__).parent
 _FLUSH = "--methods auto spectrain --width 8 --minibatches 3 --rounds 2"
+_WAN = "--ranks 3 --forward 0 --backward 0 --microbatches 2 --count 2 --rounds 1"
 _STEADY = "--microbatches 2 --methods auto --count 3 --rounds 1"
 
 
@@ -84,3 +87,37 @@ def test_two_processes_in_the_steady_state(
     assert all(len(each) == 1 and each[0] > 0 for each in found["seconds"].values())
     assert found["command"].startswith("python bench/bench_steady.py --microbatches 2")
     assert "times as fast as torch's 1F1B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("record", bench_wan.PUBLISHED.values(), ids=list(bench_wan.PUBLISHED))
+def test_published_seconds_per_step(record: bench_wan.Published) -> None:
+    """Protocol NanoGPT's records: the compute is that of the same log with the links off."""
+    size, parts = record.bytes, record.microbatches
+    off = bench_wan.Link("off", 1e18)
+    found = bench_wan.meter_seconds("1f1b", parts, size, size, record.compute, link=off)
+    assert found == pytest.approx(record.off, rel=1e-3)
+    found = bench_wan.meter_seconds("1f1b", parts, size, size, record.compute)
+    assert found == pytest.approx(record.on, rel=0.05)
+
+
+def test_a_wire_s_arrivals_by_hand(tmp_path: Path) -> None:
+    wires = InboundWires(InboundWires.make(tmp_path, 2), 1, 2, bandwidth=1000.0, latency=0.5)
+    sent = [(10.0, 10.6), (10.25, 11.2), (9.0, 11.8), (20.0, 20.6)]
+    for moment, arrives in sent:  # of 92 bytes, and 8 of their count
+        assert wires.arrival(moment, 92) == pytest.approx(arrives)
+
+
+@pytest.mark.processes
+def test_processes_behind_wires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wan.json"
+    monkeypatch.setattr(sys, "argv", ["bench_wan.py", *_WAN.split(), "--json", str(path)])
+    monkeypatch.setattr(bench_distributed, "spawned", run_said)
+    bench_wan.main()
+    found = json.loads(path.read_text())
+    assert set(found["seconds"]) == set(found["simulated"]) == {"1f1b, M = 2", "auto, M = 2"}
+    # They compute nothing, and wait for their messages.
+    for name, (taken,) in found["seconds"].items():
+        assert taken > found["simulated"][name] / 2
+    assert "| 1f1b, M = 2 |" in capsys.readouterr().out

@@ -53,6 +53,12 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
     assert (out / "timeline.png").exists() and (out / "timeline.svg").exists()
 
 
+def test_devices_with_one_inbound_wire(profile):
+    found = run("--profile", profile, "--devices", 4, "--batch", 32, "--link", "wan200")
+    assert found.exit_code == 0, found.output
+    assert "link wan200: 0.025 GB/s into a device, 5e+04 us" in found.output
+
+
 def test_the_table_fits_and_no_cell_is_cut(profile, monkeypatch):
     asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--link", 1e6)
     monkeypatch.delenv("COLUMNS", raising=False)

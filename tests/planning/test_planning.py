@@ -285,7 +285,8 @@ def ways(draw):
     m = draw(some.sampled_from([4, 8]))
     method = find_method(draw(some.sampled_from(METHODS)))
     window = None if flushes(method.schedule) else draw(some.sampled_from([None, "wide"]))
-    link = Link("", draw(some.sampled_from([1e5, 1e6, 1e9])), draw(some.sampled_from([0.0, 1e-3])))
+    bandwidth, latency = some.sampled_from([1e5, 1e6, 1e9]), some.sampled_from([0.0, 1e-3])
+    link = Link("", draw(bandwidth), draw(latency), inbound=draw(some.booleans()))
     cores = draw(some.sampled_from([None, 1, 2, 5]))
     layers = layers_of(seconds, byte_seconds=draw(some.sampled_from([0.0, 1e-7])))
     links, speeds, devices = link, None, sum(replicas)
@@ -367,6 +368,9 @@ def test_a_ring_or_trees():
     assert link.all_reduce(1e6, 1) == 0.0
     assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
     assert link.all_reduce(1e6, 1024) == pytest.approx(20 * 1e-5 + 2e-3)
+    assert replace(link, inbound=True).all_reduce(1e6, 1024) == pytest.approx(
+        2046 * 1e-5 + 2e-3, 1e-2
+    )
     # each of two CPUs sends a megabyte and takes one, and is busy with both
     busy = Link("cpu", 1e9, busy_bandwidth=2e9)
     assert busy.all_reduce(1e6, 2) == pytest.approx(1e-3 + 1e-3)
@@ -375,6 +379,18 @@ def test_a_ring_or_trees():
 def test_links():
     assert find_link("pcie3").bandwidth == pytest.approx(15.75e9, rel=1e-3)
     assert find_link("25e9") == find_link(25e9) == Link("2.5e+10 bytes/s", 25e9)
+    wan = find_link("wan200")
+    assert wan.inbound and wan.seconds(2.5e6) == pytest.approx(0.15)
+    way = Way(find_method("auto"), (1, 3, 5), (1, 1, 1), 8, "wide")
+    shared, apart = (
+        Costs(Setting(SOME, replace(wan, inbound=each), 8), way) for each in (True, False)
+    )
+    # Two messages for every microbatch come to the stage in the middle.
+    seconds = 8 * wan.seconds(1000 / 8)
+    assert shared.bound == pytest.approx(2 * seconds) and shared.period == pytest.approx(
+        2 * seconds
+    )
+    assert apart.bound == pytest.approx(seconds)
     for bad in ("-1", "nan", "inf", 0.0):
         with pytest.raises(ValueError, match="bandwidth: expected a positive number"):
             find_link(bad)

@@ -41,6 +41,7 @@ def cases(draw, sends=True):
         load_backward=each(),
         activation=each(sends),
         gradient=each(sends),
+        inbound=draw(some.booleans()),
     )
     return n, draw(some.sampled_from([1, 2, 4])), draw(some.sampled_from([*GENERATORS])), durations
 
@@ -49,14 +50,23 @@ def classic(n):
     return [n - k for k in range(n)]
 
 
+def sends_of(spans):
+    """When every message enters its wire, in one order."""
+    at = {(s.stage, s.lane, s.minibatch, s.microbatch): s.start for s in spans}
+    return [start for (_, lane, *_), start in sorted(at.items()) if lane != "compute"]
+
+
 @given(cases())
 def test_ranks_with_a_core_each_are_the_simulation(case):
     n, m, name, durations = case
     runs = [streams(name, classic(n), m) for _ in range(3)]
-    wanted = summarize(simulate(runs[0], durations, minibatches=7))
+    spans = list(simulate(runs[0], durations, minibatches=7))
+    wanted = summarize(spans)
     ones = Replicas([1] * n)
     for cores, actions in ((None, runs[1]), (n + 1, runs[2])):
-        found = summarize(simulate_ranks(actions, durations, ones, minibatches=7, cores=cores))
+        same = list(simulate_ranks(actions, durations, ones, minibatches=7, cores=cores))
+        assert sends_of(same) == pytest.approx(sends_of(spans))
+        found = summarize(same)
         assert found.makespan == pytest.approx(wanted.makespan)
         assert found.period == pytest.approx(wanted.period)
         assert found.busy == pytest.approx(wanted.busy)
@@ -96,10 +106,11 @@ def test_two_ranks_on_one_core_get_half_each():
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-@pytest.mark.parametrize("r", [2, 3])
-def test_as_many_replicas_everywhere_are_pipelines_beside_one_another(name, r):
+@pytest.mark.parametrize(("r", "inbound"), [(2, False), (2, True), (3, False)])
+def test_as_many_replicas_everywhere_are_pipelines_beside_one_another(name, r, inbound):
     n, m = 3, 2
-    durations = Durations.of(n, forward=[1, 2, 1], backward=[2, 3, 1], update=0.5, activation=0.25)
+    slow = {"activation": 0.25, "gradient": 1.5 * inbound, "inbound": inbound}
+    durations = Durations.of(n, forward=[1, 2, 1], backward=[2, 3, 1], update=0.5, **slow)
     replicas = Replicas([r] * n)
     places = places_of(find_method(METHOD[name]), n, m * r, None, replicas)
     generate = find_generator(name)

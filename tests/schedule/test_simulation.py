@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given
@@ -61,6 +61,31 @@ def test_loads_run_before_the_input_arrives_and_sends_beside_the_computation():
     assert sends == [(3.5, 6.5), (6.5, 9.5)]
     assert {s.lane for s in spans if s.kind is Kind.SEND_GRADIENT} == {"to previous"}
     assert {s.lane for s in spans if s.kind is Kind.SEND_ACTIVATION} == {"to next"}
+
+
+def test_an_inbound_wire_by_hand():
+    """Stage 1 asks for F0 F1 B0 F2 B1: the forward of 2, sent at 3, waits for the gradient of 0."""
+    slow = {"activation": 2, "gradient": 2, "inbound": True}
+    spans = spans_of("1f1b-async", [3, 2, 1], 3, **slow)
+    assert times(spans, 0, Kind.SEND_ACTIVATION) == [(1, 3), (3, 5), (10, 12)]
+    assert times(spans, 2, Kind.SEND_GRADIENT) == [(8, 10), (12, 14), (17, 19)]
+    assert times(spans, 1, Kind.FORWARD) == [(3, 4), (5, 6), (12, 13)]
+    assert times(spans, 1, Kind.BACKWARD) == [(10, 11), (14, 15), (19, 20)]
+    assert times(spans, 0, Kind.BACKWARD) == [(13, 14), (17, 18), (22, 23)]
+    apart = spans_of("1f1b-async", [3, 2, 1], 3, **{**slow, "inbound": False})
+    assert times(apart, 1, Kind.FORWARD) == [(3, 4), (5, 6), (11, 12)]
+
+
+def test_stages_of_a_device_share_its_inbound_wire():
+    durations = Durations.of(4, activation=1, gradient=1, inbound=True)
+    spans = simulate(streams("gpipe", [1] * 4), durations, minibatches=1, devices=[0, 1, 0, 1])
+    sends = sorted((s.start, s.end) for s in spans if s.lane != "compute")
+    # one microbatch is in one place at a time: its wires are never awaited
+    assert sends == [(t, t + 1) for t in (1, 3, 5, 8, 10, 12)]
+    two = simulate(streams("gpipe", [2] * 4, 2), durations, minibatches=1, devices=[0, 1, 0, 1])
+    inbound = sorted((s.start, s.end) for s in two if s.lane != "compute" and s.stage % 2)
+    assert len(inbound) == 6  # to device 0
+    assert all(a[1] <= b[0] for a, b in pairwise(inbound))
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
@@ -150,9 +175,11 @@ def runs(draw):
         least = draw(some.integers(least, least + 3))
         windows.insert(0, least)
     each = some.lists(amounts, min_size=n, max_size=n)
-    durations = {name: draw(each) for name in Durations.of(1).__dataclass_fields__}
+    fields = set(Durations.of(1).__dataclass_fields__) - {"inbound"}
+    durations = {name: draw(each) for name in sorted(fields)}
     halves = zip(durations["backward_weights"], durations["backward"], strict=True)
     durations["backward_weights"] = [min(half, whole) for half, whole in halves]
+    durations["inbound"] = draw(some.booleans())
     return name, windows, draw(some.integers(1, 4)), draw(some.integers(1, 12)), durations
 
 

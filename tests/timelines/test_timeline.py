@@ -209,6 +209,21 @@ def test_the_command_with_everything(tmp_path):
     assert max(ends) == pytest.approx(1000 * summarize(spans).makespan)
 
 
+def test_the_command_with_a_link(tmp_path):
+    picture, schedule = tmp_path / "t.svg", tmp_path / "schedule.csv"
+    link, sizes = ["--link", "wan200", "--message", "2.5e6"], ["--stages", 3, "--minibatches", 2]
+    result = run("--method", "1f1b", *sizes, "--microbatches", 4, *link, "-o", picture)
+    assert result.exit_code == 0, result.output
+    slow = {"communication": 0.15, "inbound": True}
+    spans = list(simulate_method("1f1b", 3, 2, microbatches=4, **slow))
+    assert f"1f1b, 3 stages: {summarize(spans).makespan:g} in all" in result.output
+    assert "seconds" in texts(picture)
+    write_schedule(schedule, streams("1f1b", [3, 2, 1], 4), microbatches=4, minibatches=1)
+    result = run("--csv", schedule, *link, "-o", picture)
+    one = summarize(simulate_method("1f1b", 3, 1, microbatches=4, **slow))
+    assert f"schedule.csv: {one.makespan:g} in all" in result.output
+
+
 def test_the_command_with_a_file(tmp_path):
     schedule, picture = tmp_path / "schedule.csv", tmp_path / "t.png"
     write_schedule(schedule, streams("1f1b", [3] * 3, 3), microbatches=3, minibatches=1)
@@ -230,6 +245,13 @@ def test_the_command_with_a_file(tmp_path):
         (["--method", "xgrad"], "at most 1"),
         (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
         (["--method", "sync+wpipe@4", "--stages", "5"], "expected a multiple of 2, got 5"),
+        (["--link", "wan200"], "--link and --message are given together"),
+        (["--message", "8"], "--link and --message are given together"),
+        (
+            ["--link", "1e6", "--message", "8", "--communication", "1"],
+            "and instead of --communication",
+        ),
+        (["--link", "isa", "--message", "8"], "link: expected pcie3"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
     ],
