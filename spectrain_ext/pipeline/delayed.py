@@ -109,23 +109,27 @@ class DelayedStage:
         self._storage, self._versions = self.weights._bound, self.weights.versions
         self._follows = SavedWeights(self._storage)
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, microbatches: int) -> None:
         """Read the schedule up to the next update, and hold the weights that it names."""
-        versions = self._versions
+        versions, backwards = self._versions, []
         for kind, i, j in chain(self._peeked, self._actions):
             if kind is Kind.UPDATE:
-                return
+                break
             if kind is Kind.FORWARD:
-                content = versions.for_forward(i, j)
-            elif kind is Kind.BACKWARD_INPUT:  # both halves meet the same
-                continue
-            else:
-                kind, content = Kind.BACKWARD, versions.for_backward(i, j)
-            self._met[kind, i, j] = content
-            versions.hold(content)
-            if versions.find(content) is None:
-                assert content.version == versions.version, content
-                self._storage.write(content, versions.room(content))
+                self._hold(Kind.FORWARD, i, j, versions.for_forward(i, j))
+            elif kind is not Kind.BACKWARD_INPUT:  # both halves meet the same
+                backwards.append(j)
+        # Those that a small minibatch lacks come first: corrections read what the last one met.
+        for j in sorted(backwards, key=lambda j: j < microbatches):
+            self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
+
+    def _hold(self, kind: Kind, i: int, j: int, content: Content) -> None:
+        versions = self._versions
+        self._met[kind, i, j] = content
+        versions.hold(content)
+        if versions.find(content) is None:
+            assert content.version == versions.version, content
+            self._storage.write(content, versions.room(content))
 
     def _load(self, content: Content | None) -> None:
         if content is None:
@@ -143,7 +147,7 @@ class DelayedStage:
         ]  # whether it has parts
         met: list[tuple[Content | None, Content | None, int]] = [(None, None, 0)]
         if self.weights is not None:
-            self._look_ahead()
+            self._look_ahead(len(sizes))
             self._done = [
                 (self._met.pop((Kind.FORWARD, i, j)), self._met.pop((Kind.BACKWARD, i, j)))
                 for j in self._microbatches
