@@ -93,7 +93,7 @@ def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
-    if settings.optimizer not in ("muon"):
+    if settings.optimizer not in ("muon", "soap"):
         return make_optimizer(settings, method, params)
     matrices = [p for p in params if p in hidden]
     rest = [p for p in params if p not in hidden]

@@ -30,7 +30,7 @@ from spectrain_ext.method import (
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, find_generator
 from spectrain_ext.transport import Message
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content, SavedWeights
+from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 
 from .arguments import (
     check_factories,
@@ -44,7 +44,7 @@ from .arguments import (
 )
 from .batch import cut_message, samples_in, sizes_of, split
 from .connections import taken
-from .loads import NOTHING, clip, gradient_norm
+from .loads import clip, gradient_norm
 from .losses import mean_of
 from .phases import Training
 from .tape import (
@@ -70,6 +70,7 @@ class _Part(NamedTuple):
 
     samples: int  # 0 where nobody has counted
     backward: Content | None  # the weights that it meets
+    buffer: VersionBuffer | None  # where they are written over the forward's; None: they are those
     leaves: _Gradients
     output: Any
 
@@ -107,7 +108,7 @@ class DelayedStage:
         self._actions: Iterator[Instruction] = self._generator(self._place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = self.weights._bound, self.weights.versions
-        self._follows = SavedWeights(self._storage)
+        self._own: list[VersionBuffer] = []  # of parts whose backward meets others
 
     def _look_ahead(self, microbatches: int) -> None:
         """Read the schedule up to the next update, and hold the weights that it names."""
@@ -131,11 +132,22 @@ class DelayedStage:
             assert content.version == versions.version, content
             self._storage.write(content, versions.room(content))
 
-    def _load(self, content: Content | None) -> None:
+    def _own_buffer(self, n: int) -> VersionBuffer:
+        if n == len(self._own):
+            self._own.append(
+                self._storage._made(f"weights of part {n}", Flat(self._storage.params))
+            )
+        return self._own[n]
+
+    def _load(self, content: Content | None, own: VersionBuffer | None) -> None:
+        """Compute with these weights, where they are, or written over what another buffer has."""
         if content is None:
             return
         buffer = self._versions.find(content)
         assert buffer is not None, content
+        if own is not None:
+            self._storage.copy(buffer, own)
+            buffer = own
         if buffer is not self._storage.bound:
             self._storage.point(buffer)
 
@@ -163,10 +175,10 @@ class DelayedStage:
         if len(runs) > 1:
             messages = cut_message(message, [n for _, n in runs], [0] * len(message.tensors))
         for ((content, backward, _), samples), part in zip(runs, messages, strict=True):
-            self._load(content)
-            with NOTHING if content == backward else self._follows:
-                leaves, output = self._run(part)
-            self.parts.append(_Part(samples, backward, leaves, output))
+            own = None if content == backward else self._own_buffer(len(self.parts))
+            self._load(content, own)
+            leaves, output = self._run(part)
+            self.parts.append(_Part(samples, backward, own, leaves, output))
         if self.weights is not None:
             for content, _ in self._done:
                 self._versions.release(content)
@@ -211,7 +223,7 @@ class DelayedStage:
         columns = [self._cut(gradient, samples) for gradient in gradients]
         found = []
         for part, given in zip(self.parts, zip(*columns, strict=True), strict=True):
-            self._load(part.backward)
+            self._load(part.backward, part.buffer)
             differentiate(seeded(part.output, given)[0])
             found.append([None if leaf is None else leaf.grad for leaf in part.leaves])
         if self.weights is not None:
