@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from spectrain_ext import Delayed
 from spectrain_ext.codecs import NAMES
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
@@ -32,8 +33,8 @@ from .builtin import maker_of
 from .contenders import Study, contender
 from .errors import OptionError
 from .function import source_of, source_of_function, start_rate
-from .lockstep import Lockstep, Replicated
 from .own import own
+from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
 from .workload import Maker, epochs_of, stages_in, tested
@@ -158,8 +159,8 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     method, replicas = asked.over(cell.updates), asked.replicas
     parts = microbatches_in(method, settings) // replicas
     workloads = [make(settings, method, settings.stages, seed) for _ in range(replicas)]
-    locks = [
-        Lockstep(
+    trained = [
+        Delayed(
             stages_in(workload, settings.stages),
             workload.optimizer,
             workload.loss,
@@ -171,9 +172,9 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
         )
         for workload in workloads
     ]
-    lock: Lockstep | Replicated = locks[0]
+    training: Delayed | Replicated = trained[0]
     if asked.averaging is not None:
-        lock = Replicated(locks, asked.averaging)
+        training = Replicated(trained, asked.averaging, parts * replicas)
     workload = workloads[0]
     total = round(cell.updates * cell.length)
     every = max(1, cell.updates // _POINTS)
@@ -181,11 +182,11 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     began = time.perf_counter()
     batches = islice(epochs_of(workload.train, _ENDLESS), total)
     for update, (value, target) in enumerate(batches, start=1):
-        if not math.isfinite(lock.train_on(value, target)):
+        if not math.isfinite(training.train_on(value, target)):
             points.append((update, math.inf, 0.0))
             break
         if update % every == 0 or update == total:
-            with lock.true_weights() as model:
+            with training.true_weights() as model:
                 accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
     return Curve(tuple(points), time.perf_counter() - began)

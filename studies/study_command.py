@@ -102,7 +102,7 @@ def study(
 ) -> None:
     """Find how well methods train at every depth and delay, against synchronous training.
 
-    Runs in lockstep, which gives the pipeline's numbers and takes far fewer calls.
+    Runs by `spectrain_ext.Delayed`, which gives the pipeline's numbers and takes far fewer calls.
     """
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy", REMEDY)

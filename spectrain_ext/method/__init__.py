@@ -1,7 +1,15 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from .formulas import delay, delay_under, recipe_clip
-from .places import Window, microbatches_of, numbers_of, phase_places, places_of, put_off_by
+from .places import (
+    Window,
+    delayed_places,
+    microbatches_of,
+    numbers_of,
+    phase_places,
+    places_of,
+    put_off_by,
+)
 from .registry import (
     find_method,
     hybrid,
@@ -26,6 +34,7 @@ __all__ = [
     "chunks_of",
     "delay",
     "delay_under",
+    "delayed_places",
     "factor_of",
     "find_method",
     "hybrid",

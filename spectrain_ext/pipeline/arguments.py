@@ -297,6 +297,18 @@ def check_offload(offload: object, recompute: object, on_nonfinite: object) -> N
         )
 
 
+def check_mode(call: str, devices: Iterable[torch.device]) -> None:
+    """Refuse to train where autograd records nothing, or keeps casts of weights that change."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{call}: inference mode is on; training needs autograd")
+    for kind in {device.type for device in devices}:
+        if torch.is_autocast_enabled(kind):
+            raise RuntimeError(
+                f"{call}: autocast is on; its casts of the weights would outlive them. Enter "
+                "autocast inside the stages, or use bfloat16 stages"
+            )
+
+
 def check_factories(optimizer: object, scheduler: object) -> None:
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if not callable(given) and not (name == "scheduler" and given is None):

@@ -88,8 +88,8 @@ def split(
     if min(microbatches, count) < 2:
         return uncut
     sizes = sizes_of(count, min(microbatches, count))
-    inputs = _cut(whole.input, sizes, dims[0])
-    targets = inputs if whole.target is whole.input else _cut(whole.target, sizes, dims[1])
+    inputs = cut_message(whole.input, sizes, dims[0])
+    targets = inputs if whole.target is whole.input else cut_message(whole.target, sizes, dims[1])
     return list(map(Microbatch, inputs, targets, sizes))
 
 
@@ -286,7 +286,7 @@ def sizes_of(samples: int, parts: int) -> list[int]:
     return [whole + (j < more) for j in range(parts)]
 
 
-def _cut(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Message]:
+def cut_message(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Message]:
     if not message.tensors:
         return [message] * len(sizes)
     samples, columns = sum(sizes), []

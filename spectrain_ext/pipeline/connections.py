@@ -281,7 +281,7 @@ class Connections:
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:
-                batches = map(partial(_taken, columns, self.evaluates), batches, count())
+                batches = map(partial(taken, columns, self.evaluates), batches, count())
             self._source.begin(batches, self._stages[0].hear_end)
         if self._losses is not None:
             self._losses.begin(keep)
@@ -315,13 +315,13 @@ class Connections:
         self._ties.end()
 
 
-def _taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
+def taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
     """A batch, or a tuple of several, without the columns that are dropped."""
     if several:
         numbered = enumerate(batch, i * len(batch))
-        return tuple(_taken(columns, False, one, n) for n, one in numbered)
+        return tuple(taken(columns, False, one, n) for n, one in numbered)
     if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
-        return Microbatches(_taken(columns, False, one, i) for one in cut)
+        return Microbatches(taken(columns, False, one, i) for one in cut)
     if isinstance(batch, Mapping):
         kept = columns.kept(batch, f"batches[{i}]")
         if i == 0 and (dropped := [name for name in batch if name not in kept]):

@@ -26,6 +26,7 @@ from .arguments import (
     check_factories,
     check_loss_fn,
     check_master_dtype,
+    check_mode,
     check_offload,
     check_on_nonfinite,
     check_order,
@@ -366,14 +367,7 @@ class Pipeline(Loops):
     ) -> Iterator[Result]:
         begun.append(True)
         self._refuse_in_run("run")
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("run: inference mode is on; training needs autograd")
-        for kind in {device.type for device in self.devices}:
-            if torch.is_autocast_enabled(kind):
-                raise RuntimeError(
-                    "run: autocast is on; its casts of the weights would outlive them. Enter "
-                    "autocast inside the stages, or use bfloat16 stages"
-                )
+        check_mode("run", self.devices)
         self._warn_of_evaluation()
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._where())

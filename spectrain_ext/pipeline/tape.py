@@ -151,7 +151,9 @@ class ModuleModes:
 # A forward.
 
 
-def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
+def run_on(
+    module: Callable[[Any], Any], message: Message, entry: bool
+) -> tuple[list[Tensor | None], Any]:
     """The leaves that a module's output depends on, and the output."""
     leaves: list[Tensor | None] = []
     values: list[Tensor] = []

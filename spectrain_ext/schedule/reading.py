@@ -194,7 +194,7 @@ class Reader(ABC, Generic[W]):
             weights = self._weights(self._read_older(i, j))
         if self._stashes:
             self._in_flight[i, j] = weights
-            self._wants[weights] += 1
+            self.hold(weights)
         if weights[0] == self.version:
             self._newest[0] = weights
         return weights
@@ -211,12 +211,12 @@ class Reader(ABC, Generic[W]):
         """The first microbatch's weights, kept until the last has them."""
         if self._first is None or self._first[0] != i:
             if self._first is not None:  # a small minibatch, whose last microbatch did not exist
-                self._release(self._first[1])
+                self.release(self._first[1])
             self._first = i, self.written or self._ahead(self.version, i)
-            self._wants[self._first[1]] += 1
+            self.hold(self._first[1])
         weights = self._first[1]
         if j == self._last:
-            self._release(weights)
+            self.release(weights)
             self._first = None
         return weights
 
@@ -242,12 +242,17 @@ class Reader(ABC, Generic[W]):
             if self._corrects:
                 over, self._stale = self._stale, weights
             if over is not None:
-                self._release(over)
+                self.release(over)
             return weights
         self._newest[1] = weights = self._weights(self.version, self._backward_horizon)
         return weights
 
-    def _release(self, weights: W) -> None:
+    def hold(self, weights: W) -> None:
+        """Keep weights for one more use, until they are released."""
+        self._wants[weights] += 1
+
+    def release(self, weights: W) -> None:
+        """One use less."""
         self._wants[weights] -= 1
         if not self._wants[weights]:
             del self._wants[weights]
@@ -255,7 +260,7 @@ class Reader(ABC, Generic[W]):
     def updated(self) -> None:
         """An update has been made, or is about to be: what only the last version had is over."""
         if self._stale is not None:
-            self._release(self._stale)
+            self.release(self._stale)
             self._stale = None
         self._newest = [None, None]
         self.version += 1

@@ -21,7 +21,6 @@ from spectrain_ext import laws
 from spectrain_ext.method import Method, find_method, in_words, places_of, rules_at
 from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_of
 from spectrain_ext.timelines.method_timeline import simulate_method
-from studies.lockstep import Lockstep
 
 
 def trained(method, optimizer=None, n=3, minibatches=9, **more):
@@ -115,13 +114,13 @@ def test_backwards_from_the_last_microbatch_on_are_synchronous_training(float64)
     assert "nothing is late" in in_words(own, places_of(own, 3, 2))
 
 
-def test_lockstep_and_timelines_take_them_as_well():
+def test_delayed_and_timelines_take_them_as_well():
     own = Method(
         "own", "", GENERATORS["1f1b-async"], law=Half, forward_horizon=early, backward="stash"
     )
     torch.manual_seed(0)
-    lock = Lockstep(tanh_stages(3), sgd(), mse, own)
-    found = [lock.train_on(value, target) for value, target in batches(6)]
+    delayed = st.Delayed(tanh_stages(3), sgd(), mse, own)
+    found = [delayed.train_on(value, target).item() for value, target in batches(6)]
     assert found == pytest.approx(trained(own, minibatches=6)[0], rel=1e-4)
     spans = list(simulate_method(own, 3, 4))
     named = list(simulate_method("spectrain-stash", 3, 4))

@@ -159,13 +159,13 @@ def test_whatever_users_are_given_is_documented() -> None:
     assert [name for name, text in checked.items() if not text] == []
 
 
-#: What studies use of rooms below their faces: replicas in one process and lockstep are made of
-#: the engine's parts, and processes of a comparison hear of each other as a pipeline's ranks do.
+#: What studies use of rooms below their faces: replicas in one process are made of the engine's
+#: parts, and processes of a comparison hear of each other as a pipeline's ranks do.
 BEHIND_FACES = {
     *("distributed.board", "distributed.exchange", "distributed.store"),
-    *("method.formulas", "observation.metrics", "operators.averaging", "optim.foreign"),
-    *("pipeline.averaging", "pipeline.batch", "pipeline.loads", "pipeline.losses"),
-    *("pipeline.pipeline", "timelines.timeline", "weights.storage", "weights.versions"),
+    *("method.formulas", "observation.metrics", "operators.averaging"),
+    *("pipeline.averaging", "pipeline.batch", "pipeline.losses"),
+    *("pipeline.pipeline", "timelines.timeline"),
 }
 
 
