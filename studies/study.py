@@ -168,7 +168,7 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
             scheduler=workload.scheduler,
             microbatches=parts,
             clip_norm=settings.clip_norm,
-            codec=settings.codec and NAMES[settings.codec],
+            codec=None if settings.codec is None else NAMES[settings.codec],
         )
         for workload in workloads
     ]

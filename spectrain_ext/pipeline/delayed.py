@@ -9,7 +9,7 @@ predicted, when it would have been read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from operator import itemgetter
@@ -29,7 +29,7 @@ from spectrain_ext.method import (
     phases_of,
 )
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, find_generator
-from spectrain_ext.transport import Message
+from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 
@@ -101,7 +101,6 @@ class DelayedStage:
         """Take the weights of now for the first version, and forget all others."""
         self.parts: list[_Part] = []
         self._met: dict[tuple[Kind, int, int], Content] = {}  # by the forwards and backwards ahead
-        self._minibatch = 0
         if self.weights is None:
             return
         if not self.weights.bound:
@@ -112,19 +111,30 @@ class DelayedStage:
         self._storage, self._versions = self.weights._bound, self.weights.versions
         self._own: list[VersionBuffer] = []  # of parts whose backward meets others
 
-    def _look_ahead(self, microbatches: int) -> None:
-        """Read the schedule up to the next update, and hold the weights that it names."""
+    def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
+        """What the next minibatch's forwards and backwards compute with.
+
+        The schedule is read up to its update, and the weights that it names meanwhile are held.
+        """
+        if self.weights is None:
+            return [(None, None)] * len(self._microbatches)
+        if not self.weights.bound:
+            self.begin()
         versions, backwards = self._versions, []
         for kind, i, j in chain(self._peeked, self._actions):
             if kind is Kind.UPDATE:
                 break
             if kind is Kind.FORWARD:
-                self._hold(Kind.FORWARD, i, j, versions.for_forward(i, j))
+                self._hold(kind, i, j, versions.for_forward(i, j))
             elif kind is not Kind.BACKWARD_INPUT:  # both halves meet the same
                 backwards.append(j)
         # Those that a small minibatch lacks come first: corrections read what the last one met.
         for j in sorted(backwards, key=lambda j: j < microbatches):
             self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
+        found = self._met.pop
+        return [
+            (found((Kind.FORWARD, i, j)), found((Kind.BACKWARD, i, j))) for j in self._microbatches
+        ]
 
     def _hold(self, kind: Kind, i: int, j: int, content: Content) -> None:
         versions = self._versions
@@ -136,9 +146,8 @@ class DelayedStage:
 
     def _own_buffer(self, n: int) -> VersionBuffer:
         if n == len(self._own):
-            self._own.append(
-                self._storage._made(f"weights of part {n}", Flat(self._storage.params))
-            )
+            name = f"weights of part {n}"
+            self._own.append(VersionBuffer(Flat(self._storage.params), Buffer(name)))
         return self._own[n]
 
     def _load(self, content: Content | None, own: VersionBuffer | None) -> None:
@@ -155,20 +164,10 @@ class DelayedStage:
 
     def forward(self, message: Message, sizes: Sequence[int]) -> None:
         """Run all microbatches of the next minibatch, which have so many samples."""
-        i = self._minibatch
-        self._cuts = [
-            t is not None and _has_samples(t, sum(sizes)) for t in message.tensors
-        ]  # whether it has parts
-        met: list[tuple[Content | None, Content | None, int]] = [(None, None, 0)]
-        if self.weights is not None:
-            self._look_ahead(len(sizes))
-            self._done = [
-                (self._met.pop((Kind.FORWARD, i, j)), self._met.pop((Kind.BACKWARD, i, j)))
-                for j in self._microbatches
-            ]
-            met = [(*pair, self._apart * j) for j, pair in enumerate(self._done)]
-        elif len(sizes) > 1:
-            met = [(None, None, self._apart * j) for j in self._microbatches]
+        # Which tensors are cut, should parts meet different weights.
+        self._cuts = [t is not None and _has_samples(t, sum(sizes)) for t in message.tensors]
+        self._of_microbatches = self._read(len(sizes))
+        met = [(*pair, self._apart * j) for j, pair in enumerate(self._of_microbatches)]
         runs = [
             (key, sum(size for _, size in run))
             for key, run in groupby(zip(met, sizes, strict=False), itemgetter(0))
@@ -181,8 +180,11 @@ class DelayedStage:
             self._load(content, own)
             leaves, output = self._run(part)
             self.parts.append(_Part(samples, backward, own, leaves, output))
-        if self.weights is not None:
-            for content, _ in self._done:
+        self._release(content for content, _ in self._of_microbatches)
+
+    def _release(self, contents: Iterable[Content | None]) -> None:
+        for content in contents:
+            if content is not None:
                 self._versions.release(content)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
@@ -228,9 +230,7 @@ class DelayedStage:
             self._load(part.backward, part.buffer)
             differentiate(seeded(part.output, given)[0])
             found.append([None if leaf is None else leaf.grad for leaf in part.leaves])
-        if self.weights is not None:
-            for _, content in self._done:
-                self._versions.release(content)
+        self._release(content for _, content in self._of_microbatches)
         parts, self.parts = self.parts, []
         if len(found) == 1:
             return found[0]
@@ -257,7 +257,6 @@ class DelayedStage:
 
     def step(self) -> None:
         """The update; the true weights are in the module then."""
-        self._minibatch += 1
         weights = self.weights
         if weights is None:
             return
@@ -376,7 +375,11 @@ class Delayed:
         self._modules, self._phases = modules, training.phases(clip_norm, "auto")
         self.minibatches = 0
         self.stages: list[DelayedStage] = []
-        self._enter()
+        try:
+            self._enter()
+        except BaseException:
+            self.release()
+            raise
 
     def _enter(self) -> None:
         """Begin the first of the phases that are left, with the weights of now."""
@@ -510,6 +513,9 @@ class Delayed:
             modes.restore()
 
     def release(self) -> None:
-        """Give the modules and optimizers ordinary storage of their own, and free all buffers."""
+        """Give the modules and optimizers ordinary storage of their own, and free all buffers.
+
+        Trained on after it, they begin anew: nothing is late yet.
+        """
         for stage in self.stages:
             stage.end()

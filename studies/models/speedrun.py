@@ -121,7 +121,7 @@ class _Stage(nn.Module):
             x, tokens = self.subspace.decode(value)
         x = self.block(x)
         if self.head is not None and self.head_norm is not None:
-            logits = self.head(self.head_norm(x))
+            logits: Tensor = self.head(self.head_norm(x))
             return _CAP * logits * (logits.square() + _CAP**2).rsqrt()
         return x if self.subspace is None else self.subspace.encode(x, tokens)
 

@@ -325,6 +325,11 @@ def test_after_an_error_training_begins_anew_with_the_true_weights():
     other = copy.deepcopy(model)
     expected = nn.functional.mse_loss(other(batch[0]), batch[1])
     assert delayed.train_on(*batch).item() == pytest.approx(expected.item(), rel=1e-12)
+    delayed.release()
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    weights = copy.deepcopy(model.state_dict())
+    delayed.train_on(*batch)
+    assert not torch.equal(model[0].weight, weights["0.weight"])
     with torch.autocast("cpu"), pytest.raises(RuntimeError, match="train_on: autocast is on"):
         delayed.train_on(*batch)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from spectrain_ext import optim
@@ -236,8 +239,10 @@ def test_t1_begins_with_the_rate_over_the_delay() -> None:
     assert contenders.contender("pipedream").over(20).rates is None
 
 
-@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon"])
-def test_hidden_matrices_are_muons(name: str) -> None:
+@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon", "auto-soap"])
+def test_hidden_matrices_are_muons_or_soaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    soaps = SimpleNamespace(SOAP=torch.optim.AdamW)  # whose package not everyone has
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", soaps)
     (cell,) = _cells(name, microbatches=("N",))
     make = study.maker_in(cell.settings, Path())
     settings, method = cell.with_rate(0.01), contenders.contender(name).method
