@@ -294,8 +294,9 @@ def coded(rank=0, ranks=1):
     for stage in pipe._executor.stages:
         stage.sent = [0, 0]
     losses += [result.loss.item() for result in pipe.run(None if rank else made)]
-    sent = {stage.index: stage.sent for stage in pipe._executor.stages}
+    sent = {stage.index: [*stage.sent] for stage in pipe._executor.stages}
     measured = pipe.evaluate(None if rank else made)
+    pipe.eval()
     with torch.no_grad():
         output = pipe(None if rank else {**made[0]})
     return losses, measured, output, sent, dict(pipe.state_dict())

@@ -111,5 +111,6 @@ def test_metrics(tmp_path: Path) -> None:
     pipe.release()
     record = json.loads(path.read_text().splitlines()[-1])
     (names,) = tables("metrics.md", "Records")
-    nested = {f"staleness.{key}" for key in record.pop("staleness")}
+    groups = "staleness", "bytes_sent"
+    nested = {f"{group}.{key}" for group in groups for key in record.pop(group)}
     assert names == set(record) | nested
