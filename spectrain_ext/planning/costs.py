@@ -64,7 +64,7 @@ class Setting:
     ) -> None:
         self.layers, self.batch, self._speeds = layers, batch, speeds
         links = (link,) if isinstance(link, Link) else link
-        self.inbound = links[0].inbound  # all alike
+        self.inbound = any(one.inbound for one in links)  # all alike
         #: by which messages pass from one device to another, each once
         self.links = cache(
             lambda a, b: tuple(dict.fromkeys(links[a:b] if len(links) > 1 else links))
