@@ -51,4 +51,5 @@ def _example(model: str) -> Callable[[], tuple[list[nn.Module], Tensor]]:
 
 
 vgg16, resnet, inception_v4 = map(_example, ("vgg16", "resnet", "inception-v4"))
-residual_mlp, gpt, lstm, snn = map(_example, ("residual-mlp", "gpt", "lstm", "snn"))
+residual_mlp, gpt, lstm = map(_example, ("residual-mlp", "gpt", "lstm"))
+snn, speedrun = map(_example, ("snn", "speedrun"))

@@ -93,9 +93,9 @@ def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
-    if settings.model == "speedrun":
-        return _raced(settings, hidden, params)
     if settings.optimizer == "muon":
+        if settings.model == "speedrun":
+            return _raced(settings, hidden, params)
         adamw = {"weight_decay": settings.weight_decay}
         rates = settings.lr, settings.weight_decay
         fit = "match_rms_adamw"

@@ -53,7 +53,7 @@ _PRESETS = {
     ("text", "gpt"): replace(_TEXT, lr=3e-4, optimizer="adamw", weight_decay=0.01),
     ("text", "lstm"): _TEXT,
     # rates are multiples of that of hidden matrices, see ``make_any_optimizer``
-    ("text", "speedrun"): replace(_TEXT, lr=0.025, optimizer="muon", weight_decay=0.05),
+    ("text", "speedrun"): replace(_TEXT, depth=None, lr=0.025, optimizer="muon", weight_decay=0.05),
 }
 
 # What ends in minutes on two cores, all methods of the default together.

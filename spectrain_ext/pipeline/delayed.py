@@ -281,9 +281,10 @@ def _has_samples(tensor: Tensor, samples: int) -> bool:
 class Delayed:
     """Trains with delayed gradients on one device, and predicts: for who studies staleness.
 
-    It computes what ``Pipeline`` would with these arguments, up to the order of sums, several times
-    as fast as running the stages; or, with ``delays``, has gradients as late as you say. One
-    minibatch is finished before the next begins: ``train_on`` one by one instead of ``run``.
+    It computes what ``Pipeline`` would with these arguments, up to the order of sums, and with
+    several microbatches in a fraction of its calls; or, with ``delays``, has gradients as late as
+    you say. One minibatch is finished before the next begins: ``train_on`` one by one instead of
+    ``run``.
 
     Args:
         model: a module, which is then one stage; or a sequence of stages as ``Pipeline`` has them,
@@ -303,9 +304,7 @@ class Delayed:
         window: as for ``Pipeline``; None with ``delays``.
         clip_norm: the largest 2-norm of a gradient, of a stage's, or of all where the method
             flushes.
-        codec: what rounds all that goes from stage to stage as packing it would, a value with
-            ``pack`` and ``unpack``; a pair of those for activations and for gradients, either may
-            be None.
+        codec: as for ``Pipeline``, with the same draws where a minibatch is one microbatch.
 
     Attributes:
         method: the Method.

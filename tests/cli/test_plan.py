@@ -240,6 +240,7 @@ def test_every_model_can_be_planned(model):
         "gpt": "TransformerBlock",
         "lstm": "LSTMBlock",
         "snn": "AlphaDropout",
+        "speedrun": "RMSNorm",
     }
     kinds = {type(part).__name__ for block in blocks for part in block.modules()}
     assert own.get(model, "Conv2d") in kinds, kinds
