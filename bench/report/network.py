@@ -62,7 +62,8 @@ def meter(results: Path) -> str:
         [
             _RECORDS[name],
             *(f"{each[key]:,}" for key in ("microbatches", "bytes")),
-            *(f"{each[key]:.3f}" for key in ("off", "on", "simulated")),
+            f"{each['off']:.3f}",
+            *(f"{each[key]:.1f}" for key in ("on", "simulated")),
             f"{each['simulated'] / each['on']:.3f}",
         ]
         for name, each in records.items()
