@@ -273,6 +273,15 @@ def main() -> None:
             f"{method}, M = {parts}": simulated(method, parts, each, options)
             for method, parts in product(options.methods, options.microbatches)
         }
+    found["published"] = {
+        name: {
+            **record._asdict(),
+            "simulated": meter_seconds(
+                "1f1b", record.microbatches, record.bytes, record.bytes, record.compute
+            ),
+        }
+        for name, record in PUBLISHED.items()
+    }
     report(found, options)
     if options.json:
         document = {**bench.about(), "options": bench.settings_of(options), **found}

@@ -76,6 +76,8 @@ FIGURES: dict[str, Callable[..., str]] = {
     "frontier.updates": frontier.updates,
     "nanogpt": frontier.nanogpt,
     "network": network.section,
+    "network.meter": network.meter,
+    "network.wires": network.wires,
     "operators": operators.section,
     "planner.factors": planner.factors,
     "processes.torch": processes.over_torch,

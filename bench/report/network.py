@@ -1,4 +1,4 @@
-"""What a link with delay leaves of the throughput: a table of docs/benchmarks.md."""
+"""What slow links leave of the throughput: tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from statistics import median
 from table import table
 
 _RUN = "2026-11-21-two-processes/network.json"
+_WAN = "2026-11-25-wan/wan.json"
+_RECORDS = {"dense": "dense", "subspace": "subspace of rank 160"}
 _WINDOWS = {"classic": "classic, 2 and 1", "wide": "wide, 3 and 1"}
 
 
@@ -35,6 +37,38 @@ def section(results: Path) -> str:
         "|>simulated over measured, kept|>and minibatches per second",
         lines,
     )
+
+
+def wires(results: Path) -> str:
+    """Processes behind inbound wires: the median of the rounds, and what is simulated."""
+    run = json.loads((results / _WAN).read_text())
+    lines = []
+    for name, rounds in run["seconds"].items():
+        method, parts = name.split(", M = ")
+        planned, apart = run["simulated"][name], run["apart"][name]
+        figures = [f"{each * 1e3:.0f}" for each in (median(rounds), planned, apart)]
+        lines.append([f"`{method}`", parts, *figures, spread(planned / each for each in rounds)])
+    return table(
+        "method|>M|>ms per minibatch|>simulated|>simulated, a wire for each direction"
+        "|>simulated over measured",
+        lines,
+    )
+
+
+def meter(results: Path) -> str:
+    """Published seconds per step beside the simulation's."""
+    records = json.loads((results / _WAN).read_text())["published"]
+    lines = [
+        [
+            _RECORDS[name],
+            *(f"{each[key]:,}" for key in ("microbatches", "bytes")),
+            f"{each['off']:.3f}",
+            *(f"{each[key]:.1f}" for key in ("on", "simulated")),
+            f"{each['simulated'] / each['on']:.3f}",
+        ]
+        for name, each in records.items()
+    ]
+    return table("record|>M|>bytes a token|>s a step, links off|>on|>simulated|>ratio", lines)
 
 
 def spread(values: Iterable[float]) -> str:

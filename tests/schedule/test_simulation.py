@@ -77,15 +77,13 @@ def test_an_inbound_wire_by_hand():
 
 
 def test_stages_of_a_device_share_its_inbound_wire():
-    durations = Durations.of(4, activation=1, gradient=1, inbound=True)
-    spans = simulate(streams("gpipe", [1] * 4), durations, minibatches=1, devices=[0, 1, 0, 1])
-    sends = sorted((s.start, s.end) for s in spans if s.lane != "compute")
-    # one microbatch is in one place at a time: its wires are never awaited
-    assert sends == [(t, t + 1) for t in (1, 3, 5, 8, 10, 12)]
-    two = simulate(streams("gpipe", [2] * 4, 2), durations, minibatches=1, devices=[0, 1, 0, 1])
-    inbound = sorted((s.start, s.end) for s in two if s.lane != "compute" and s.stage % 2)
-    assert len(inbound) == 6  # to device 0
-    assert all(a[1] <= b[0] for a, b in pairwise(inbound))
+    for inbound in (False, True):
+        slow = Durations.of(4, activation=2, gradient=2, inbound=inbound)
+        actions = streams("1f1b-async", classic(4))
+        spans = simulate(actions, slow, minibatches=4, devices=[0, 1, 0, 1])
+        to_first = sorted((s.start, s.end) for s in spans if s.lane != "compute" and s.stage % 2)
+        assert len(to_first) == 3 * 4
+        assert all(a[1] <= b[0] for a, b in pairwise(to_first)) == inbound
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
