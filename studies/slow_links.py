@@ -64,14 +64,14 @@ TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
     "adamw": {
         "sync": {1: CODECS},
         "pipedream-2bw": {8: CODECS},
-        "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
-        "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: (FIRST,)},
+        "auto": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: CODECS},
+        "vanilla": {8: CODECS, 4: (FIRST,), 16: (FIRST,), 32: CODECS},
     },
     "muon": {
         "sync": {1: CODECS},
         "pipedream-2bw": {8: CODECS},
-        "auto": {8: CODECS, 32: (FIRST,)},
-        "vanilla": {8: (FIRST,)},
+        "auto": {8: CODECS, 32: CODECS},
+        "vanilla": {8: (FIRST,), 32: CODECS},
     },
 }
 #: What the table has. What flushes makes the updates of ``sync`` with any M.

@@ -29,6 +29,45 @@ Case = dict[str, Any]
 Ratios = dict[tuple[int, str], list[float]]
 
 
+_MUON = "2026-11-25-muon"
+_MUON_LAWS = {
+    "stale": "none",
+    "difference": "difference",
+    "linear": "linear",
+    "momentum": "linear, along the orthogonalized momentum",
+    "whole": "second order, all of the last change",
+    "second-order": "second order, half of it",
+}
+
+
+def muon(results: Path) -> str:
+    """What Muon predicts by: errors over those of stale weights, and losses with late gradients."""
+    found = json.loads((results / _MUON / "laws.json").read_text())
+    ahead = sorted({row["ahead"] for row in found["errors"]})
+    rate = max(row["lr"] for row in found["errors"])
+    errors = {(r["law"], r["ahead"]): r["of_stale"] for r in found["errors"] if r["lr"] == rate}
+    losses: dict[tuple[str, int], float] = {}  # of the best rate
+    for row in found["training"]:
+        key, loss = (row["law"], row["delay"]), statistics.fmean(row["losses"])
+        losses[key] = min(loss, losses.get(key, loss))
+    lines = [
+        [
+            said,
+            *("1" if law == "stale" else f"{statistics.median(errors[law, s]):.2f}" for s in ahead),
+            *(f"{losses[law, s]:.3f}" for s in ahead),
+        ]
+        for law, said in _MUON_LAWS.items()
+    ]
+    heads = [*(f">error, {s} ahead" for s in ahead), *(f">loss, {s} late" for s in ahead)]
+    return table("|".join(["law", *heads]), lines)
+
+
+def muon_in_time(results: Path) -> str:
+    """The loss without any delay."""
+    found = json.loads((results / _MUON / "laws.json").read_text())
+    return f"{statistics.fmean(next(r for r in found['training'] if not r['delay'])['losses']):.3f}"
+
+
 def _load(results: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((results / RUN / "errors.json").read_text())
     return found

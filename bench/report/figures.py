@@ -9,7 +9,7 @@ from typing import Any
 
 from table import table
 
-from . import frontier, network, operators, planner, processes, slow_links, trained
+from . import errors, frontier, network, operators, planner, processes, slow_links, trained
 
 
 def built(results: Path) -> str:
@@ -74,6 +74,8 @@ FIGURES: dict[str, Callable[..., str]] = {
     "frontier.best": frontier.best,
     "frontier.worst": frontier.worst,
     "frontier.updates": frontier.updates,
+    "muon": errors.muon,
+    "muon.in-time": errors.muon_in_time,
     "nanogpt": frontier.nanogpt,
     "network": network.section,
     "network.meter": network.meter,
