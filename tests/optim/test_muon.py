@@ -110,6 +110,19 @@ def test_it_is_torchs_two_optimizers(dtype: torch.dtype, options: dict[str, Any]
         assert_same([optimizer.state[p]["momentum_buffer"]], [theirs_of])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_torchs_two_optimizers_on_a_gpu(dtype: torch.dtype) -> None:
+    ours = [nn.Parameter(p.detach().cuda()) for p in made(dtype)]
+    theirs = twins(ours)
+    optimizer, reference = muon(ours), Reference(theirs)
+    for _ in range(10):
+        give_gradients(ours, theirs)
+        for each in (optimizer, *reference.parts):
+            each.step()
+    assert_same(ours, theirs)
+
+
 def test_a_group_is_of_one_kind() -> None:
     params, convolution = made(), nn.Parameter(torch.randn(2, 2, 3, 3))
     optimizer = muon([("a", params[0]), ("b", params[3])], adjust_lr_fn="original")

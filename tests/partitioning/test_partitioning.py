@@ -595,6 +595,15 @@ def test_a_model_that_cannot_be_traced():
         st.partition(Branch(), 2, torch.ones(2, 4))
 
 
+def test_a_slower_device_gets_fewer_blocks():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    parts = st.partition(model, 2, torch.randn(64, 256), speeds=(4, 1))
+    first, second = (len(stage.blocks) for stage in parts.cut.stages)
+    assert first > second  # measured: about 6 of 8
+    with pytest.raises(ValueError, match="speeds: expected"):
+        st.partition(model, 2, torch.randn(64, 256), speeds=(4, 1, 1))
+
+
 def test_a_cut_by_numbers_of_parameters():
     model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     parts = st.partition(model, 3, torch.tensor([1]), profile="parameters")

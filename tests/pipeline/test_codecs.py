@@ -489,3 +489,32 @@ def test_a_number_that_is_not_finite_is_seen_on_the_other_side(codec, method):
     bad[1][0][0] = math.nan
     plain = st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
     assert [loss.isfinite().item() for loss in losses(plain, bad)] == [True, False]
+
+
+# On a GPU.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "int4-hadamard"])
+def test_a_gpu_packs_as_the_cpu_does(name):
+    codec, tensor = NAMES[name], torch.randn(40, 70)
+    packed = codec.pack(tensor.cuda(), False)
+    assert torch.equal(packed.cpu(), codec.pack(tensor, False))
+    like = torch.empty_like(tensor, device="meta")
+    found = codec.unpack(packed, like, False)
+    assert found.is_cuda
+    assert torch.equal(found.cpu(), there_and_back(codec, tensor))
+
+
+@pytest.mark.cuda
+@every_codec
+def test_stages_on_a_gpu(codec):
+    """Losses are about those of the CPU, whose random numbers are others."""
+    data, stages = batches(6, size=16, width=16), tanh_stages(3, width=16)
+
+    def run(device):
+        mine, devices = copy.deepcopy(stages), [device] * 3
+        pipe = st.Pipeline(mine, sgd(), mse, "auto", devices=devices, codec=codec)
+        return [result.loss.item() for result in pipe.run(data)]
+
+    assert run("cuda:0") == pytest.approx(run("cpu"), rel=0.1)
