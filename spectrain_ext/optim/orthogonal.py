@@ -23,8 +23,9 @@ class Orthogonal(Sgd):
     """
 
     # All of the last change is too much: the norm of an orthogonalized update is the same whatever
-    # the gradient's, and noise makes most of its change. With half, training at delays from 1 to 7
-    # ended below all of it, none of it and the difference law (bench/muon_laws.py).
+    # the gradient's. With half, training with gradients 1, 2 or 4 updates late ended below none of
+    # it and the difference law, and from 2 on below all of it; with 7 seeds differ as much as
+    # these do (bench/muon_laws.py).
     trust: ClassVar[float] = 0.5
 
     beta: float
