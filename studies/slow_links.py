@@ -109,10 +109,8 @@ class Way(NamedTuple):
         asked = {**TEXT, **SETTINGS[self.setting], "data_dir": data, "codec": self.codec}
         asked |= {"microbatches": self.microbatches, "rank": self.rank}
         asked |= {"methods": ["sync"], "devices": ["cpu"]}
-        # A subspace takes three times as many steps in the benchmark's own baselines.
-        length = LENGTH if self.rank is None else 3 * LENGTH
         return Cell(
-            self.method, settle(asked, World.of_environment()), UPDATES[self.setting], length
+            self.method, settle(asked, World.of_environment()), UPDATES[self.setting], LENGTH
         )
 
 
