@@ -49,7 +49,7 @@ def builtin(
             p
             for module in modules
             for name, p in module.named_parameters()
-            if name.startswith("block.") and p.dim() == 2
+            if ".block." in f".{name}" and p.dim() == 2
         }
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     return Workload(
@@ -163,7 +163,9 @@ def build_model(
             stages, features=features, width=width, depth=depth or 7, classes=classes, seed=seed
         )
     if model == "speedrun":
-        return speedrun(stages, vocabulary=classes, width=width, rank=rank, seed=seed)
+        return speedrun(
+            stages, vocabulary=classes, width=width, depth=depth or 8, rank=rank, seed=seed
+        )
     if model == "lstm":
         return residual_lstm(stages, vocabulary=classes, width=width, depth=depth or 6, seed=seed)
     return gpt(

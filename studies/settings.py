@@ -213,8 +213,8 @@ def _check_effects(options: Mapping[str, Any]) -> None:
                 raise OptionError(
                     option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
                 )
-    if options["model"] in ("inception-v4", "speedrun") and options["depth"] is not None:
-        raise OptionError("depth", f"{options['model']} has the one that it has")
+    if options["model"] == "inception-v4" and options["depth"] is not None:
+        raise OptionError("depth", "inception-v4 has the one that it has")
     if options.get("augment") and data != "cifar10":
         raise OptionError("augment", f"varies images, and --data {data} has none")
 

@@ -71,7 +71,7 @@ TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
         "sync": {1: CODECS},
         "pipedream-2bw": {8: CODECS},
         "auto": {8: CODECS, 32: CODECS},
-        "vanilla": {8: (FIRST,), 32: CODECS},
+        "vanilla": {8: (FIRST,)},
     },
 }
 #: What the table has. What flushes makes the updates of ``sync`` with any M.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .building import seeded
+from .building import cut_evenly, seeded
 
 _HEAD_WIDTH = 32
 _CAP = 15.0
@@ -60,7 +60,7 @@ class _Spanned(nn.Linear):
 class _Block(nn.Module):
     def __init__(self, width: int, hidden: int, subspace: Subspace | None) -> None:
         super().__init__()
-        self.heads = width // _HEAD_WIDTH
+        self.heads = max(1, width // _HEAD_WIDTH)
         self.norm = nn.RMSNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.mlp_norm = nn.RMSNorm(width)
@@ -93,8 +93,8 @@ def _rotated(x: Tensor) -> Tensor:
     return torch.cat([a * cos + b * sin, b * cos - a * sin], -1)
 
 
-class _Stage(nn.Module):
-    """One block; the first stage has the embedding as well, the last one the head."""
+class _Layer(nn.Module):
+    """A block; the first one with the embedding, the last one with the head."""
 
     def __init__(
         self,
@@ -131,40 +131,44 @@ def speedrun(
     *,
     vocabulary: int,
     width: int = 64,
+    depth: int = 8,
     rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as ``stages`` modules of a block each: int64 tokens to logits.
+    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
 
     Args:
-        stages: as many as blocks.
+        stages: parts, at most ``depth``.
         vocabulary: number of tokens.
-        width: of the residual, a multiple of 32; the attention has one head per 32.
+        width: of the residual; the attention has one head per 32.
+        depth: number of blocks, of which the first has the embedding and the last the head.
         rank: of the subspace that edges are in, and an MLP 11 times as wide as the residual instead
             of 4, as its baseline has; None: edges are dense.
         seed: decides the initial weights.
 
     Raises:
-        ValueError: a width that heads do not divide.
+        ValueError: a width that cannot be divided among the heads, or more stages than blocks.
     """
-    if width % _HEAD_WIDTH:
-        raise ValueError(f"width must be a multiple of {_HEAD_WIDTH}, got {width}")
-    found: list[nn.Module] = []
+    heads = max(1, width // _HEAD_WIDTH)
+    if width % heads:
+        raise ValueError(f"width must be a multiple of the {heads} heads, got {width}")
+    layers: list[nn.Module] = []
     with seeded(seed):
-        for k in range(stages):
+        for k in range(depth):
             subspace = None if rank is None else Subspace(vocabulary, width, rank)
-            last = k == stages - 1
+            last = k == depth - 1
             # The last block has no edge behind it.
             block = _Block(width, (4 if rank is None else 11) * width, None if last else subspace)
             embedding = nn.Embedding(vocabulary, rank or width) if k == 0 else None
             head = nn.Linear(width, vocabulary) if last else None
-            stage = _Stage(block, embedding, head, subspace)
-            for name, p in stage.named_parameters():
-                if name.endswith("bias") or name.startswith(
-                    ("block.project", "block.out", "head.")
-                ):
+            layer = _Layer(block, embedding, head, subspace)
+            for name, p in layer.named_parameters():
+                if name.endswith("bias") or name.startswith(_ZEROS):
                     nn.init.zeros_(p)
                 elif p.dim() == 2 and "embedding" not in name:
                     nn.init.normal_(p, std=(0.33 / p.shape[1]) ** 0.5)
-            found.append(stage)
-    return found
+            layers.append(layer)
+    return cut_evenly(layers, stages)
+
+
+_ZEROS = ("block.project", "block.out", "head.")

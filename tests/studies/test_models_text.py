@@ -133,7 +133,7 @@ def test_the_backward_meets_weights_that_were_written_after_the_forward(
 @pytest.mark.parametrize("rank", [None, 6])
 def test_the_raced_transformer(rank: int | None) -> None:
     """A block a stage; it guesses at first; causal; edges carry coordinates and tokens."""
-    stages = speedrun(3, vocabulary=11, width=32, rank=rank, seed=3)
+    stages = speedrun(3, vocabulary=11, width=32, depth=3, rank=rank, seed=3)
     model = nn.Sequential(*stages)
     assert torch.equal(model(TOKENS), torch.zeros(2, 7, 11))
     with torch.no_grad(), torch.random.fork_rng():
@@ -159,6 +159,8 @@ def test_a_subspace_loses_nothing_of_what_lies_in_it() -> None:
     assert torch.equal(tokens, TOKENS)
 
 
-def test_heads_of_the_raced_transformer() -> None:
-    with pytest.raises(ValueError, match="width must be a multiple of 32, got 48"):
-        speedrun(2, vocabulary=5, width=48)
+def test_what_the_raced_transformer_cannot_be() -> None:
+    with pytest.raises(ValueError, match="width must be a multiple of the 3 heads, got 97"):
+        speedrun(2, vocabulary=5, width=97)
+    with pytest.raises(ValueError, match="between 1 and the 8 layers, got 9"):
+        speedrun(9, vocabulary=5)

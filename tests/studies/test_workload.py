@@ -98,8 +98,8 @@ def test_every_pair_has_sizes_that_make_a_model(data: str, model: str) -> None:
         )
         stages = build_stages(settings, 8, 0, _split(KINDS[data]))
         assert len(stages) == 8
-        usual = "adam" if quick and model == "inception-v4" else "sgd"
-        assert found.optimizer == ("adamw" if model == "gpt" else usual)
+        usual = {"gpt": "adamw", "speedrun": "muon", "inception-v4": "adam" if quick else "sgd"}
+        assert found.optimizer == usual.get(model, "sgd")
         assert found.seeds == 1 if quick else found.seeds > 1
         assert (found.context > 0) == (data == "text")
     assert DEFAULT_MODEL[data] in models_for(data)
