@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain_ext.method import Method
+from spectrain_ext.optim import hidden_matrices
 
 from .data.batches import Batches, count_batches
 from .data.cifar import load_cifar10
@@ -43,14 +44,11 @@ def builtin(
     """
     modules = build_stages(settings, stages, seed, data)
     # between the embedding and the head
-    hidden = {p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2}
+    hidden: set[Tensor] = {
+        p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2
+    }
     if settings.model == "speedrun":  # whose first and last stage have blocks as well
-        hidden = {
-            p
-            for module in modules
-            for name, p in module.named_parameters()
-            if ".block." in f".{name}" and p.dim() == 2
-        }
+        hidden = hidden_matrices(nn.Sequential(*modules))
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     return Workload(
         name=data.name,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import optim
@@ -90,7 +90,7 @@ class Together(torch.optim.Optimizer):
 
 
 def make_any_optimizer(
-    settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
+    settings: TrainSettings, method: Method, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
     if settings.optimizer == "muon":
@@ -124,7 +124,7 @@ _EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
 
 
 def _raced(
-    settings: TrainSettings, hidden: set[nn.Parameter], params: list[nn.Parameter]
+    settings: TrainSettings, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
     lr = settings.lr

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,6 +142,7 @@ def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, fl
     return found
 
 
+@cache  # rows of the table share them
 def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> float:
     """Seconds of a step of eight stages at the benchmark's sizes, over its links, simulated."""
     link, part = LINKS["wan200"], COMPUTE / microbatches
@@ -327,15 +329,15 @@ def slow_links(
             pool.submit(run_one, out, way.cell(data_dir), found[way], seed) for way, seed in more
         ]:
             run.result()
-    write(out, data_dir, found, seeds)
-    console.print(table_of(best_of(rows_of(out, data_dir, found, seeds))))
+    rows = rows_of(out, data_dir, found, seeds)
+    write(out, data_dir, rows, seeds)
+    console.print(table_of(best_of(rows)))
     console.print(f"numbers and pictures: {out}", soft_wrap=True)
 
 
-def write(out: Path, data: Path | None, found: Mapping[Way, float], seeds: int) -> None:
+def write(out: Path, data: Path | None, rows: Sequence[Row], seeds: int) -> None:
     """Write slow-links.json and a picture of each setting."""
-    rows = rows_of(out, data, found, seeds)
-    settings = dict.fromkeys(way.setting for way in found)
+    settings = dict.fromkeys(row.way.setting for row in rows)
     document = {
         **{"date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": cpu_name()},
         **{"versions": versions(), "seeds": seeds, "updates": UPDATES, "share": SHARE},

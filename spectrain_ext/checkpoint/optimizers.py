@@ -26,16 +26,8 @@ _RATES = ("initial_lr", "gap_rate")  # what a scheduler and a correction add to 
 _ELEMENTWISE = frozenset(
     (
         *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum"),
-        *(
-            "square_avg",
-            "grad_avg",
-            "acc_delta",
-            "ax",
-            "prev",
-            "step_size",
-            "gap_average",
-            "update_buffer",
-        ),
+        *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size", "gap_average"),
+        "update_buffer",
     )
 )
 

@@ -58,7 +58,7 @@ def test_what_reaches_the_loss_first(tmp_path: Path) -> None:
     assert best["1f1b", "bfloat16"].microbatches == 64
     assert best["auto", "int8"].time < best["1f1b", "int8"].time < best["1f1b", "bfloat16"].time
     assert ("auto", "subspace") in best
-    slow_links.write(tmp_path, data, found, 2)
+    slow_links.write(tmp_path, data, rows, 2)
     document = json.loads((tmp_path / "slow-links.json").read_text())
     assert len(document["rows"]) == len(rows)
     assert (tmp_path / "slow-links-muon.png").stat().st_size > 10_000
