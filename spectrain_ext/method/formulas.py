@@ -53,6 +53,14 @@ def rest_of_delay(place: Place) -> int:
     return -(-(place.window + place.stage - 1) // place.microbatches) - delay(place)
 
 
+def lead_in_deep_delays(place: Place) -> int:
+    """As far as stage 0 has to, less half of what the stage itself is late, rounded down.
+
+    What it does is in docs/frontier.md, "Deep delays"; late by one update, it is the former.
+    """
+    return rest_of_delay(place) - delay(place) // 2
+
+
 def one_per_stage(stages: int) -> int:
     """With as many microbatches as stages no forward is more than one update late."""
     return stages
@@ -106,13 +114,17 @@ def where_late(correction: Callable[[int], Correction]) -> Callable[[Place], Cor
 
 @dataclass(frozen=True)
 class RatesByDelay:
-    """PipeMare's T1: 1/D^(1 - min(t/updates, 1)) at update t of a stage with delay D, or 1."""
+    """PipeMare's T1: 1/D^(power*(1 - min(t/updates, 1))) at update t of a stage with delay D, or 1.
+
+    With infinite updates rates stay so.
+    """
 
     updates: float  # until learning rates are their own again
+    power: float = 1.0
 
     def __call__(self, place: Place, update: int) -> float:
         rest = 1.0 - update / self.updates if update < self.updates else 0.0
-        return float(max(1, delay(place)) ** -rest)
+        return float(max(1, delay(place)) ** (-self.power * rest))
 
 
 def _rounded(a: int, b: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 from spectrain_ext.operators import corrections
@@ -173,9 +174,10 @@ def _like(row: Method, name: str, summary: str, **other: Any) -> Method:
 
 
 _AUTO = _like(
-    second_order(),
+    second_order(lead=formulas.lead_in_deep_delays),
     "auto",
     "microbatches for a delay of one update, predicted on all stages alike",
+    rates=formulas.RatesByDelay(inf, power=0.5),
     window=formulas.window_for_messages,
     microbatches=formulas.one_per_stage,
     otherwise="difference",

@@ -140,7 +140,7 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
         method.forward_reads,
         method.law,
         horizon,
-        _count(method, place, "lead"),
+        _count(method, place, "lead", _least_lead(method, horizon)),
         method.backward,
         _count(method, place, "backward_horizon"),
         method.once,
@@ -177,8 +177,8 @@ def in_words(
     if late == 0:
         return f"{said}, nothing is late and nothing predicted"
     said += f", so that forwards are at most {_updates(late)} late"
-    if method.rates is not None:
-        least = min(rate_at(method, place, 0) for place in places)
+    least = min(rate_at(method, place, 0) for place in places) if method.rates else 1.0
+    if least != 1.0:
         said += f"; learning rates begin with {least:.3g} of their own at the least"
     horizons = [rule.forward_horizon for rule in rules]
     if "counted" in horizons:
@@ -301,10 +301,15 @@ def _rule(method: Method, field: str) -> Callable[[Place], Any]:
     return found
 
 
-def _count(method: Method, place: Place, field: str) -> int:
+def _count(method: Method, place: Place, field: str, least: int = 0) -> int:
     value: int = _rule(method, field)(place)
-    at_least(method, place.stage, place.stages, field, value, 0)
+    at_least(method, place.stage, place.stages, field, value, least)
     return value
+
+
+def _least_lead(method: Method, horizon: int | str) -> int:
+    """One update ahead is left of a second-order prediction."""
+    return min(0, 1 - horizon) if method.law == "second-order" and type(horizon) is int else 0
 
 
 def _check_rates(method: Method, place: Place) -> None:

@@ -11,7 +11,7 @@ from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.operators.numbers import Corrected
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
 
-from .formulas import as_late, none
+from .formulas import RatesByDelay, as_late, delay, none
 
 StageRule = Callable[[Place], int]
 WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
@@ -134,11 +134,6 @@ def phases_of(method: Method) -> tuple[Method, ...]:
         if phase.gap is not None and not phase.gap > 0:
             raise ValueError(f"{where}: gap: expected a number > 0, got {phase.gap!r}")
         found.append(phase.method)
-    if any(one.then and one.then.gap is not None for one in found) and any(m.rates for m in found):
-        raise ValueError(
-            f"{named(method, 'then')}: gap: rates are counted from changes that are known "
-            "before; expected after alone where a phase has rates"
-        )
     return tuple(found)
 
 
@@ -149,8 +144,15 @@ def chunks_of(method: Method) -> int:
 
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
     """What learning rates are multiplied by at an update of training; None: by nothing."""
-    if all(method.rates is None for method, _ in phases):
+    paced = [method.rates is not None and not _is_own(method, place) for method, place in phases]
+    if not any(paced):
         return None
+    first = phases[0][0]
+    if any(method.then and method.then.gap is not None for method, _ in phases):
+        raise ValueError(
+            f"{named(first, 'then')}: gap: rates are counted from changes that are known "
+            "before; expected after alone where a phase has rates"
+        )
 
     def factor(update: int) -> float:
         begun = n = 0
@@ -160,6 +162,12 @@ def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] 
         return 1.0 if method.rates is None else rate_at(method, place, update - begun)
 
     return factor
+
+
+def _is_own(method: Method, place: Place) -> bool:
+    """Whether learning rates by delay are the optimizer's own, as the stage is hardly late."""
+    late = delay(as_late(method.schedule, place))
+    return isinstance(method.rates, RatesByDelay) and late <= 1
 
 
 def rate_at(method: Method, place: Place, update: int) -> float:

@@ -18,7 +18,7 @@ from .expressions import Expression
 from .numbers import Adam as Adam
 from .numbers import Sgd as Sgd
 from .numbers import Term as Term
-from .numbers import horizon, non_negative
+from .numbers import horizon, non_negative, number
 
 
 class Law(Protocol):
@@ -128,7 +128,7 @@ class FutureRates(Law):
 class SecondOrder(Law):
     """The momentum extrapolated by its last change as well.
 
-    W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
+    W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay; lead >= -D. After an update
     v - v_prev = (gain*d - (1 - mu)*v)/mu, so that the last change costs no state: only the step
     itself, which has the gradient, can write this prediction. On the first update v_prev is 0
     (a sum) or the gradient itself (EMA); dampening has no first change of its own.
@@ -138,8 +138,10 @@ class SecondOrder(Law):
     lead: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("delay", "lead"):
-            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
+        object.__setattr__(self, "delay", non_negative("delay", self.delay))
+        object.__setattr__(self, "lead", number("lead", self.lead))
+        if type(self.lead) is type(self.delay) is float and self.lead < -self.delay:
+            raise ValueError(f"lead: expected at least -delay, {-self.delay}, got {self.lead}")
 
     def _coefficients(self, mu: float, gain: float) -> tuple[float, float]:
         change = self.delay * (self.delay + 1.0) / 2.0

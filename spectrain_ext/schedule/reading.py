@@ -53,7 +53,7 @@ class Rules:
     @property
     def predicts(self) -> bool:
         """Whether any weights are predicted."""
-        return self.forward_horizon != 0 or self.lead > 0 or self.backward_horizon > 0
+        return self.forward_horizon != 0 or self.lead != 0 or self.backward_horizon > 0
 
     @property
     def has_master(self) -> bool:
@@ -63,7 +63,7 @@ class Rules:
     @property
     def by_step(self) -> bool:
         """Whether a step writes the forwards' predictions, which nobody can make again."""
-        return self.law == "second-order" and (self.forward_horizon != 0 or self.lead > 0)
+        return self.law == "second-order" and (self.forward_horizon != 0 or self.lead != 0)
 
     def retains(self, microbatches: int | None) -> bool:
         """Whether a backward meets other weights than its forward, each in a buffer of its own.

@@ -106,20 +106,20 @@ def test_rounds_in_updates_of_several_microbatches():
     assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
-def test_auto_predicts_on_every_stage_as_far_as_stage_0_has_to():
+def test_auto_predicts_as_far_as_stage_0_has_to_less_half_of_its_own_delay():
     """One update with its own microbatches, where the last stage is not late and leads by one."""
     assert microbatches_of(find_method("auto"), 8) == 8
     found = at("auto", m=8)
     assert [(c.forward_horizon, c.lead) for c in found] == [(1, 0)] * 7 + [(0, 1)]
     assert {(c.law, c.backward) for c in found} == {("second-order", "stash")}
     assert [(c.forward_horizon, c.lead) for c in at("auto", n=4)] == [
-        (3, 0),
-        (2, 1),
+        (3, -1),
+        (2, 0),
         (1, 2),
         (0, 3),
     ]
     assert [(c.forward_horizon, c.lead) for c in at("auto", n=4, m=2)] == [
-        *((2, 0), (1, 1), (1, 1), (0, 2))
+        *((2, -1), (1, 1), (1, 1), (0, 2))
     ]
     assert [c.forward_horizon + c.lead for c in at("auto", n=1)] == [0]
 

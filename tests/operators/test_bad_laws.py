@@ -39,7 +39,7 @@ class TestErrors:
 
     def test_lead_out_of_range(self) -> None:
         with pytest.raises(ValueError, match="lead"):
-            SecondOrder(1.0, -1.0)
+            SecondOrder(1.0, -1.5)
 
     @pytest.mark.parametrize("rates", [3, None, 0.1])
     def test_rates_that_are_no_sequence(self, rates: Any) -> None:

@@ -274,10 +274,11 @@ class TestSecondOrder:
     @given(
         numbers=sgds(),
         delay=hs.one_of(hs.integers(0, 31), hs.floats(0, 10)),
-        lead=hs.floats(0, 31),
+        share=hs.floats(-1, 31),
         first=hs.booleans(),
     )
-    def test_definition(self, numbers: Sgd, delay: float, lead: float, first: bool) -> None:
+    def test_definition(self, numbers: Sgd, delay: float, share: float, first: bool) -> None:
+        lead = max(-delay, share)
         if first and numbers.dampening:
             return  # a first buffer then is no continuation of any other
         w, v = weights()

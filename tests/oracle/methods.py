@@ -80,7 +80,18 @@ def interleaved_delay(k, n, w, m):
     return counted("interleaved-async", k, n, m)[1]
 
 
-AUTO = replace(SECOND_ORDER, roomy=True)
+
+def less_half(k, n, w, m):
+    """Half of a stage's own delay, rounded down, is not looked ahead along the momentum."""
+    return SECOND_ORDER.lead(k, n, w, m) - local(k, n, w, m) // 2
+
+
+AUTO = replace(
+    SECOND_ORDER,
+    lead=less_half,
+    rates=lambda k, n, w, m, t: 1 / math.sqrt(max(1, local(k, n, w, m))),
+    roomy=True,
+)
 
 METHODS = {
     "auto": AUTO,

@@ -262,8 +262,9 @@ def test_rules_mean_the_delays_that_are_given():
         rules = [rules_at(find_method(method), place) for place in places]
         return [(rule.forward_horizon, rule.lead, rule.backward_horizon) for rule in rules]
 
-    assert numbers("auto", 5) == [(5, 0, 0)] * 3  # nothing more with the same delay everywhere
-    assert numbers("auto", [1, 4, 0]) == [(1, 3, 0), (4, 0, 0), (0, 4, 0)]  # as far as the latest
+    # As far as the latest, less half of its own.
+    assert numbers("auto", 5) == [(5, -2, 0)] * 3
+    assert numbers("auto", [1, 4, 0]) == [(1, 3, 0), (4, -2, 0), (0, 4, 0)]
     assert numbers("spectrain", 5) == [(5, 0, 0)] * 3
     assert numbers("spectrain", [2, 1, 0]) == [(2, 0, 0), (1, 0, 0), (1, 0, 1)]
     assert numbers("lwp-v", [0, 7, 3]) == [(0, 0, 0), (7, 0, 0), (3, 0, 0)]

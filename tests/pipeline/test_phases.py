@@ -357,7 +357,9 @@ def test_what_looks_on_sees_both(tmp_path):
 def test_rates_need_changes_that_are_known_before():
     inner = st.hybrid("1f1b", "pipemare", after=4)
     with pytest.raises(ValueError, match="rates are counted from changes that are known before"):
-        st.hybrid("pipedream", inner, after=None, gap=0.1)
+        make(tanh_stages(4), st.hybrid("pipedream", inner, after=None, gap=0.1))
+    # With as many microbatches as stages the rates of auto are the optimizer's own.
+    make(tanh_stages(4), st.hybrid("auto", after=None, gap=0.1), microbatches=4)
 
 
 def test_a_gap_of_a_stage_without_parameters_is_refused():
