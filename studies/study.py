@@ -37,7 +37,7 @@ from .own import own
 from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
-from .workload import Maker, epochs_of, stages_in, tested
+from .workload import Maker, Workload, epochs_of, stages_in, tested
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
@@ -170,8 +170,12 @@ def judged(cell: Cell, curve: Curve) -> Curve:
     return curve if cell.decays else smoothed(curve)
 
 
-def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
-    """Train one cell with one learning rate and seed."""
+def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, list[Delayed]]:
+    """What a run of a cell trains, and what with, by replica.
+
+    Raises:
+        ValueError: the method cannot work with the optimizer.
+    """
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     asked = contender(cell.contender)
@@ -192,10 +196,18 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
         )
         for workload in workloads
     ]
-    training: Delayed | Replicated = trained[0]
-    if asked.averaging is not None:
-        training = Replicated(trained, asked.averaging, parts * replicas)
-    workload = workloads[0]
+    return workloads[0], trained
+
+
+def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
+    """Train one cell with one learning rate and seed."""
+    workload, replicas = prepare(cell, lr, seed, make)
+    training: Delayed | Replicated = replicas[0]
+    averaging = contender(cell.contender).averaging
+    if averaging is not None:
+        parts = cell.with_rate(lr).microbatches
+        assert parts != "auto"
+        training = Replicated(replicas, averaging, parts)
     due = [update * _POINTS // cell.updates for update in range(cell.total + 1)]
     points = []
     began = time.perf_counter()

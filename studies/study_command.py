@@ -14,7 +14,7 @@ from spectrain_ext.cli.options import POSITIVE, names, own_failures, plain_conso
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
-from .contenders import STUDIES, USUAL, Study, contender
+from .contenders import STUDIES, USUAL, Study
 from .errors import OptionError
 from .frontier import (
     draw_gaps,
@@ -26,8 +26,8 @@ from .frontier import (
 from .options import data_dir, finite, numbers_listed, workload
 from .presets import Optimizer
 from .report import versions
-from .study import Cell, Curves, cells_of, judged, maker_in, own_study, search_all
-from .workload import Maker, Workload, stages_in
+from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
+from .workload import Workload, stages_in
 
 _TABLE = 120  # columns that the table has
 _DATA = "digits"
@@ -157,12 +157,14 @@ def study(
                 tuple(wanted),
                 length,
             )
-        make = maker_in(cells[0].settings, folder)
-        examples = {cell.settings.stages: _workload(cell, make) for cell in cells}
-        sizes = {n: _sizes(example, n) for n, example in examples.items()}
+            make = maker_in(cells[0].settings, folder)
+            # each once, as some cannot work with every optimizer
+            prepared = ((c.settings.stages, prepare(c, c.settings.lr, 0, make)) for c in cells)
+            examples = {n: example for n, (example, _) in prepared}
+            sizes = {n: _sizes(example, n) for n, example in examples.items()}
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
     name = next(iter(examples.values())).name
     del examples
@@ -245,10 +247,6 @@ def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
                 option, "is of studies that seek learning rates; this one has its own"
             )
     return work._replace(settings={**work.settings, **settings})
-
-
-def _workload(cell: Cell, make: Maker) -> Workload:
-    return make(cell.settings, contender(cell.contender).method, cell.settings.stages, 0)
 
 
 def _sizes(workload: Workload, stages: int) -> list[int]:
