@@ -25,6 +25,8 @@ class Contender(NamedTuple):
             says that it does.
         replicas: with ``averaging``, of whole pipelines, each with its own microbatches.
         averaging: how their weights are averaged; None: there is one.
+        uniform: whether all of N stages are late by N - 1 updates, as the first is; instead of the
+            delays of a pipeline.
     """
 
     method: Method
@@ -33,6 +35,7 @@ class Contender(NamedTuple):
     change: float = 0.0
     replicas: int = 1
     averaging: Averaging | None = None
+    uniform: bool = False
 
     def over(self, updates: int) -> Method:
         """The method in a comparison with so many updates of a synchronous run."""
@@ -139,6 +142,11 @@ _EXTRA = {
     "second-order-b975": Contender(second_order(), {"betas": (0.975, 0.999)}),
     "second-order-b95-clip": Contender(second_order(clip=recipe_clip), _SLOW),
     "second-order-b95-t1": Contender(second_order(), _SLOW, careful=0.5),
+    # what a pipeline's late stages gain by their smaller delays
+    **{
+        f"{name}-uniform": Contender(find_method(name), {"microbatches": 1}, uniform=True)
+        for name in ("pipedream", "auto")
+    },
     # arXiv 1912.12675, and asynchronous methods of other kinds before the same end
     "stale": Contender(_STALE),
     "hybrid": Contender(hybrid(_STALE), change=0.5),

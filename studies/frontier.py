@@ -16,12 +16,12 @@ from rich.table import Table
 
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import Method, delay_under, phase_places, phases_of
+from spectrain_ext.method import delay_under, delayed_places, phase_places, phases_of
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
 from .looks import looks
-from .study import Cell, Curve, Curves, smoothed
+from .study import Cell, Curve, Curves, judged
 from .times import Work, measured_work, minibatch_time
 from .workload import Maker
 
@@ -61,12 +61,15 @@ class Row:
         delay: updates that stage 0 is late.
         lr: the learning rate with the least loss, or the workload's.
         losses: test losses after as many updates as synchronous training made, by seed; each the
-            mean of the last tests, over a fifth of it.
+            mean of the last tests, over a fifth of it. Where rates decay the last test's, at the
+            end of a run.
         accuracies: likewise, the shares of targets that were found.
         gap: its loss over that of synchronous training, less 1, paired by seed.
         updates: by share of synchronous training's updates, those that it takes to the least test
             loss until there, over these: the median of the seeds, infinite for one that never does.
-        time: of a minibatch, over that without any bubble, as simulated.
+            None where rates decay.
+        time: of a minibatch, over that without any bubble, as simulated; None: no pipeline has such
+            delays.
     """
 
     contender: str
@@ -77,8 +80,8 @@ class Row:
     losses: tuple[float, ...]
     accuracies: tuple[float, ...]
     gap: Interval
-    updates: Mapping[float, float]
-    time: float
+    updates: Mapping[float, float | None]
+    time: float | None
 
 
 def rows_of(
@@ -93,7 +96,7 @@ def rows_of(
 
     def runs(cell: Cell) -> dict[int, Curve]:
         read = {seed: curves.find(cell, found[cell], seed) for seed in seeds}
-        return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
+        return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
 
     reference = {c.settings.stages: runs(c) for c in found if c.contender == "sync"}
     rows: list[Row] = []
@@ -101,35 +104,37 @@ def rows_of(
     for cell in found:
         n, m = cell.settings.stages, cell.settings.microbatches
         assert m != "auto"
-        asked = contender(cell.contender)
         if n not in reference:
             raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
         if n not in work:
             work[n] = measured_work(cell.settings, make, n, ["cpu"] * n)
         mine, sync = runs(cell), reference[n]
-        ends = [_at(curve, cell.updates) for curve in mine.values()]
+        end = cell.total if cell.decays else cell.updates
+        ends = [_at(curve, end) for curve in mine.values()]
         pairs = [(curve, sync[seed]) for seed, curve in mine.items() if seed in sync]
         rows.append(
             Row(
                 cell.contender,
                 n,
                 m,
-                _delay(asked.method, n, m // asked.replicas),
+                _delay(cell),
                 found[cell],
                 tuple(loss for loss, _ in ends),
                 tuple(accuracy for _, accuracy in ends),
-                Interval.of([_at(a, cell.updates)[0] / b.loss - 1.0 for a, b in pairs]),
+                Interval.of([_at(a, end)[0] / b.loss - 1.0 for a, b in pairs]),
                 {
-                    share: statistics.median(
-                        updates_to(a, least(b, share * cell.updates)) / (share * cell.updates)
-                        for a, b in pairs
-                    )
+                    share: None if cell.decays else _updates(pairs, share * cell.updates)
                     for share in _SHARES
                 },
                 _time_of(cell, work[n]),
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
+
+
+def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
+    """Those that the first of a pair takes to the second's least loss until there, over these."""
+    return statistics.median(updates_to(a, least(b, until)) / until for a, b in pairs)
 
 
 def _at(curve: Curve, updates: int) -> tuple[float, float]:
@@ -157,7 +162,7 @@ def updates_to(curve: Curve, loss: float) -> float:
     return math.inf
 
 
-def _time_of(cell: Cell, work: Work) -> float:
+def _time_of(cell: Cell, work: Work) -> float | None:
     """The time of a minibatch in the schedule, over that of a device's work on it, at most.
 
     What flushes has as many microbatches as stages here, which is how it would be run. A method
@@ -165,6 +170,8 @@ def _time_of(cell: Cell, work: Work) -> float:
     """
     asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
+    if asked.uniform:
+        return None
     phases = [replace(p, then=None) for p in phases_of(asked.method)]
     parts = [n if flushes(p.schedule) else m // asked.replicas for p in phases]
     times = [
@@ -174,9 +181,15 @@ def _time_of(cell: Cell, work: Work) -> float:
     return statistics.fmean(times)
 
 
-def _delay(method: Method, stages: int, microbatches: int) -> int:
+def _delay(cell: Cell) -> int:
     """The most updates that a forward is late, in any phase."""
-    phases = zip(phases_of(method), phase_places(method, stages, microbatches), strict=True)
+    asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
+    assert m != "auto"
+    if asked.uniform:
+        found = delayed_places(asked.method, n, n - 1)
+    else:
+        found = phase_places(asked.method, n, m // asked.replicas)
+    phases = zip(phases_of(asked.method), found, strict=True)
     return max(delay_under(phase.schedule, place) for phase, places in phases for place in places)
 
 
@@ -200,13 +213,13 @@ def frontier_table(rows: Sequence[Row]) -> Table:
             if row.contender == "sync"
             else f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]",
             " ".join(_ratio(row.updates[share]) for share in _SHARES),
-            f"{row.time:.2f}",
+            _ratio(row.time),
         )
     return table
 
 
-def _ratio(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "-"
+def _ratio(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
 def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
@@ -257,20 +270,21 @@ def draw_times(
 ) -> None:
     """Draw mean test losses over the simulated time, bubbles included, a line for each row.
 
-    The rows are of one number of stages; ``curves`` are the runs, by contender, stages and
-    microbatches.
+    The rows are of one number of stages; ``curves`` are what runs are judged by, by contender,
+    stages and microbatches.
     """
     with _picture(path, title) as axes:
-        drawn = looks(row.contender for row in rows)
+        timed = [(row, row.time) for row in rows if row.time is not None]
+        drawn = looks(row.contender for row, _ in timed)
         before: Counter[str] = Counter()
-        for row in rows:
-            runs = [smoothed(c) for c in curves[row.contender, row.stages, row.microbatches]]
+        for row, period in timed:
+            runs = curves[row.contender, row.stages, row.microbatches]
             points = list(zip(*(run.points for run in runs), strict=False))
             look = drawn[row.contender]
             again = before[row.contender]
             before[row.contender] += 1
             axes.plot(
-                [column[0][0] * row.time for column in points],
+                [column[0][0] * period for column in points],
                 [statistics.fmean(loss for _, loss, _ in column) for column in points],
                 color=look.color,
                 linestyle=look.dashes,

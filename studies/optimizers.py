@@ -96,7 +96,7 @@ def make_any_optimizer(
     if settings.optimizer == "muon":
         if settings.model == "speedrun":
             return _raced(settings, hidden, params)
-        adamw = {"weight_decay": settings.weight_decay}
+        adamw = {"betas": settings.betas, "weight_decay": settings.weight_decay}
         rates = settings.lr, settings.weight_decay
         fit = "match_rms_adamw"
         return optim.Muon(params, *rates, adjust_lr_fn=fit, hidden=hidden, adamw=adamw)
@@ -115,7 +115,7 @@ def make_any_optimizer(
 
         made += [SOAP(matrices, lr=settings.lr, weight_decay=settings.weight_decay)]
     if rest:
-        made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
+        made += [torch.optim.AdamW(rest, settings.lr, settings.betas, 1e-8, settings.weight_decay)]
     return Together(*made)
 
 

@@ -37,7 +37,7 @@ from .own import own
 from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
-from .workload import Maker, epochs_of, stages_in, tested
+from .workload import Maker, Workload, epochs_of, stages_in, tested
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
@@ -58,9 +58,19 @@ class Cell:
     updates: int
     length: float
 
+    @property
+    def total(self) -> int:
+        """Updates of a run."""
+        return round(self.updates * self.length)
+
+    @property
+    def decays(self) -> bool:
+        """Whether rates fall to 0 at the end of a run, and nothing but its end is a figure."""
+        return self.settings.lr_schedule == "cosine"
+
     def with_rate(self, lr: float) -> TrainSettings:
         changes = contender(self.contender).changes
-        return replace(self.settings, **changes, lr=lr, updates=self.updates)
+        return replace(self.settings, **changes, lr=lr, updates=self.total)
 
 
 def cells_of(
@@ -69,6 +79,7 @@ def cells_of(
     stages: Iterable[int],
     microbatches: Iterable[str],
     contenders: Sequence[str],
+    length: float | None = None,
 ) -> list[Cell]:
     """Every contender at every depth and number of microbatches that it is defined for.
 
@@ -79,6 +90,8 @@ def cells_of(
         microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
         contenders: names; what flushes is trained once, whatever the microbatches, and what
             has microbatches of its own with those.
+        length: of runs that are late, in synchronous runs; None: 1.5 where delays are above 1 and
+            rates are sought and constant, to see how many updates it takes, else 1.
 
     Raises:
         ValueError: an unknown name; or no contender is defined for what is asked.
@@ -111,10 +124,11 @@ def cells_of(
                 except ValueError as error:
                     why = error
                     continue
-                # more than the updates that synchronous training makes, to see how many it takes
-                longer = work.judges > 0 and not flushing and n - 1 > parts
-                length = 1.5 if longer else 1.0
-                found[name, n, parts] = Cell(name, settings, work.updates, length)
+                cell = Cell(name, settings, work.updates, 1.0)
+                longer = 1.5 if work.judges and n - 1 > parts and not cell.decays else 1.0
+                if not flushing:
+                    cell = replace(cell, length=longer if length is None else length)
+                found[name, n, parts] = cell
     if not found:
         raise why
     return list(found.values())
@@ -151,8 +165,17 @@ def smoothed(curve: Curve) -> Curve:
     return Curve(tuple(points), curve.seconds)
 
 
-def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
-    """Train one cell with one learning rate and seed."""
+def judged(cell: Cell, curve: Curve) -> Curve:
+    """What a run is judged by: its tests, which are smoothed at a constant rate."""
+    return curve if cell.decays else smoothed(curve)
+
+
+def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, list[Delayed]]:
+    """What a run of a cell trains, and what with, by replica.
+
+    Raises:
+        ValueError: the method cannot work with the optimizer.
+    """
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     asked = contender(cell.contender)
@@ -166,26 +189,34 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
             workload.loss,
             method,
             scheduler=workload.scheduler,
+            delays=settings.stages - 1 if asked.uniform else None,
             microbatches=parts,
             clip_norm=settings.clip_norm,
             codec=None if settings.codec is None else NAMES[settings.codec],
         )
         for workload in workloads
     ]
-    training: Delayed | Replicated = trained[0]
-    if asked.averaging is not None:
-        training = Replicated(trained, asked.averaging, parts * replicas)
-    workload = workloads[0]
-    total = round(cell.updates * cell.length)
-    every = max(1, cell.updates // _POINTS)
+    return workloads[0], trained
+
+
+def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
+    """Train one cell with one learning rate and seed."""
+    workload, replicas = prepare(cell, lr, seed, make)
+    training: Delayed | Replicated = replicas[0]
+    averaging = contender(cell.contender).averaging
+    if averaging is not None:
+        parts = cell.with_rate(lr).microbatches
+        assert parts != "auto"
+        training = Replicated(replicas, averaging, parts)
+    due = [update * _POINTS // cell.updates for update in range(cell.total + 1)]
     points = []
     began = time.perf_counter()
-    batches = islice(epochs_of(workload.train, _ENDLESS), total)
+    batches = islice(epochs_of(workload.train, _ENDLESS), cell.total)
     for update, (value, target) in enumerate(batches, start=1):
         if not math.isfinite(training.train_on(value, target)):
             points.append((update, math.inf, 0.0))
             break
-        if update % every == 0 or update == total:
+        if due[update] > due[update - 1] or update == cell.total:
             with training.true_weights() as model:
                 accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
@@ -289,33 +320,53 @@ def run_one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
     return found
 
 
-def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: int) -> float:
+def search(
+    folder: Path,
+    cell: Cell,
+    start: float,
+    seeds: Sequence[int],
+    first: int,
+    *,
+    fine: bool = False,
+) -> float:
     """The learning rate with the least loss, among ``start`` times powers of two, and its runs.
 
     It goes downhill from the start until two rates on either side are worse, judged by the
     ``first`` seeds, and then trains the others at the best. Without judges the start is the best.
+    ``fine`` has the best times and over the square root of two tried as well, in the end.
     With a neighbour on either side ``vanilla`` and ``pipemare-t2`` stopped short of lower losses on
     digits, eight stages deep: losses over rates have more than one valley.
     """
 
-    @cache
-    def judged(power: int) -> float:
-        runs = (run_one(folder, cell, start * 2.0**power, seed) for seed in seeds[:first])
-        return fmean(smoothed(run).loss for run in runs)
+    def rate(power: float) -> float:
+        return start * math.pow(2.0, power)
 
-    best = 0
+    @cache
+    def loss(power: float) -> float:
+        runs = (run_one(folder, cell, rate(power), seed) for seed in seeds[:first])
+        return fmean(judged(cell, run).loss for run in runs)
+
+    best = 0.0
     while first:
-        better = min((best, best + 1, best - 1, best + 2, best - 2), key=judged)
+        better = min((best, best + 1, best - 1, best + 2, best - 2), key=loss)
         if better == best or abs(better) > 6:
             break
         best = better
+    if first and fine:
+        best = min((best, best + 0.5, best - 0.5), key=loss)
     for seed in seeds:
-        run_one(folder, cell, start * 2.0**best, seed)
-    return start * 2.0**best
+        run_one(folder, cell, rate(best), seed)
+    return rate(best)
 
 
 def search_all(
-    folder: Path, cells: Sequence[Cell], seeds: Sequence[int], first: int, *, jobs: int = 1
+    folder: Path,
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    first: int,
+    *,
+    fine: bool = False,
+    jobs: int = 1,
 ) -> Iterator[tuple[Cell, float]]:
     """Search every cell, from its settings' learning rate on; yields each when it is done.
 
@@ -323,9 +374,11 @@ def search_all(
     """
     if jobs == 1:
         for cell in cells:
-            yield cell, search(folder, cell, cell.settings.lr, seeds, first)
+            yield cell, search(folder, cell, cell.settings.lr, seeds, first, fine=fine)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        todo = {pool.submit(search, folder, c, c.settings.lr, seeds, first): c for c in cells}
+        todo = {
+            pool.submit(search, folder, c, c.settings.lr, seeds, first, fine=fine): c for c in cells
+        }
         for done in as_completed(todo):
             yield todo[done], done.result()

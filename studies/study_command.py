@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -14,7 +14,7 @@ from spectrain_ext.cli.options import POSITIVE, names, own_failures, plain_conso
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
-from .contenders import STUDIES, USUAL, Study, contender
+from .contenders import STUDIES, USUAL, Study
 from .errors import OptionError
 from .frontier import (
     draw_gaps,
@@ -23,10 +23,11 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .options import data_dir, numbers_listed, workload
+from .options import data_dir, finite, numbers_listed, workload
+from .presets import Optimizer
 from .report import versions
-from .study import Cell, Curves, cells_of, maker_in, own_study, search_all
-from .workload import Maker, Workload, stages_in
+from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
+from .workload import Workload, stages_in
 
 _TABLE = 120  # columns that the table has
 _DATA = "digits"
@@ -80,7 +81,36 @@ _EPOCHS = 3
     f"are only compared with: see docs/frontier.md.  [default: {', '.join(USUAL)}; of "
     "paper-* the paper's and more]",
 )
+@click.option(
+    "--optimizer",
+    type=click.Choice(get_args(Optimizer)),
+    help="What updates the weights under all methods, sync too; muon and soap those of hidden "
+    "matrices, and AdamW the rest.  [default: adamw for text, else sgd]",
+)
+@click.option(
+    "--lr-schedule",
+    type=click.Choice(["constant", "cosine"]),
+    help="What learning rates do: stay, or fall as half a cosine to 0 at the end of each run, and "
+    "nothing but that end is compared.  [default: constant; of nanogpt and paper-* cosine]",
+)
+@click.option(
+    "--updates",
+    type=POSITIVE,
+    help="Updates of a run of sync.  [default: as docs/frontier.md says, or as --epochs have]",
+)
+@click.option(
+    "--length",
+    type=click.FloatRange(min=1),
+    callback=finite,
+    help="Updates of a run that is late, over those of sync.  [default: 1; at constant rates where "
+    "M < N - 1 1.5]",
+)
 @click.option("--seeds", type=POSITIVE, default=5, help="How many seeds, from 0 on.")
+@click.option(
+    "--fine",
+    is_flag=True,
+    help="Try learning rates half a factor of two from the best as well.",
+)
 @click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
@@ -96,7 +126,12 @@ def study(
     stages: Sequence[int] | None,
     microbatches: Sequence[str],
     methods: Sequence[str],
+    optimizer: str | None,
+    lr_schedule: str | None,
+    updates: int | None,
+    length: float | None,
     seeds: int,
+    fine: bool,
     jobs: int,
     out: Path | None,
 ) -> None:
@@ -110,7 +145,8 @@ def study(
     folder = out or Path("runs") / f"study-{label}"
     console = plain_console()
     try:
-        work = _work(data, workload, epochs)
+        work = _work(data, workload, epochs, updates)
+        work = _otherwise(work, fine, optimizer=optimizer, lr_schedule=lr_schedule)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
         with own_failures(*wanted, *([workload] if workload else [])):
             cells = cells_of(
@@ -119,19 +155,22 @@ def study(
                 stages or work.stages,
                 microbatches or work.microbatches,
                 tuple(wanted),
+                length,
             )
-        make = maker_in(cells[0].settings, folder)
-        examples = {cell.settings.stages: _workload(cell, make) for cell in cells}
-        sizes = {n: _sizes(example, n) for n, example in examples.items()}
+            make = maker_in(cells[0].settings, folder)
+            # each once, as some cannot work with every optimizer
+            prepared = ((c.settings.stages, prepare(c, c.settings.lr, 0, make)) for c in cells)
+            examples = {n: example for n, (example, _) in prepared}
+            sizes = {n: _sizes(example, n) for n, example in examples.items()}
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
     name = next(iter(examples.values())).name
     del examples
     began = time.monotonic()
     found = {}
-    for cell, lr in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
+    for cell, lr in search_all(folder, cells, range(seeds), work.judges, fine=fine, jobs=jobs):
         found[cell] = lr
         s = cell.settings
         console.print(
@@ -140,15 +179,20 @@ def study(
         )
     rows = rows_of(folder, found, range(seeds), make)
     asked = {
-        **({"workload": workload, "epochs": work.settings["epochs"]} if workload else {}),
-        **({} if workload else {"data": data or _DATA}),
+        **({"workload": workload} if workload else {"data": data or _DATA}),
+        **({"epochs": epochs or _EPOCHS} if workload and updates is None else {}),
         "stages": ",".join(map(str, sizes)),
         "microbatches": ",".join(microbatches or work.microbatches),
         "method": ",".join(wanted),
+        "optimizer": optimizer,
+        "lr-schedule": lr_schedule,
+        "updates": updates,
+        "length": length,
         "seeds": seeds,
     }
+    options = [f"--{name} {value}" for name, value in asked.items() if value is not None]
     about: dict[str, Any] = {
-        "command": " ".join(["python -m studies study", *(f"--{k} {v}" for k, v in asked.items())]),
+        "command": " ".join(["python -m studies study", *options, *(["--fine"] if fine else [])]),
         "data": workload or data or _DATA,
         "seeds": seeds,
         "updates": cells[0].updates,
@@ -164,7 +208,9 @@ def study(
     for n in dict.fromkeys(row.stages for row in rows):
         runs = {
             (c.contender, n, int(c.settings.microbatches)): [
-                curve for s in range(seeds) if (curve := curves.find(c, lr, s)) is not None
+                judged(c, curve)
+                for s in range(seeds)
+                if (curve := curves.find(c, lr, s)) is not None
             ]
             for c, lr in found.items()
             if c.settings.stages == n
@@ -175,19 +221,32 @@ def study(
     console.print(f"numbers and pictures: {folder}", soft_wrap=True)
 
 
-def _work(data: str | None, workload: str | None, epochs: int | None) -> Study:
+def _work(data: str | None, workload: str | None, epochs: int | None, updates: int | None) -> Study:
     if workload is None:
         if epochs is not None:
             raise OptionError("epochs", "is of --workload; a study of --data has its own length")
-        return STUDIES[data or _DATA]
-    if data is not None:
+        work = STUDIES[data or _DATA]
+    elif data is not None:
         raise OptionError("data", "is of the built-in workloads, and --workload has another")
-    with own_failures(workload):
-        return own_study(workload, epochs or _EPOCHS)
+    elif epochs is not None and updates is not None:
+        raise OptionError("updates", "expected --epochs or --updates, not both")
+    else:
+        with own_failures(workload):
+            work = own_study(workload, epochs or _EPOCHS)
+    return work._replace(updates=updates or work.updates)
 
 
-def _workload(cell: Cell, make: Maker) -> Workload:
-    return make(cell.settings, contender(cell.contender).method, cell.settings.stages, 0)
+def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
+    """The study with these settings where they are not None."""
+    settings = {name: value for name, value in chosen.items() if value is not None}
+    if "workload" in work.settings and "lr_schedule" in settings:
+        raise OptionError("lr-schedule", "is of --data; the function of --workload makes its own")
+    for option, given in (("optimizer", "optimizer" in settings), ("fine", fine)):
+        if given and not work.judges:
+            raise OptionError(
+                option, "is of studies that seek learning rates; this one has its own"
+            )
+    return work._replace(settings={**work.settings, **settings})
 
 
 def _sizes(workload: Workload, stages: int) -> list[int]:

@@ -80,7 +80,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
                 f"{100 * statistics.fmean(row['accuracies']):.1f}",
                 *(gap, between),
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in row["updates"].values()),
-                f"{row['time']:.2f}",
+                "" if row["time"] is None else f"{row['time']:.2f}",
             ]
         )
     columns = "method|>M|>delay|>seeds|>lr|>test loss|>accuracy %|>gap %|95 % interval"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
+from rich.table import Table
 
 from spectrain_ext import optim
 from spectrain_ext.method import delay, find_method, places_of
 from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
-from studies.frontier import Interval, rows_of, write_frontier
+from studies.frontier import Interval, frontier_table, rows_of, write_frontier
 from studies.optimizers import Together
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
 from studies.workload import stages_in
@@ -34,6 +38,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell]:
     return cells_of(contenders.STUDIES["digits"], None, [3], microbatches, names)
+
+
+def _printed(table: Table) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
 
 
 def test_every_contender_where_it_is_defined() -> None:
@@ -87,6 +98,86 @@ def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(study, "train", train)
     (cell,) = _cells("vanilla", microbatches=("1",))
     assert search(tmp_path, cell, 0.05, range(2), first=2) == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize(("best", "power"), [(0.11, 1.0), (0.135, 1.5), (0.075, 0.5)])
+def test_finer_rates_lie_half_a_factor_of_two_beside_the_best(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, best: float, power: float
+) -> None:
+    asked = []
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        asked.append((round(math.log2(lr / 0.05), 6), seed))
+        return Curve(((20, 1.0 + abs(math.log(lr / best)), 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    (cell,) = _cells("vanilla", microbatches=("1",))
+    search(tmp_path, cell, 0.05, range(3), first=2)
+    before = len(asked)
+    found = search(tmp_path, cell, 0.05, range(3), first=2, fine=True)
+    assert found == pytest.approx(0.05 * 2**power)
+    last = {(power, 2)} - {(1.0, 2)}  # which the first search has trained
+    assert sorted(asked[before:]) == sorted({(0.5, 0), (0.5, 1), (1.5, 0), (1.5, 1)} | last)
+
+
+def test_uniform_delays_are_those_of_the_first_stage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    delays = []
+
+    class Seen(study.Delayed):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            delays.append(self.delays)
+
+    monkeypatch.setattr(study, "Delayed", Seen)
+    cells = _cells("sync", "pipedream", "pipedream-uniform", "auto-uniform")
+    assert [(c.contender, c.settings.microbatches) for c in cells if c.length > 1] == [
+        ("pipedream", 1),
+        ("pipedream-uniform", 1),
+        ("auto-uniform", 1),
+    ]
+    cells = [cell for cell in cells if cell.settings.microbatches == 1]
+    found = dict.fromkeys(cells, 0.0125)
+    losses = [study.run_one(tmp_path, cell, lr, 0).loss for cell, lr in found.items()]
+    assert delays == [(0, 0, 0), (2, 1, 0), (2, 2, 2), (2, 2, 2)]
+    assert len(set(losses)) == 4, "each trains otherwise"
+    rows = rows_of(tmp_path, found, [0], study.maker_in(cells[0].settings, tmp_path))
+    assert [row.delay for row in rows] == [0, 2, 2, 2]
+    assert [row.time is None for row in rows] == [False, False, True, True]
+    assert "pipedream-uniform" in _printed(frontier_table(rows))
+
+
+def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
+    decaying = SMALL._replace(settings={**SMALL.settings, "lr_schedule": "cosine"})
+    assert [cell.length for cell in cells_of(decaying, None, [3], ["1"], ("auto",))] == [1.0]
+    cells = cells_of(decaying, None, [3], ["1"], ("sync", "auto"), 1.5)
+    assert [cell.total for cell in cells] == [20, 30]
+    make, curves = study.maker_in(cells[0].settings, tmp_path), Curves(tmp_path)
+    for cell, loss in zip(cells, (2.0, 1.0), strict=True):
+        scheduler = make(cell.with_rate(0.1), find_method("sync"), 3, 0).scheduler
+        assert scheduler is not None
+        (factor,) = scheduler(optim.SGD([torch.zeros(1)], 0.1)).lr_lambdas
+        assert factor(cell.total // 2) == pytest.approx(0.5)
+        assert factor(cell.total) == pytest.approx(0.0)
+        tests = tuple((u, loss if u == cell.total else 5.0, 0.5) for u in range(1, cell.total + 1))
+        curves.save(cell, 0.1, 0, Curve(tests, 1.0))
+    first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
+    assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
+    assert second.gap.mean == pytest.approx(-0.5)
+    assert set(first.updates.values()) == set(second.updates.values()) == {None}
+    assert "- - -" in _printed(frontier_table([first, second]))
+
+
+@pytest.mark.parametrize("updates", [7, 20, 45])
+def test_runs_are_tested_where_synchronous_ones_end(updates: int) -> None:
+    work = SMALL._replace(updates=updates)
+    sync, late = cells_of(work, None, [3], ["1"], ("sync", "vanilla"))
+    make = study.maker_in(sync.settings, Path())
+    tested = [[u for u, _, _ in study.train(c, 0.01, 0, make).points] for c in (sync, late)]
+    assert len(tested[0]) == min(20, updates) and tested[0][-1] == updates
+    assert tested[1][: len(tested[0])] == tested[0]
+    assert tested[1][-1] == round(1.5 * updates)
 
 
 def test_without_judges_all_have_the_settings_rate(
@@ -194,11 +285,73 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
     assert document["rows"][1]["updates"]["1.0"] == pytest.approx(second.updates[1.0])
 
 
+def test_longer_runs_show_more_updates(tmp_path: Path) -> None:
+    cells = cells_of(SMALL, None, [3], ["1", "N"], ("sync", "auto"), 3.0)
+    assert [(c.settings.microbatches, c.total) for c in cells] == [(1, 20), (1, 60), (3, 60)]
+    curves = Curves(tmp_path)
+    for cell, slope in zip(cells, (1 / 10, 1 / 22, 1 / 35), strict=True):
+        points = tuple((u, 4.0 - u * slope, 0.5) for u in range(1, cell.total + 1))
+        curves.save(cell, 0.1, 0, Curve(points, 1.0))
+    make = study.maker_in(cells[0].settings, tmp_path)
+    rows = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
+    found = {(row.microbatches, row.delay): row.updates[1.0] for row in rows}
+    # means of the last four tests, on all sides
+    expected = {(1, 0): 1.0, (3, 1): math.inf, (1, 2): (22 * 18.5 / 10 + 1.5) / 20}
+    assert found == pytest.approx(expected)
+
+
 def test_one_seed_has_no_interval_and_a_diverged_run_no_gap() -> None:
     assert Interval.of([0.5]) == Interval(0.5, -math.inf, math.inf)
     assert Interval.of([0.5, math.inf]).mean == math.inf
     assert Interval.of([1.0, 1.0, 4.0]).low == pytest.approx(2.0 - 4.303 * math.sqrt(1.0), abs=1e-3)
     assert smoothed(Curve(((1, 4.0, 0.0), (2, 2.0, 1.0)), 0.0)).points[-1] == (2, 3.0, 0.5)
+
+
+def test_the_command_trains_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        settings = cell.with_rate(lr)
+        asked.append((cell.contender, settings.optimizer, settings.lr_schedule, settings.updates))
+        return Curve(((cell.total, 1.0 + abs(math.log(lr / 0.07)), 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    otherwise = "--optimizer adamw --lr-schedule cosine --updates 10 --length 1.5"
+    options = ["--stages", "3", "--microbatches", "1", "-m", "auto,auto-muon", "--seeds", "1"]
+    arguments = ["study", *options, *otherwise.split(), "--fine", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    assert dict.fromkeys(asked) == {
+        ("sync", "adamw", "cosine", 10): None,
+        ("auto", "adamw", "cosine", 15): None,
+        ("auto-muon", "muon", "cosine", 15): None,
+    }
+    document = json.loads((tmp_path / "frontier.json").read_text())
+    assert f" {otherwise} --seeds 1 --fine" in document["command"]
+    assert document["settings"]["optimizer"] == "adamw"
+    assert {round(row["lr"], 3) for row in document["rows"]} == {0.071}
+    own = ["--workload", "examples.own_workload:digits_mlp"]
+    for bad, said in (
+        ([*own, "--lr-schedule", "cosine"], "makes its own"),
+        ([*own, "--epochs", "1", "--updates", "9"], "not both"),
+        (["--data", "paper-snn", "--fine"], "seek learning rates"),
+        (["--length", "0.5"], "--length"),
+    ):
+        refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])
+        assert refused.exit_code == 2
+        assert said in " ".join(refused.output.split())
+
+
+def test_methods_that_cannot_predict_with_the_optimizer_are_refused_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    soaps = SimpleNamespace(SOAP=torch.optim.AdamW)
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", soaps)
+    arguments = ["study", "-m", "spectrain", "--optimizer", "soap", "--out", str(tmp_path)]
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 1
+    assert "method 'spectrain' predicts with the momentum" in refused.output
+    assert not list(tmp_path.glob("*/*.json"))
 
 
 def test_the_command_on_real_digits(tmp_path: Path) -> None:
@@ -246,6 +399,7 @@ def test_hidden_matrices_are_muons_or_soaps(name: str, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", soaps)
     (cell,) = _cells(name, microbatches=("N",))
     make = study.maker_in(cell.settings, Path())
+    cell = replace(cell, settings=replace(cell.settings, betas=(0.8, 0.9)))
     settings, method = cell.with_rate(0.01), contenders.contender(name).method
     workload = make(settings, method, 3, 0)
     stages = stages_in(workload, 3)
@@ -254,6 +408,7 @@ def test_hidden_matrices_are_muons_or_soaps(name: str, monkeypatch: pytest.Monke
     assert isinstance(made, Together if name.endswith("soap") else optim.Muon)
     assert {p for p in made.param_groups[0]["params"]} == hidden
     assert len(made.param_groups[1]["params"]) == len(list(stages[1].parameters())) - len(hidden)
+    assert made.param_groups[1]["betas"] == (0.8, 0.9)
     curve = study.train(cell, 0.01, 0, make)
     assert curve.points[-1][0] == 20
     assert curve.loss < curve.points[0][1]
