@@ -149,6 +149,10 @@ def test_state_is_written_in_place_and_no_narrower_than_float32() -> None:
     give_gradients(params)
     optimizer.step()
     entries = [dict(optimizer.state[p]) for p in params]
+    for side in ("left", "right"):
+        basis = entries[0][f"{side}_basis"]
+        values = (basis * (entries[0][side] @ basis)).sum(0)
+        assert bool((values.diff() <= 1e-6).all())  # in descending order
     for _ in range(3):
         give_gradients(params)
         optimizer.step()
