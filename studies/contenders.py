@@ -131,6 +131,10 @@ _EXTRA = {
         for kind in ("muon", "soap")
         for name in ("sync", "vanilla", "pipedream", "pipedream-2bw", "auto")
     },
+    **{
+        f"{name}-rotation": Contender(find_method(name), {"optimizer": "basis-rotation"})
+        for name in ("pipedream", "auto")
+    },
     "second-order-all": Contender(replace(second_order(lead=none), forward_horizon=_farthest)),
     "second-order-all-lead-1": Contender(
         replace(second_order(lead=lambda place: 1), forward_horizon=_farthest)

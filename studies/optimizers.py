@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import optim
-from spectrain_ext.extras import require
 from spectrain_ext.method import Method
 from spectrain_ext.optim import PredictingOptimizer
 
@@ -74,25 +72,10 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
     return factor
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers as one: the groups of all."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self._parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        groups = iter(self.param_groups)
-        for part in parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self._parts:
-            part.step()
-
-
 def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[Tensor], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
+) -> PredictingOptimizer:
+    """The settings' optimizer; muon and basis rotation are for hidden matrices, AdamW for the rest."""
     if settings.optimizer == "muon":
         if settings.model == "speedrun":
             return _raced(settings, hidden, params)
@@ -100,23 +83,12 @@ def make_any_optimizer(
         rates = settings.lr, settings.weight_decay
         fit = "match_rms_adamw"
         return optim.Muon(params, *rates, adjust_lr_fn=fit, hidden=hidden, adamw=adamw)
-    if settings.optimizer != "soap":
-        return make_optimizer(settings, method, params)
-    matrices = [p for p in params if p in hidden]
-    rest = [p for p in params if p not in hidden]
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        require(
-            "pytorch_optimizer",
-            "SOAP comes with pytorch-optimizer",
-            "pip install pytorch-optimizer",
-        )
-        from pytorch_optimizer import SOAP  # type: ignore[import-not-found]
-
-        made += [SOAP(matrices, lr=settings.lr, weight_decay=settings.weight_decay)]
-    if rest:
-        made += [torch.optim.AdamW(rest, settings.lr, settings.betas, 1e-8, settings.weight_decay)]
-    return Together(*made)
+    if settings.optimizer == "soap":
+        return optim.SOAP(params, settings.lr, weight_decay=settings.weight_decay)
+    if settings.optimizer == "basis-rotation":  # as its public code has it
+        given = {"weight_decay": settings.weight_decay, "hidden": hidden}
+        return optim.SOAP(params, settings.lr, precondition_frequency=10, **given)
+    return make_optimizer(settings, method, params)
 
 
 #: Of the baselines of Protocol NanoGPT, over the learning rate of their hidden matrices, 0.025.
@@ -125,7 +97,7 @@ _EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
 
 def _raced(
     settings: TrainSettings, hidden: set[Tensor], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+) -> PredictingOptimizer:
     """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
     lr = settings.lr
     rates = {p: _VECTORS if p.dim() < 2 else _HEAD for p in params if p not in hidden}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon", "soap"]
+Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon", "soap", "basis-rotation"]
 
 
 @dataclass(frozen=True)

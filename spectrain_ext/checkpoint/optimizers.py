@@ -44,6 +44,7 @@ class OptimizerState(Item):
         self._names = part.parameter_names()
         # torch's or one of the package's; what others keep nobody knows
         self._is_ours = isinstance(optimizer, PredictingOptimizer)
+        self._loose = optimizer.loose_keys if isinstance(optimizer, PredictingOptimizer) else ()
         self._is_known = self._is_ours or type(optimizer).__module__.startswith("torch.optim")
 
     def _params(self) -> list[Tensor]:
@@ -148,7 +149,8 @@ class OptimizerState(Item):
         if shape is None and self._is_known and key in _ELEMENTWISE:
             raise ValueError(f"{where!r} is no tensor, expected one of shape {list(p.shape)}")
         # torch's Adafactor keeps rows and columns
-        fixed = key in _ELEMENTWISE or (self._is_ours and shape not in ([], [1]))
+        is_any = key in self._loose or shape in ([], [1])
+        fixed = key in _ELEMENTWISE or (self._is_ours and not is_any)
         if shape not in (None, list(p.shape)) and self._is_known and fixed:
             raise ValueError(f"{where!r} has shape {shape}, expected {list(p.shape)}")
         if shape is None and entries and self._is_ours:

@@ -217,6 +217,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Keys of the state that has a parameter's shape: what ``bind`` wants buffers for."""
         return self._parameters.rule.buffers
 
+    @property
+    def loose_keys(self) -> tuple[str, ...]:
+        """Keys of the state of any shape, which stays where it is: SOAP's."""
+        return self._parameters.rule.loose
+
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
         entry, keys = self.state.get(param, {}), self._parameters.rule.all_keys

@@ -165,9 +165,10 @@ def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
 
 def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """State on a GPU that is not in the buffers of ``bind``."""
+    found = _state_of(optimizer)
     if isinstance(optimizer, PredictingOptimizer):
-        return []
-    return [tensor for tensor in _tensors_in(_state_of(optimizer)) if tensor.is_cuda]
+        found = [e.get(key) for e in optimizer.state.values() for key in optimizer.loose_keys]
+    return [tensor for tensor in _tensors_in(found) if tensor.is_cuda]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:

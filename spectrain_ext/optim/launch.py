@@ -19,7 +19,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
 from .parameters import Kinds, Parameters, Views
-from .rule import MUON, Group, Rule, Scalars
+from .rule import Group, Rule, Scalars
 from .state import State, empty_like
 
 # What corrects a step, and the largest learning rate of every group.
@@ -108,7 +108,6 @@ class Launch:
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
         )._native
-        self._orthogonal = self.rule is MUON
         self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []
@@ -178,13 +177,13 @@ class Launch:
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             own = [laws[cohort.group] for cohort in self.cohorts]
-            if self._orthogonal:  # whose first update is no change
+            if rule.is_for_matrices:  # whose first update is no change
                 own = [
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
             predict = (tuple(own),)
-        if self._orthogonal:  # divides by the scale itself; no step is left out here
+        if rule.is_for_matrices:  # divides by the scale itself; no step is left out here
             self._scale, options = options.get("grad_scale"), {}
         correction = None
         if correcting is not None:
@@ -207,26 +206,27 @@ class Launch:
         """Make the step that was prepared; returns whether rows now belong to other cohorts."""
         step = self._step
         assert step is not None
-        if self._orthogonal:
-            self._orthogonalize(step.templates)
+        if self.rule.is_for_matrices:
+            self._make_updates(step, state)
         step.call()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
         self.forget_gradients()
         return self._updated_to(step.after, state)
 
-    def _orthogonalize(self, templates: Sequence[Any]) -> None:
-        """Hand the plan what Muon's kernel takes for gradients."""
+    def _make_updates(self, step: _Prepared, state: State) -> None:
+        """Hand the plan the changes of the updates, which the kernel takes for gradients."""
         assert self._buffers is not None
         changes: list[Tensor | None] = [None] * len(self.params)
-        for row, n in enumerate(self._assignment):
-            gradient = self.params[row].grad
+        for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
+            gradient = p.grad
             if gradient is not None:
                 if self._scale is not None:
                     gradient = gradient / self._scale
-                numbers = templates[self.cohorts[n].group]
-                state = (column[row] for column in self._buffers)
-                changes[row] = numbers.change(self._weights[row], gradient, *state)
+                numbers = step.templates[self.cohorts[n].group]
+                buffers = (column[row] for column in self._buffers)
+                weight, count = self._weights[row], int(step.after[n][0])
+                changes[row] = numbers.change(weight, gradient, *buffers, state[p], count)
         self.native.set_gradients(tuple(changes), False)
 
     def _scalars(self, cohort: Cohort) -> Scalars:

@@ -1,4 +1,4 @@
-"""SGD, Adam, AdamW, NAdam, Muon: torch.optim's, in one fused pass per step, with predictions."""
+"""SGD, Adam, AdamW, NAdam, Muon: torch.optim's, in one fused pass, with predictions; SOAP."""
 
 from __future__ import annotations
 
@@ -262,7 +262,71 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
         )
 
 
-class Muon(PredictingOptimizer, torch.optim.Muon):
+class _OfMatrices(PredictingOptimizer):
+    """What ``Muon`` and ``SOAP`` share: groups of matrices, and groups of the rest, AdamW's."""
+
+    _rest: dict[str, Any]
+    _hidden: Collection[Tensor] | None = None
+
+    def _make(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        adamw: Mapping[str, Any],
+        hidden: Collection[Tensor] | None,
+    ) -> None:
+        key = self._rule.kind
+        self._rest = {**AdamW([torch.empty(0)], **adamw).defaults, key: False}
+        self._hidden = None if hidden is None else set(hidden)
+        # Not the constructor of torch's Muon, which refuses the rest.
+        torch.optim.Optimizer.__init__(self, params, {**defaults, key: True})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, or two of one of both kinds; as of ``SGD`` otherwise."""
+        key, kinds = self._rule.kind, dict[bool, list[Any]]({True: [], False: []})
+        given = param_group["params"]
+        for entry in [given] if isinstance(given, Tensor) else given:
+            p = entry[1] if isinstance(entry, tuple) else entry
+            is_matrix = bool(param_group.get(key, self._is_hidden(p)))
+            if is_matrix and p.dim() != 2:
+                raise ValueError(
+                    f"{key}: expected matrices alone, got a parameter of shape {tuple(p.shape)}"
+                )
+            kinds[is_matrix].append(entry)
+        if all(kinds.values()) and len(param_group) > 1:
+            raise ValueError(
+                "param_group: its options are for hidden matrices or for the rest, and it has "
+                f"both; give each a group of its own, with {key}=True and {key}=False"
+            )
+        count, defaults = len(self.param_groups), self.defaults
+        try:
+            for is_matrix in [kind for kind, mine in kinds.items() if mine] or [True]:
+                self.defaults = defaults if is_matrix else self._rest
+                mine = given if isinstance(given, set) else kinds[is_matrix]  # torch refuses a set
+                super().add_param_group({**param_group, "params": mine})
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        finally:
+            self.defaults = defaults
+
+    def _is_hidden(self, p: Any) -> bool:
+        is_matrix = isinstance(p, Tensor) and p.dim() == 2
+        return is_matrix and (self._hidden is None or p in self._hidden)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``PredictingOptimizer``, with what later groups are made from."""
+        return {**super().__getstate__(), "_rest": self._rest, "_hidden": self._hidden}
+
+    def check_correction(self, correction: Correction | None) -> None:
+        """Raise ValueError: no correction is defined for updates of matrices."""
+        if correction is not None:
+            raise ValueError(
+                f"{correction} is not defined for the updates of {type(self).__name__}"
+            )
+
+
+class Muon(_OfMatrices, torch.optim.Muon):
     """Muon for hidden matrices and AdamW for the rest, in one optimizer that can predict.
 
     Of matrices arguments, groups and results are ``torch.optim.Muon``'s, whose ``state_dict`` loads
@@ -300,7 +364,6 @@ class Muon(PredictingOptimizer, torch.optim.Muon):
     """
 
     _rule = rule.MUON
-    _hidden: Collection[Tensor] | None = None
 
     def __init__(
         self,
@@ -321,51 +384,12 @@ class Muon(PredictingOptimizer, torch.optim.Muon):
         self._prepare(momentum_dtype)
         if adjust_lr_fn == "match_rms_adamw":
             adamw = {"lr": lr, **adamw}
-        self._rest = {**AdamW([torch.empty(0)], **adamw).defaults, "use_muon": False}
-        self._hidden = None if hidden is None else set(hidden)
         defaults = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"adjust_lr_fn": adjust_lr_fn, "use_muon": True},
+            "adjust_lr_fn": adjust_lr_fn,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # Muon's refuses the rest
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, or two of one without ``use_muon``; as of ``SGD`` otherwise."""
-        kinds: dict[bool, list[Any]] = {True: [], False: []}
-        given = param_group["params"]
-        for entry in [given] if isinstance(given, Tensor) else given:
-            p = entry[1] if isinstance(entry, tuple) else entry
-            use_muon = param_group.get("use_muon", self._is_hidden(p))
-            if use_muon and p.dim() != 2:
-                raise ValueError(
-                    f"use_muon: expected matrices alone, got a parameter of shape {tuple(p.shape)}"
-                )
-            kinds[bool(use_muon)].append(entry)
-        if all(kinds.values()) and len(param_group) > 1:
-            raise ValueError(
-                "param_group: its options are for hidden matrices or for the rest, and it has "
-                "both; give each a group of its own, with use_muon=True and use_muon=False"
-            )
-        count, defaults = len(self.param_groups), self.defaults
-        try:
-            for use_muon in [kind for kind, mine in kinds.items() if mine] or [True]:
-                self.defaults = defaults if use_muon else self._rest
-                mine = given if isinstance(given, set) else kinds[use_muon]  # torch refuses a set
-                super().add_param_group({**param_group, "params": mine})
-        except Exception:
-            del self.param_groups[count:]
-            raise
-        finally:
-            self.defaults = defaults
-
-    def _is_hidden(self, p: Any) -> bool:
-        is_matrix = isinstance(p, Tensor) and p.dim() == 2
-        return is_matrix and (self._hidden is None or p in self._hidden)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As ``PredictingOptimizer``, with what later groups are made from."""
-        return {**super().__getstate__(), "_rest": self._rest, "_hidden": self._hidden}
+        self._make(params, defaults, adamw, hidden)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``SGD``; with what torch's Muon has saved, predictions begin after a step."""
@@ -377,10 +401,68 @@ class Muon(PredictingOptimizer, torch.optim.Muon):
             state[key] = entry
         super().load_state_dict({**state_dict, "state": state})
 
-    def check_correction(self, correction: Correction | None) -> None:
-        """Raise ValueError: no correction is defined for orthogonalized updates."""
-        if correction is not None:
-            raise ValueError(f"{correction} is not defined for the updates of Muon")
+
+class SOAP(_OfMatrices):
+    """Adam in the eigenbasis of gradients for matrices and AdamW for the rest, which can predict.
+
+    SOAP (arXiv 2409.11321), and basis rotation (arXiv 2602.03515), which is SOAP with its momentum
+    kept un-rotated, as here: the same in exact arithmetic. A matrix G of gradients has as
+    covariances the averages L of G G^T and R of G^T G. Every ``precondition_frequency`` steps their
+    eigenvectors Q_L, Q_R follow them, by one iteration of the power method and a QR decomposition.
+    The second moments are averages of (Q_L^T G Q_R)^2, and the update is what Adam's is in that
+    basis, turned back. Each parameter group is of one kind, by its key ``rotated``; of ``Muon`` is
+    how a plain list becomes two groups.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as ``SGD``.
+        lr: learning rate of matrices (>= 0).
+        betas: decay of the first and of the second moment, each in [0, 1).
+        shampoo_beta: decay of the covariances, in [0, 1); None: ``betas[1]``.
+        eps: added to the root of the second moment (>= 0).
+        weight_decay: decoupled decay of matrices (>= 0).
+        precondition_frequency: steps from basis to basis.
+        max_dimension: a side that is longer has no basis, and is not rotated.
+        hidden: the parameters that are rotated, of those with two dimensions; None: all, which
+            with late gradients was better than ``hidden_matrices(model)``.
+        adamw: options of ``AdamW`` for the rest, with the same ``lr`` and ``betas`` unless given.
+        momentum_dtype: dtype of moment and update, as of ``SGD``; all else of the state is float32,
+            or float64 of a float64 parameter.
+
+    Raises:
+        ValueError: a number out of range, a rotation of what is no matrix, a group with options of
+            both kinds of parameters and without ``rotated``.
+        TypeError: as ``SGD``; an option that ``AdamW`` does not have.
+
+    A matrix has as state ``exp_avg``, ``exp_avg_sq`` in the basis, ``left``, ``right``,
+    ``left_basis``, ``right_basis``, and ``update_buffer``, its last update U with the bias
+    corrections: ``W <- (1 - lr*weight_decay)*W - lr*U``. Predictions are those of ``Muon``. A
+    gradient that is not finite makes all of a matrix NaN, where of ``AdamW`` it does an element.
+    """
+
+    _rule = rule.SOAP
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.95, 0.95),
+        shampoo_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        precondition_frequency: int = 3,
+        max_dimension: int = 10_000,
+        *,
+        hidden: Collection[Tensor] | None = None,
+        adamw: Mapping[str, Any] = {},
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._prepare(momentum_dtype)
+        defaults = {
+            **{"lr": lr, "betas": betas, "shampoo_beta": shampoo_beta, "eps": eps},
+            **{"weight_decay": weight_decay, "max_dimension": max_dimension},
+            "precondition_frequency": precondition_frequency,
+        }
+        self._make(params, defaults, {"lr": lr, "betas": betas, **adamw}, hidden)
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.numbers import Sgd, non_negative, number
+from spectrain_ext.operators.numbers import non_negative, number
+
+from .matrices import MatrixUpdate
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orthogonal(Sgd):
-    """Muon as SGD: of momentum 1, with the change of the orthogonalized update for a gradient.
-
-    The buffer of that SGD is then the last update itself: every law of SGD predicts along it, and
-    the second-order law by its last change as well.
-    """
-
-    # All of the last change is too much: the norm of an orthogonalized update is the same whatever
-    # the gradient's. With half, training with gradients 1, 2 or 4 updates late ended below none of
-    # it and the difference law, and from 2 on below all of it; with 7 seeds differ as much as
-    # these do (bench/muon_laws.py).
-    trust: ClassVar[float] = 0.5
+class Orthogonal(MatrixUpdate):
+    """Muon's update: the orthogonalized momentum."""
 
     beta: float
     mixes: bool  # Nesterov
@@ -36,7 +28,7 @@ class Orthogonal(Sgd):
     adjusts: str | None
 
     def __post_init__(self) -> None:
-        Sgd.__post_init__(self)  # slots: no super()
+        MatrixUpdate.__post_init__(self)  # slots: no super()
         non_negative("momentum", self.beta)
         non_negative("eps", self.eps)
         if not isinstance(self.coefficients, tuple) or len(self.coefficients) != 3:
@@ -49,9 +41,10 @@ class Orthogonal(Sgd):
             known = ", ".join(map(repr, ADJUSTMENTS))
             raise ValueError(f"adjust_lr_fn: expected one of {known}, got {self.adjusts!r}")
 
-    @torch.no_grad()
-    def change(self, weight: Tensor, gradient: Tensor, last: Tensor, momentum: Tensor) -> Tensor:
-        """Update the momentum, and return the new update less the last one, like the weight."""
+    def update(
+        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: Any, step: int
+    ) -> Tensor:
+        """Update the momentum, and return the update, like the weight."""
         gradient = gradient.to(momentum.dtype)
         momentum.lerp_(gradient, 1.0 - self.beta)
         mixed = gradient.lerp(momentum, self.beta) if self.mixes else momentum
@@ -60,7 +53,7 @@ class Orthogonal(Sgd):
         ratio = 0.2 * math.sqrt(max(rows, columns))
         if self.adjusts != "match_rms_adamw":
             ratio = math.sqrt(max(1.0, rows / columns))
-        return torch.empty_like(weight).copy_(new).mul_(ratio).sub_(last)
+        return torch.empty_like(weight).copy_(new).mul_(ratio)
 
 
 def orthogonalized(

@@ -12,6 +12,7 @@ from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.numbers import Adam, Sgd, non_negative
 
 from .orthogonal import Orthogonal
+from .rotated import LOOSE, Rotated
 
 Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
@@ -29,12 +30,20 @@ class Rule:
     # before ``mu_product``, and ``gap_step``, the steps that an average has taken.
     scalars: Mapping[str, float]
     refused: Mapping[str, str]  # flags of torch's that are not supported, and why
-    # Of groups without ``use_muon``: as many buffers, the same scalars.
+    loose: tuple[str, ...] = ()  # keys of state of any shape, which no kernel knows
+    # Of a rule for matrices: the key that its groups have, and the rule of groups where that is
+    # false, with as many buffers and the same scalars.
+    kind: str = ""
     rest: Rule | None = None
 
     def of(self, group: Group) -> Rule:
         """The rule of a parameter group."""
-        return self if self.rest is None or group.get("use_muon", True) else self.rest
+        return self if self.rest is None or group.get(self.kind, True) else self.rest
+
+    @property
+    def is_for_matrices(self) -> bool:
+        """Whether its numbers make a ``MatrixUpdate``."""
+        return self.rest is not None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -42,8 +51,8 @@ class Rule:
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Of the parameters of any group; buffers before scalars."""
-        return self.keys if self.rest is None else (*self.buffers, *self.rest.keys)
+        """Of the parameters of any group; buffers before all else."""
+        return self.keys if self.rest is None else (*self.buffers, *self.rest.keys, *self.loose)
 
     def with_average(self, buffers: tuple[str, ...]) -> Rule:
         """The rule with the state of a correction that averages, behind its own."""
@@ -129,12 +138,15 @@ def _sgd_numbers(group: Group) -> Sgd:
     )
 
 
+def _of_updates(group: Group) -> dict[str, Any]:
+    decay = plain(group["weight_decay"], "weight_decay")
+    decoupled = {"weight_decay": decay, "decoupled_weight_decay": True}
+    return {"lr": _rate(group["lr"]), "momentum": 1.0, **decoupled}
+
+
 def _muon_numbers(group: Group) -> Orthogonal:
     return Orthogonal(
-        _rate(group["lr"]),
-        momentum=1.0,
-        weight_decay=plain(group["weight_decay"], "weight_decay"),
-        decoupled_weight_decay=True,
+        **_of_updates(group),
         beta=plain(group["momentum"], "momentum"),
         mixes=bool(group["nesterov"]),
         coefficients=group["ns_coefficients"],
@@ -144,10 +156,26 @@ def _muon_numbers(group: Group) -> Orthogonal:
     )
 
 
+def _betas(group: Group) -> Any:
+    return tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"]))
+
+
+def _soap_numbers(group: Group) -> Rotated:
+    adam = Adam(1.0, _betas(group), plain(group["eps"], "eps"), step=1)
+    beta = group["shampoo_beta"]
+    return Rotated(
+        **_of_updates(group),
+        adam=adam,
+        shampoo_beta=adam.betas[1] if beta is None else plain(beta, "shampoo_beta"),
+        frequency=group["precondition_frequency"],
+        max_dimension=group["max_dimension"],
+    )
+
+
 def _adam_numbers(group: Group) -> Adam:
     return Adam(
         _rate(group["lr"]),
-        tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
+        _betas(group),
         plain(group["eps"], "eps"),
         plain(group["weight_decay"], "weight_decay"),
         1,
@@ -176,12 +204,20 @@ ADAM = Rule(
     },
 )
 NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
-#: The kernel keeps the update; the momentum that is made one of is torch's alone.
+#: The kernel keeps the update; the momentum that one is made of is not the kernel's.
 MUON = Rule(
     _muon_numbers,
     buffers=("update_buffer", "momentum_buffer"),
     columns=("momentum_buffers",),
     scalars={"step": 0.0},
     refused={},
+    kind="use_muon",
     rest=ADAM,
+)
+SOAP = replace(
+    MUON,
+    numbers=_soap_numbers,
+    buffers=("update_buffer", "exp_avg"),
+    loose=LOOSE,
+    kind="rotated",
 )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from .matrices import MatrixUpdate
+from .rotated import loose_dtype
 from .rule import Group, Rule, Scalars
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -148,10 +150,12 @@ def put_saved(
     loaded: Mapping[str, Any],
 ) -> None:
     """Put saved state into what torch has made of the rest, before it takes that; or raise."""
+    keys: list[tuple[Any, Any]] = []
     for index, old in enumerate(saved["param_groups"]):
-        rule.read(index, {**defaults, **old})
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for (where, p, own), key in zip(ruled(rule, loaded["param_groups"]), keys, strict=True):
+        numbers = rule.read(index, {**defaults, **old})
+        keys += [(key, numbers) for key in old["params"]]
+    every = ruled(rule, loaded["param_groups"])
+    for (where, p, own), (key, numbers) in zip(every, keys, strict=True):
         entry = saved["state"].get(key)
         if not isinstance(entry, Mapping):
             continue
@@ -166,6 +170,22 @@ def put_saved(
         made.update(zip(own.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
         for name, value in zip(own.scalars, scalars, strict=True):
             made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
+        if isinstance(numbers, MatrixUpdate):
+            made.update(_loose_state(where, numbers, p, entry))
+
+
+def _loose_state(
+    where: str, numbers: MatrixUpdate, p: Tensor, entry: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    found = {}
+    for key, shape in numbers.loose(p.shape).items():
+        saved = entry.get(key)
+        got = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+        if got != shape:
+            raise ValueError(f"{where}: {key} must be a tensor of shape {shape}, got {got}")
+        # Whatever the saved one's strides: products of a matrix then have the same bits.
+        found[key] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(entry[key])
+    return found
 
 
 class Ordered:

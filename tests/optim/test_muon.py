@@ -1,4 +1,4 @@
-"""Muon and AdamW in one optimizer: torch's numbers, predictions, pipelines, checkpoints."""
+"""Muon and AdamW in one optimizer: torch's numbers; and of SOAP too predictions and pipelines."""
 
 from __future__ import annotations
 
@@ -33,16 +33,25 @@ def muon(params: Any, **options: Any) -> st.optim.Muon:
     return st.optim.Muon(params, 0.02, adamw=REST, **options)
 
 
-class Reference:
-    """torch's two optimizers, and what the laws say of their last steps."""
+def soap(params: Any, **options: Any) -> st.optim.SOAP:
+    # Where covariances have no full rank, an eps of 1e-8 is no larger than rounding.
+    return st.optim.SOAP(params, 0.02, eps=1e-3, adamw=REST, **options)
 
-    def __init__(self, params: Sequence[Tensor], lr: float = 0.02, **options: Any) -> None:
+
+BOTH = pytest.mark.parametrize("make", [muon, soap])
+
+
+class Reference:
+    """Two optimizers, and what the laws say of their last steps; SOAP's is the package's own."""
+
+    def __init__(self, params: Sequence[Tensor], make: Any = muon, **options: Any) -> None:
         self.params = list(params)
         matrices = [p for p in self.params if p.dim() == 2]
         rest = [p for p in self.params if p.dim() != 2]
         self.parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self.parts.append(torch.optim.Muon(matrices, lr=lr, **options))
+            is_soap = make is soap
+            self.parts.append(soap(matrices) if is_soap else torch_muon(matrices, **options))
         if rest:
             self.parts.append(torch.optim.AdamW(rest, **REST))
         self.steps = 0
@@ -73,7 +82,7 @@ class Reference:
         return next((part.state[p] for part in self.parts if p in part.state), {})
 
     def ahead(self, steps: float, changes: float = 0.0) -> list[Tensor]:
-        """So many last updates further, and last changes of these: of Muon's half as many."""
+        """So many last updates further, and last changes of these: of matrices' half as many."""
         rows = zip(self.params, self.now, self.change, strict=True)
         halves = [changes / 2 if p.dim() == 2 else changes for p in self.params]
         moved = [p.detach() - steps * u for p, u, _ in rows]
@@ -176,10 +185,11 @@ def test_hidden_matrices_lie_between_embeddings_and_head() -> None:
     assert st.optim.hidden_matrices(model) == matrices
 
 
-def test_predictions_in_place() -> None:
+@BOTH
+def test_predictions_in_place(make: Any) -> None:
     ours = made()
     theirs = twins(ours)
-    optimizer, reference = muon(ours), Reference(theirs)
+    optimizer, reference = make(ours), Reference(theirs, make)
     with optimizer.predicted(3):
         assert_same(ours, theirs)
     for _ in range(3):
@@ -192,20 +202,21 @@ def test_predictions_in_place() -> None:
         assert_bits(ours, before)
     with pytest.raises(ValueError, match="needs the gradient"):
         optimizer.predict_(st.laws.SecondOrder(2))
-    decays = 1 - 0.02 * 0.1
+    decays = 1 - 0.02 * (0.01 if make is soap else 0.1)
     expected = [theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]]
     with optimizer.predicted(st.laws.Geometric(2)):
         assert_same(ours[:1], expected)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_bound_with_a_master(dtype: torch.dtype) -> None:
+def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     """State is kept in given buffers, and a step writes the prediction as well."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ours = made(dtype)
     master = {p: p.detach().to(wide) for p in ours}
     theirs = [nn.Parameter(w.clone()) for w in master.values()]
-    optimizer, reference = muon(ours), Reference(theirs)
+    optimizer, reference = make(ours), Reference(theirs, make)
     buffers = {
         key: {p: torch.full_like(master[p], 7) for p in ours} for key in optimizer.buffer_keys
     }
@@ -243,10 +254,11 @@ def test_bound_with_a_master(dtype: torch.dtype) -> None:
     assert optimizer.state[ours[0]]["update_buffer"] is not updates[ours[0]]
 
 
-def test_a_scaled_step_and_a_skipped_one() -> None:
+@BOTH
+def test_a_scaled_step_and_a_skipped_one(make: Any) -> None:
     ours = made()
     theirs = twins(ours)
-    optimizer, reference = muon(ours), muon(theirs)
+    optimizer, reference = make(ours), make(theirs)
     for step in range(4):
         give_gradients(ours, theirs)
         for p in ours:
@@ -284,20 +296,24 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
     assert_same(ours, theirs)
 
 
-def test_own_state_goes_on_to_the_bit() -> None:
-    ours = made(torch.float32)
-    optimizer = muon(ours)
-    for _ in range(3):
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_own_state_goes_on_to_the_bit(dtype: torch.dtype, make: Any) -> None:
+    ours = made(dtype)
+    optimizer = make(ours)
+    for _ in range(4):
         give_gradients(ours)
         optimizer.step()
     theirs = twins(ours)
-    other = st.optim.Muon(theirs, 0.7)
+    other = type(optimizer)(theirs, 0.7)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copied, its = pickle.loads(pickle.dumps((optimizer, ours)))
     for _ in range(3):
-        give_gradients(ours, theirs)
-        optimizer.step()
-        other.step()
+        give_gradients(ours, theirs, its)
+        for each in (optimizer, other, copied):
+            each.step()
     assert_bits(theirs, bits(ours))
+    assert_bits(its, bits(ours))
     with optimizer.predicted(2), other.predicted(2):
         assert_bits(theirs, bits(ours))
 
@@ -320,15 +336,16 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(3, 5), torch.randn(3, 5)) for _ in range(count)]
 
 
+@BOTH
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("method", ["spectrain-stash", "second-order"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_pipeline_is_the_definition(n: int, method: str) -> None:
+def test_a_pipeline_is_the_definition(n: int, method: str, make: Any) -> None:
     """Forwards read n - k - 1 updates ahead, backwards meet their forwards' weights."""
     stages, data = tanh_stages(n), batches(9)
     copies = copy.deepcopy(stages)
     true = [[p.detach().clone() for p in stage.parameters()] for stage in copies]
-    references = [Reference(weights) for weights in true]
+    references = [Reference(weights, make) for weights in true]
     versions = [[bits(weights)] for weights in true]
     expected = []
     for i, (value, target) in enumerate(data):
@@ -354,20 +371,27 @@ def test_a_pipeline_is_the_definition(n: int, method: str) -> None:
             second = method == "second-order"
             ahead = (delay + k, delay * (delay + 1) / 2) if second else (delay, 0)
             versions[k].append(references[k].ahead(*ahead))
-    pipe = st.Pipeline(stages, muon, mse, method)
+    pipe = st.Pipeline(stages, make, mse, method)
     found = [result.loss.detach() for result in pipe.run(data)]
     torch.testing.assert_close(found, expected)
     for stage, weights in zip(pipe.children(), true, strict=True):
         assert_same(list(stage.parameters()), weights)
 
 
-@pytest.mark.parametrize("method", ["auto", "spectrain", "vanilla", "msnag", "lwp-w", "xpipe"])
-def test_one_stage_is_plain_training(method: str) -> None:
+PLAIN = [
+    *("auto", "spectrain", "vanilla", "msnag", "lwp-w", "xpipe"),
+    st.hybrid("auto", "spectrain-stash", after=4),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("method", PLAIN, ids=lambda m: getattr(m, "name", m))
+def test_one_stage_is_plain_training(method: Any, make: Any) -> None:
     (stage,), data = tanh_stages(1), batches(6)
     model = copy.deepcopy(stage)
-    pipe = st.Pipeline([stage], muon, mse, method)
+    pipe = st.Pipeline([stage], make, mse, method)
     found = [result.loss.item() for result in pipe.run(data)]
-    optimizer = muon(model.parameters())
+    optimizer = make(model.parameters())
     for loss, (x, y) in zip(found, data, strict=True):
         optimizer.zero_grad()
         expected = mse(model(x), y)
@@ -379,42 +403,58 @@ def test_one_stage_is_plain_training(method: str) -> None:
 
 def test_auto_predicts_along_its_own_update() -> None:
     place = phase_places(find_method("auto"), 4, 4)[0][0]
-    for optimizer, law in ((muon(made()), "second-order"), (torch_muon(made()), "difference")):
-        assert rules_at(find_method("auto"), place, optimizer).law == law
+    expected = {muon: "second-order", soap: "second-order", torch_muon: "difference"}
+    for make, law in expected.items():
+        assert rules_at(find_method("auto"), place, make(made())).law == law
 
 
-def test_corrections_are_refused() -> None:
+@BOTH
+def test_corrections_are_refused(make: Any) -> None:
+    name = make(made()).__class__.__name__
     for method in ("dc-asgd", "gap-aware"):
-        with pytest.raises(ValueError, match=rf"stages\[0\] under method '{method}': .* Muon"):
-            st.Pipeline(tanh_stages(2), muon, mse, method)
+        with pytest.raises(ValueError, match=rf"stages\[0\] under method '{method}': .* {name}"):
+            st.Pipeline(tanh_stages(2), make, mse, method)
     for method in ("sc", "error-feedback", "braking"):
-        with pytest.raises(ValueError, match=rf"has Muon, and method '{method}' is defined for"):
-            st.Pipeline(tanh_stages(2), muon, mse, method)
+        with pytest.raises(ValueError, match=rf"has {name}, and method '{method}' is defined for"):
+            st.Pipeline(tanh_stages(2), make, mse, method)
+
+
+def test_torchs_muon_does_not_predict() -> None:
     with pytest.raises(ValueError, match=r"torch.*Muon, and .* use spectrain_ext.optim.Muon, or"):
         st.Pipeline([nn.Linear(5, 5, bias=False) for _ in range(2)], torch_muon, mse, "spectrain")
 
 
-def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Muon([p for p in params if p.dim() == 2])
+def torch_muon(params: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02, **options)
 
 
+@BOTH
 @pytest.mark.parametrize("method", ["auto", "spectrain"])
-def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any, method: str) -> None:
-    kept = pipeline(3, optimizer=muon, method=method)
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any, method: str, make: Any) -> None:
+    kept = pipeline(3, optimizer=make, method=method)
     train(kept, checkpoint_batches(3))
     save(tmp_path / "c", kept)
-    other = pipeline(3, seed=9, optimizer=muon, method=method)
+    other = pipeline(3, seed=9, optimizer=make, method=method)
     train(other, checkpoint_batches(2, seed=4))
     load(tmp_path / "c", other)
     same(everything(other), everything(kept))
+    cut, again = (pipeline(n, seed=n, optimizer=make, method=method) for n in (2, 3))
+    load(tmp_path / "c", cut)
+    save(tmp_path / "of another cut", cut)
+    load(tmp_path / "of another cut", again)
+    found, expected = (
+        {key: value for key, value in everything(each).items() if "random" not in key}
+        for each in (again, kept)
+    )
+    same(found, expected)
     data = checkpoint_batches(5, seed=1)
     assert train(other, data) == train(kept, data)
-    load(tmp_path / "c", pipeline(2, optimizer=muon, method=method))  # another cut
 
 
-def test_sixteen_bits_beside_a_float32_master() -> None:
+@BOTH
+def test_sixteen_bits_beside_a_float32_master(make: Any) -> None:
     stages = [stage.bfloat16() for stage in tanh_stages(2)]
-    pipe = st.Pipeline(stages, muon, mse, "auto", master_dtype=torch.float32)
+    pipe = st.Pipeline(stages, make, mse, "auto", master_dtype=torch.float32)
     list(pipe.run([(x[:2].bfloat16(), y[:2].bfloat16()) for x, y in batches(6)]))
     for optimizer in pipe.optimizers:
         for entry in optimizer.state_dict()["state"].values():

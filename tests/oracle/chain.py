@@ -68,7 +68,7 @@ class TanhChainOracle:
         if law == "second-order":
             change = v - self.versions[k][max(0, u - 1)][1]
             lead = self.method.lead(k, len(self.stages), self.windows[k], self.m)
-            ahead = self.lr * ((s + lead) * v + s * (s + 1) / 2 * change)
+            ahead = self.rate(k, u - 1) * ((s + lead) * v + s * (s + 1) / 2 * change)
             return w - ahead if u else w
         return w - s * self.rate(k, u) * v
 

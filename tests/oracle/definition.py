@@ -67,6 +67,7 @@ class Oracle:
         self.optimizers = [optimizer(true) if true else None for true in self.true]
         self.schedulers = [scheduler(o) if scheduler and o else None for o in self.optimizers]
         self.made = 0  # updates of all runs
+        self.paces = []
         self.take_up(self.method)
 
     def take_up(self, method):
@@ -79,6 +80,9 @@ class Oracle:
             Steps(o, true, method.correction(*place)) if o else None
             for o, true, place in zip(self.optimizers, self.true, places, strict=True)
         ]
+        for pace in self.paces:
+            if pace is not None:
+                pace.restore()
         self.paces = [
             Pace(o, partial(method.rates, *place)) if o else None
             for o, place in zip(self.optimizers, places, strict=True)

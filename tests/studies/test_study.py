@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +19,6 @@ from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
 from studies.frontier import Interval, frontier_table, rows_of, write_frontier
-from studies.optimizers import Together
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
 from studies.workload import stages_in
 
@@ -393,10 +389,8 @@ def test_t1_begins_with_the_rate_over_the_delay() -> None:
     assert contenders.contender("pipedream").over(20).rates is None
 
 
-@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon", "auto-soap"])
-def test_hidden_matrices_are_muons_or_soaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    soaps = SimpleNamespace(SOAP=torch.optim.AdamW)  # whose package not everyone has
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", soaps)
+@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon", "auto-rotation"])
+def test_hidden_matrices_are_muons_or_rotated(name: str) -> None:
     (cell,) = _cells(name, microbatches=("N",))
     make = study.maker_in(cell.settings, Path())
     cell = replace(cell, settings=replace(cell.settings, betas=(0.8, 0.9)))
@@ -405,10 +399,11 @@ def test_hidden_matrices_are_muons_or_soaps(name: str, monkeypatch: pytest.Monke
     stages = stages_in(workload, 3)
     hidden = {p for p in stages[1].parameters() if p.dim() == 2}
     made = workload.optimizer(list(stages[1].parameters()))
-    assert isinstance(made, Together if name.endswith("soap") else optim.Muon)
+    assert isinstance(made, optim.SOAP if name.endswith("rotation") else optim.Muon)
     assert {p for p in made.param_groups[0]["params"]} == hidden
     assert len(made.param_groups[1]["params"]) == len(list(stages[1].parameters())) - len(hidden)
-    assert made.param_groups[1]["betas"] == (0.8, 0.9)
+    if name.endswith("muon"):
+        assert made.param_groups[1]["betas"] == (0.8, 0.9)
     curve = study.train(cell, 0.01, 0, make)
     assert curve.points[-1][0] == 20
     assert curve.loss < curve.points[0][1]

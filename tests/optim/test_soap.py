@@ -1,0 +1,218 @@
+"""SOAP: its step written out in float64, its options, its state. What it shares: `test_muon`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.optim_cases import assert_bits, assert_same, bits, give_gradients, twins
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.optim.foreign import loose_state
+
+SHAPES = ((6, 6), (3, 8), (8, 3), (7,), (2, 3, 2))  # matrices first
+
+
+def made(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape, dtype=dtype) * 0.2) for shape in SHAPES]
+
+
+class Oracle:
+    """The steps of a matrix as the paper's public code makes them, in float64."""
+
+    def __init__(self, weight: Tensor, known: tuple[Tensor, Tensor], **options: Any) -> None:
+        defaults = {"lr": 3e-3, "betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8}
+        defaults |= {"weight_decay": 0.01, "precondition_frequency": 3, "max_dimension": 10_000}
+        self.options = {**defaults, **options}
+        self.w = weight.detach().double().clone()
+        self.m, self.v = torch.zeros_like(self.w), torch.zeros_like(self.w)
+        self.t = 0
+        self.covariances = [c.double().clone() for c in known]
+        most = self.options["max_dimension"]
+        self.rotates = [n <= most for n in self.w.shape]
+        self.bases = [torch.eye(n, dtype=torch.float64) for n in self.w.shape]
+
+    def step(self, g: Tensor) -> None:
+        g, o = g.double(), self.options
+        (b1, b2), beta = o["betas"], o["shampoo_beta"]
+        beta = b2 if beta is None else beta
+        self.t += 1
+        outer = g @ g.T, g.T @ g
+        for i in [i for i in (0, 1) if self.rotates[i]]:
+            c = self.covariances[i] = beta * self.covariances[i] + (1 - beta) * outer[i]
+            q = self.bases[i]
+            if self.t == 1:
+                self.bases[i] = torch.linalg.eigh(c)[1].flip(1)
+            elif self.t % o["precondition_frequency"] == 0:
+                order = torch.diagonal(q.T @ c @ q).argsort(descending=True)
+                self.v = self.v[order] if i == 0 else self.v[:, order]
+                self.bases[i] = torch.linalg.qr(c @ q[:, order])[0]
+        left, right = self.bases
+        self.m = b1 * self.m + (1 - b1) * g
+        self.v = b2 * self.v + (1 - b2) * (left.T @ g @ right) ** 2
+        rotated = (left.T @ self.m @ right) / (self.v.sqrt() + o["eps"])
+        update = left @ rotated @ right.T * (1 - b2**self.t) ** 0.5 / (1 - b1**self.t)
+        self.w = (1 - o["lr"] * o["weight_decay"]) * self.w - o["lr"] * update
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"precondition_frequency": 1, "betas": (0.9, 0.8), "weight_decay": 0.0},
+    {"precondition_frequency": 4, "shampoo_beta": 0.7, "eps": 1e-3, "lr": 0.02},
+    {"max_dimension": 7},  # of (3, 8) the rows alone
+    {"max_dimension": 2, "lr": torch.tensor(0.05, dtype=torch.float64)},  # Adam
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_it_is_the_formula_for_matrices_and_adamw_for_the_rest(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    params = made(dtype)
+    theirs = twins(params)[3:]
+    adamw = {"lr": options.get("lr", 3e-3), "betas": options.get("betas", (0.95, 0.95))}
+    optimizer, reference = st.optim.SOAP(params, **options), st.optim.AdamW(theirs, **adamw)
+    oracles = []
+    for p in params[:3]:
+        # Of full rank from the beginning: else rounding chooses some of the eigenvectors.
+        known = tuple(c @ c.T / n for n in p.shape for c in [torch.randn(n, 2 * n, dtype=dtype)])
+        sides = zip(("left", "right"), known, strict=True)
+        optimizer.state[p].update((side, c.clone()) for side, c in sides)
+        oracles.append(Oracle(p, known, **options))
+    for _ in range(10):
+        give_gradients(params)
+        for p, q in zip(params[3:], theirs, strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+        for p, oracle in zip(params, oracles, strict=False):
+            oracle.step(p.grad)
+    assert_bits(params[3:], bits(theirs))
+    tight = (
+        {"rtol": 1e-9, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    )
+    for p, oracle in zip(params, oracles, strict=False):
+        torch.testing.assert_close(p.detach().double(), oracle.w, **tight)
+        assert ("left_basis" in optimizer.state[p]) == oracle.rotates[0]
+
+
+def test_without_a_basis_it_is_adamw() -> None:
+    ours = made()
+    theirs = twins(ours)
+    # With an eps it is not: SOAP's is in the root's own units.
+    optimizer = st.optim.SOAP(ours, 0.01, eps=0.0, max_dimension=0, adamw={"eps": 0.0})
+    reference = torch.optim.AdamW(theirs, 0.01, betas=(0.95, 0.95), eps=0.0)
+    for _ in range(5):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+
+
+def test_a_group_is_of_one_kind() -> None:
+    params = made()
+    optimizer = st.optim.SOAP(params, 0.3, (0.5, 0.6), hidden=params[1:], adamw={"eps": 0.1})
+    assert [group["rotated"] for group in optimizer.param_groups] == [True, False]
+    assert [group["params"] for group in optimizer.param_groups] == [
+        params[1:3],
+        [params[0], *params[3:]],
+    ]
+    rest = optimizer.param_groups[1]
+    assert (rest["lr"], rest["betas"], rest["eps"]) == (0.3, (0.5, 0.6), 0.1)
+    with pytest.raises(ValueError, match=r"rotated: expected matrices alone, .* \(7,\)"):
+        optimizer.add_param_group({"params": [made()[3]], "rotated": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"betas": (1.0, 0.9), "adamw": {"betas": (0.9, 0.9)}}, r"group 0: betas\[0\]"),
+        ({"shampoo_beta": 1.0}, "group 0: shampoo_beta"),
+        ({"eps": -1.0}, "group 0: eps"),
+        ({"precondition_frequency": 0}, "precondition_frequency: expected a whole number >= 1"),
+        ({"max_dimension": 1.5}, "max_dimension: expected a whole number >= 0, got 1.5"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        st.optim.SOAP(made(), **options)
+
+
+def test_state_is_written_in_place_and_no_narrower_than_float32() -> None:
+    params = made(torch.bfloat16)
+    optimizer = st.optim.SOAP(params, max_dimension=7)
+    give_gradients(params)
+    optimizer.step()
+    entries = [dict(optimizer.state[p]) for p in params]
+    for side in ("left", "right"):
+        basis = entries[0][f"{side}_basis"]
+        values = (basis * (entries[0][side] @ basis)).sum(0)
+        assert bool((values.diff() <= 1e-6).all())  # in descending order
+    for _ in range(3):
+        give_gradients(params)
+        optimizer.step()
+    for p, entry in zip(params, entries, strict=True):
+        assert all(optimizer.state[p][key] is entry[key] for key in entry if key != "step")
+    narrow = {"update_buffer", "exp_avg"}
+    assert {k for k, t in entries[1].items() if t.dtype == torch.bfloat16} == narrow
+    shapes = {k: tuple(t.shape) for k, t in entries[1].items() if k not in narrow | {"step"}}
+    assert shapes == {"exp_avg_sq": (3, 8), "left": (3, 3), "left_basis": (3, 3)}
+
+
+def test_saved_state_has_to_be_whole() -> None:
+    params = made()
+    optimizer = st.optim.SOAP(params)
+    give_gradients(params)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = bits(optimizer.state[params[1]].values())
+    saved["state"][1]["right"] = torch.eye(3)
+    with pytest.raises(ValueError, match=r"1 of group 0: right must be .* \(8, 8\), got \(3, 3\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][1]["right"]
+    with pytest.raises(ValueError, match=r"right must be .* \(8, 8\), got NoneType"):
+        optimizer.load_state_dict(saved)
+    assert_bits([*optimizer.state[params[1]].values()], before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_gradient_that_is_not_finite_is_a_matrixs_own(value: float, late: int) -> None:
+    params = made()
+    optimizer = st.optim.SOAP(params)
+    for step in range(4):
+        give_gradients(params)
+        if step == late:
+            params[0].grad[0, 0] = value
+        optimizer.step()
+    assert params[0].isnan().all()
+    assert all(bool(p.isfinite().all()) for p in params[1:])
+
+
+@pytest.mark.cuda
+def test_on_a_gpu() -> None:
+    params = [nn.Parameter(p.detach().cuda()) for p in made(torch.float64)]
+    ours = [nn.Parameter(p.detach().cpu()) for p in params]
+    optimizer, reference = (st.optim.SOAP(each, 0.02, eps=1e-3) for each in (params, ours))
+    for p, q in zip(params[:3], ours, strict=False):
+        for side, n in zip(("left", "right"), p.shape, strict=True):
+            c = torch.randn(n, 2 * n, dtype=torch.float64)
+            for each, held in ((optimizer, p), (reference, q)):
+                each.state[held][side] = (c @ c.T).to(held.device)
+    for _ in range(7):
+        give_gradients(params)
+        for p, q in zip(params, ours, strict=True):
+            q.grad = p.grad.cpu()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, ours, strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-9, atol=1e-11)
+    # Streams that step and streams that save have to know of it.
+    assert {id(t) for t in loose_state(optimizer)} >= {
+        id(optimizer.state[p][key]) for p in params[:3] for key in ("exp_avg_sq", "left_basis")
+    }
