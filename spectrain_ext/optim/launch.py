@@ -214,6 +214,7 @@ class Launch:
         self.forget_gradients()
         return self._updated_to(step.after, state)
 
+    @torch.no_grad()
     def _make_updates(self, step: _Prepared, state: State) -> None:
         """Hand the plan the changes of the updates, which the kernel takes for gradients."""
         assert self._buffers is not None
@@ -224,9 +225,9 @@ class Launch:
                 if self._scale is not None:
                     gradient = gradient / self._scale
                 numbers = step.templates[self.cohorts[n].group]
-                buffers = (column[row] for column in self._buffers)
-                weight, count = self._weights[row], int(step.after[n][0])
-                changes[row] = numbers.change(weight, gradient, *buffers, state[p], count)
+                last, momentum = (column[row] for column in self._buffers)
+                given = self._weights[row], gradient, momentum, state[p], int(step.after[n][0])
+                changes[row] = numbers.update(*given).sub_(last)
         self.native.set_gradients(tuple(changes), False)
 
     def _scalars(self, cohort: Cohort) -> Scalars:

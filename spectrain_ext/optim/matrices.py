@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-import torch
 from torch import Tensor
 
 from spectrain_ext.operators.numbers import Sgd
+
+State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +32,7 @@ class MatrixUpdate(Sgd):
         return {}
 
     def update(
-        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: Any, step: int
+        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
         """Update momentum and loose state; return the update of this step, like the weight."""
         raise NotImplementedError
-
-    @torch.no_grad()
-    def change(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        last: Tensor,
-        momentum: Tensor,
-        state: MutableMapping[str, Any],
-        step: int,
-    ) -> Tensor:
-        """Update momentum and loose state, and return the new update less the last one."""
-        return self.update(weight, gradient, momentum, state, step).sub_(last)

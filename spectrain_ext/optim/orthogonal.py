@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.operators.numbers import non_negative, number
 
-from .matrices import MatrixUpdate
+from .matrices import MatrixUpdate, State
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -42,7 +41,7 @@ class Orthogonal(MatrixUpdate):
             raise ValueError(f"adjust_lr_fn: expected one of {known}, got {self.adjusts!r}")
 
     def update(
-        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: Any, step: int
+        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
         """Update the momentum, and return the update, like the weight."""
         gradient = gradient.to(momentum.dtype)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.operators.numbers import Adam, fraction
 
-from .matrices import MatrixUpdate
+from .matrices import MatrixUpdate, State
 
 _SIDES = ("left", "right")
 LOOSE = ("exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES))
@@ -48,12 +46,7 @@ class Rotated(MatrixUpdate):
         return shapes
 
     def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        momentum: Tensor,
-        state: MutableMapping[str, Any],
-        step: int,
+        self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
         """Update all state in place, and return the update, like the weight."""
         dtype = loose_dtype(weight)
