@@ -80,7 +80,6 @@ def interleaved_delay(k, n, w, m):
     return counted("interleaved-async", k, n, m)[1]
 
 
-
 def less_half(k, n, w, m):
     """Half of a stage's own delay, rounded down, is not looked ahead along the momentum."""
     return SECOND_ORDER.lead(k, n, w, m) - local(k, n, w, m) // 2
