@@ -75,7 +75,7 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
 def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> PredictingOptimizer:
-    """The settings' optimizer; muon and basis rotation are for hidden matrices, AdamW for the rest."""
+    """The settings' optimizer; muon and basis-rotation have AdamW for all but hidden matrices."""
     if settings.optimizer == "muon":
         if settings.model == "speedrun":
             return _raced(settings, hidden, params)
@@ -86,8 +86,8 @@ def make_any_optimizer(
     if settings.optimizer == "soap":
         return optim.SOAP(params, settings.lr, weight_decay=settings.weight_decay)
     if settings.optimizer == "basis-rotation":  # as its public code has it
-        given = {"weight_decay": settings.weight_decay, "hidden": hidden}
-        return optim.SOAP(params, settings.lr, precondition_frequency=10, **given)
+        lr, decay = settings.lr, settings.weight_decay
+        return optim.SOAP(params, lr, weight_decay=decay, precondition_frequency=10, hidden=hidden)
     return make_optimizer(settings, method, params)
 
 

@@ -202,6 +202,8 @@ def in_words(
     if corrections:
         names = (re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower() for name in corrections)
         said += f"; steps have {' or '.join(names)}"
+    if late > 1 and optimizer is not None and _family_of(optimizer) in ("adam", "adamw", "nadam"):
+        said += f"; so late, SOAP loses far less than {type(optimizer).__name__}"
     return said
 
 

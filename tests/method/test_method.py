@@ -144,6 +144,15 @@ def test_in_words():
         "vanilla: 1 microbatch a minibatch, so that forwards are at most 3 updates late; backwards "
         "meet the newest weights"
     )
+    late = said("auto", 4, 1)
+    assert "learning rates begin with 0.577 of their own" in late
+    assert "every stage predicts 2 to 3 updates ahead" in late
+    weights = [torch.zeros(1, requires_grad=True)]
+    for make, hint in ((AdamW, True), (SGD, False)):
+        method, optimizer = find_method("auto"), make(weights, 0.1)
+        for m in (1, 4):
+            line = in_words(method, places_of(method, 4, m), optimizer)
+            assert line.endswith("SOAP loses far less than AdamW") == (hint and m == 1)
     for name, n in (("sync", 4), ("auto", 1)):
         assert said(name, n, 1).endswith("nothing is late and nothing predicted")
 
