@@ -14,6 +14,8 @@ from table import table
 STUDY = "2026-11-22-frontier"
 #: That of other people's corrections, schedules and averages.
 FIELD = "2026-11-23-field"
+#: That of deep delays, with several optimizers.
+DEEP = "2026-11-25-deep"
 
 
 def section(results: Path) -> str:
@@ -87,6 +89,49 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
     return table(f"{columns}|>updates, 50 %|>75 %|>100 %|>time", lines)
 
 
+def deep(results: Path, name: str) -> str:
+    """All rows of one of its studies: gaps, and updates to a loss where rates are constant."""
+    rows = json.loads((results / DEEP / f"{name}.json").read_text())["rows"]
+    head = "method|>N|>M|>delay|>seeds|>lr|>test loss|>gap %"
+    counted = any(None not in row["updates"].values() for row in rows)
+    lines = []
+    for row in sorted(rows, key=lambda r: (r["stages"], r["delay"], statistics.fmean(r["losses"]))):
+        late = row["contender"] != "sync"
+        numbers = (row["stages"], row["microbatches"], row["delay"], len(row["losses"]))
+        updates = (f"{u:.2f}" if u is not None and late else "" for u in row["updates"].values())
+        lines.append(
+            [
+                *(f"`{row['contender']}`", *map(str, numbers), f"{row['lr']:.3g}"),
+                f"{statistics.fmean(row['losses']):.3f}",
+                f"{100 * row['gap']['mean']:+.1f}" if late else "",
+                *(updates if counted else ()),
+            ]
+        )
+    return table(head + ("|>updates, 50 %|>75 %|>100 %" if counted else ""), lines)
+
+
+def deep_gap(results: Path, name: str, contender: str, stages: str, microbatches: str) -> str:
+    """How far a row of it ended from synchronous training with the same optimizer."""
+    return beside(deep_row(results, name, contender, stages, microbatches)["gap"]["mean"])
+
+
+def deep_updates(results: Path, name: str, contender: str, stages: str, microbatches: str) -> str:
+    """The least and the most of a row's updates to a loss over synchronous training's."""
+    row = deep_row(results, name, contender, stages, microbatches)
+    ratios = [ratio for ratio in row["updates"].values() if ratio is not None]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+
+
+def deep_row(
+    results: Path, name: str, contender: str, stages: str, microbatches: str
+) -> dict[str, Any]:
+    at = contender, int(stages), int(microbatches)
+    rows = json.loads((results / DEEP / f"{name}.json").read_text())["rows"]
+    (row,) = (r for r in rows if (r["contender"], r["stages"], r["microbatches"]) == at)
+    found: dict[str, Any] = row
+    return found
+
+
 def best(results: Path) -> str:
     """Where `auto`, one update late at most, ended lowest on the transformer."""
     return beside(min(late_by_one(results)))
@@ -107,17 +152,6 @@ def late_by_one(results: Path) -> list[float]:
         for row in rows_of(results, "text")
         if row["contender"] == "auto" and row["delay"] == 1
     ]
-
-
-def updates(results: Path, workload: str, contender: str, stages: str, microbatches: str) -> str:
-    """The least and the most of a row's updates to a loss over synchronous training's."""
-    (ratios,) = (
-        [ratio for ratio in row["updates"].values() if ratio is not None]
-        for row in rows_of(results, workload)
-        if (row["contender"], row["stages"], row["microbatches"])
-        == (contender, int(stages), int(microbatches))
-    )
-    return f"{min(ratios):.1f} to {max(ratios):.1f} times"
 
 
 def nanogpt(results: Path, contender: str, lr: str) -> str:
