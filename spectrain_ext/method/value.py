@@ -67,7 +67,8 @@ class Method:
         forward_horizon: a rule for s, by how many updates the forward's weights are predicted
             ahead of the version it reads, 0 for the version itself; or ``"counted"``: exactly the
             updates until this microbatch's backward. The second-order law's delay.
-        lead: a rule for the second-order law's lead, in updates.
+        lead: a rule for the second-order law's lead, in updates; below 0 the momentum is followed
+            less far than the delay, one update at least.
         backward: the weights that the backward meets. ``"current"``: the newest version;
             ``"predict"``: the newest version predicted ahead by ``backward_horizon`` (linearly,
             where the law is of second order); ``"stash"``: the very weights of its forward.
