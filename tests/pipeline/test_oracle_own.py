@@ -21,7 +21,7 @@ from helpers.pipeline_cases import (
 )
 from hypothesis import given
 from oracle.cases import OPTIMIZERS
-from oracle.methods import Definition
+from oracle.methods import AUTO, Definition, local
 from torch.optim import lr_scheduler
 
 import spectrain_ext as st
@@ -59,12 +59,12 @@ def method_and_definition(name="own", **choices):
     ids=["no momentum", "torch's"],
 )
 def test_auto_without_momentum_goes_by_the_last_change_of_the_weights(parts, optimizer):
-    """As far as stage 0 has to; the same rows with momentum are among every method's."""
+    """As far as with momentum, whose rows are among every method's."""
 
-    def farthest(k, n, w, m):
-        return -(-(w + k - 1) // m)
+    def ahead(k, n, w, m):
+        return -(-(w + k - 1) // m) - local(k, n, w, m) // 2
 
-    definition = Definition(law="difference", forward=farthest, backward="stash")
+    definition = Definition(law="difference", forward=ahead, backward="stash", rates=AUTO.rates)
     compared = Compared(
         tanh_stages(4), "auto", definition=definition, optimizer=optimizer, microbatches=parts
     )
