@@ -84,8 +84,8 @@ _EPOCHS = 3
 @click.option(
     "--optimizer",
     type=click.Choice(get_args(Optimizer)),
-    help="What updates the weights under all methods, sync too; muon and soap those of hidden "
-    "matrices, and AdamW the rest.  [default: adamw for text, else sgd]",
+    help="What updates the weights under all methods, sync too; muon and basis-rotation "
+    "hidden matrices, soap all, and AdamW the rest.  [default: adamw for text, else sgd]",
 )
 @click.option(
     "--lr-schedule",

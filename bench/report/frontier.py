@@ -91,7 +91,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
 
 def deep(results: Path, name: str) -> str:
     """All rows of one of its studies: gaps, and updates to a loss where rates are constant."""
-    rows = json.loads((results / DEEP / f"{name}.json").read_text())["rows"]
+    rows = rows_of(results, name, DEEP)
     head = "method|>N|>M|>delay|>seeds|>lr|>test loss|>gap %"
     counted = any(None not in row["updates"].values() for row in rows)
     lines = []
@@ -126,10 +126,9 @@ def deep_row(
     results: Path, name: str, contender: str, stages: str, microbatches: str
 ) -> dict[str, Any]:
     at = contender, int(stages), int(microbatches)
-    rows = json.loads((results / DEEP / f"{name}.json").read_text())["rows"]
+    rows = rows_of(results, name, DEEP)
     (row,) = (r for r in rows if (r["contender"], r["stages"], r["microbatches"]) == at)
-    found: dict[str, Any] = row
-    return found
+    return row
 
 
 def best(results: Path) -> str:
@@ -161,9 +160,8 @@ def nanogpt(results: Path, contender: str, lr: str) -> str:
     return f"{loss:.3f}"
 
 
-def rows_of(results: Path, workload: str) -> list[dict[str, Any]]:
-    """The rows of a workload's study."""
-    found: list[dict[str, Any]] = json.loads((results / STUDY / f"{workload}.json").read_text())[
-        "rows"
-    ]
+def rows_of(results: Path, workload: str, study: str = STUDY) -> list[dict[str, Any]]:
+    """The rows of a workload in the folder of a study."""
+    path = results / study / f"{workload}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return found

@@ -12,7 +12,7 @@ from table import table
 from spectrain_ext.extras import picture
 from spectrain_ext.method import methods
 
-from .frontier import DEEP
+from .frontier import DEEP, rows_of
 
 #: The runs of bench_plan.py.
 FOLDER = "2026-11-22-plan"
@@ -202,9 +202,9 @@ def quality_data(results: Path) -> dict[str, Any]:
     """What ``spectrain_ext/planning/quality.json`` holds: gaps and updates of known methods."""
     known = set(methods())
     rows = []
-    later = _rows_in(results / DEEP / "digits.json")  # of the same study, since ``auto`` changed
+    later = rows_of(results, "digits", DEEP)  # of the same study, since ``auto`` changed
     for path in sorted((results / STUDY).glob("*.json")):
-        for row in _rows_in(path):
+        for row in rows_of(results, path.stem):
             if row["contender"] not in known or not row["delay"]:
                 continue
             if path.stem == "digits":
@@ -222,11 +222,6 @@ def quality_data(results: Path) -> dict[str, Any]:
                 }
             )
     return {"source": f"bench/results/{STUDY}", "rows": rows}
-
-
-def _rows_in(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return found
 
 
 def _same_cell(row: dict[str, Any], other: dict[str, Any]) -> bool:
