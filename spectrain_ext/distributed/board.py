@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -50,6 +50,9 @@ class Board:
         # whom this rank waits for (None: all others), for what, and since when
         self.waits: tuple[int | None, str, float] | None = None
         self.cause: Cause | None = None
+        # what ends this rank's waits for its device once there is a cause, each in a thread
+        self.aborts: list[Callable[[], None]] = []
+        self._aborting: list[threading.Thread] = []
         self._failure = ""  # of this rank, which the others may not have
         self._lenient = False  # whether ranks may be waited for as long as they get on
         self._patience = SLOW  # seconds that the store may take for an answer
@@ -122,13 +125,19 @@ class Board:
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else described(error)
-                self._agree(Cause(self.rank, f"{self.action()}: {what}"))
+                mine = Cause(self.rank, f"{self.action()}: {what}")
+                aborted = len(self._aborting) > 0
+                cause = self._agree(mine)
+                if aborted and cause.rank != self.rank and isinstance(error, Exception):
+                    self._raise(cause, None, 0.0, error)  # it was computed with what had not come
             raise
         finally:
             self._over.set()
             self._wake.set()
             for thread in threads:
                 thread.join(self.grace)
+            for thread in self._aborting:  # or they would go on beside the caller's own ending
+                thread.join(max(0.0, self._must_end_by - monotonic()))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -289,6 +298,15 @@ class Board:
                 self.cause = cause
                 self._must_end_by = monotonic() + self.grace
                 self._wake.set()
+                # All at once: one may wait for the device, and so for what another ends.
+                self._aborting = [
+                    threading.Thread(
+                        target=_tried, args=(abort,), name="spectrain abort", daemon=True
+                    )
+                    for abort in self.aborts
+                ]
+                for thread in self._aborting:
+                    thread.start()
             self.changed.notify_all()
 
     def _without_store(self) -> Cause:
@@ -394,3 +412,8 @@ class Board:
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
         report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
         return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
+
+
+def _tried(abort: Callable[[], None]) -> None:
+    with suppress(Exception):  # the report is another's; a rank that stays stuck is ended
+        abort()

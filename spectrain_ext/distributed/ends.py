@@ -232,6 +232,9 @@ class RemoteReceiver(_End):
         return slot
 
     def _receive_on_device(self, slot: _Framed) -> None:
+        # As late as a host can: a kernel that waits for data keeps multiprocessors (see CHANNELS).
+        # Where hosts are ahead of their devices it begins as soon as the slot is free: it then
+        # waits here instead of the sender's, which waits there for as long.
         slot.memory.fit(slot.nbytes, self.target)
         if not slot.nbytes:
             return
@@ -290,6 +293,13 @@ class RemoteSender(_End):
             with copy.using(writes=(slot.buffer,)):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
+        if nbytes and not link.by_host:
+            # Before its header, which has the receiver begin to receive: so whatever a device waits
+            # to receive has been sent, and a rank may wait for its own streams. It must not wait
+            # for the whole device, and so for this: the receiver comes to it in its own time.
+            body = slot.memory.bytes[:nbytes]
+            with copy.using(), self._connected:
+                slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         slot.frame.write(self._sent, header, number, len(text), nbytes)
         pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
         if text:
@@ -299,10 +309,6 @@ class RemoteSender(_End):
             if not link.dynamic:
                 self._capacity = nbytes
         self._hand_over(slot, pieces)
-        if nbytes and not link.by_host:
-            body = slot.memory.bytes[:nbytes]
-            with copy.using(), self._connected:
-                slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         return slot.arrived
 
     def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:

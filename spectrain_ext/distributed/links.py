@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,17 @@ from spectrain_ext.transport.streams import callers_stream
 from .board import Board
 from .wire import TAGS
 
+#: Multiprocessors that a message takes by NCCL at most, at either end. A kernel stays on the device
+#: until the one at the other end has come, and those of all edges must fit there together: one that
+#: does not get on keeps another device waiting. NCCL by itself takes more where links are fast (its
+#: 2.30: two per NVLink), and rounds up to a power of two. Not measured.
+CHANNELS = 4
+_BOUNDS = frozenset(
+    f"NCCL_{end}_{what}"
+    for end in ("MIN", "MAX")
+    for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS")
+)
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
 
@@ -83,7 +95,9 @@ class Connected:
         self._board, self._what = board, what
         self._peer = others[0] if len(others) == 1 else None
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        if self._board.cause is not None:  # groups of NCCL are being aborted
+            self._board.check()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError):
@@ -213,16 +227,21 @@ class _Opener(NamedTuple):
         longer = timedelta(seconds=max(4 * board.timeout, 60.0))
         # NCCL then connects at once, and a pair's messages need no second communicator.
         bound = None if backend == "gloo" else device
+        options = None if backend == "gloo" else _options(longer, use is not _sum)
         mine, others = board.rank in members, [r for r in members if r != board.rank]
         waits_for = others[0] if len(others) == 1 else None
         board.doing("opening", name)
         with board.blocked(waits_for, name) if mine else nullcontext():
             try:
-                with _unbound():
-                    made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
+                with _unbound(), _lenient():
+                    made = dist.new_group(
+                        chosen, timeout=longer, backend=backend, pg_options=options, device_id=bound
+                    )
                 if not mine:
                     return None
                 assert isinstance(made, dist.ProcessGroup)
+                if backend != "gloo":  # whose waits are those of threads, which may stay behind
+                    board.aborts.append(made.abort)
                 # Not left to a message whose deadline is short, and over before the next begins.
                 stream = callers_stream(device)
                 with stream.using():
@@ -230,7 +249,39 @@ class _Opener(NamedTuple):
                 stream.synchronize()
             except RuntimeError as error:
                 board.lost(None, name, error)
+        board.check()  # an abort ends the first use as well
         return made
+
+
+def _options(timeout: timedelta, of_an_edge: bool) -> Any:
+    """What a group of NCCL is made with; None where torch has none."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        return None
+    # What another rank's device waits for goes before what only this one computes.
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    # Sums have as many channels as NCCL chooses for them beside a backward: they move whole stages'
+    # gradients at once, and an update waits for them.
+    if of_an_edge and not _BOUNDS & os.environ.keys():
+        options.config.max_ctas = CHANNELS  # of sends and receives as well
+    return options
+
+
+@contextmanager
+def _lenient() -> Iterator[None]:
+    """Inside, torch makes groups of NCCL that do not end the process at an error of theirs.
+
+    The board hears of the failure, aborts them, and has the rank raise RankError.
+    """
+    if any(name in os.environ for name in (_ON_ERROR, _ON_ERROR.removeprefix("TORCH_"))):
+        yield
+        return
+    os.environ[_ON_ERROR] = "0"  # read when a group is made
+    try:
+        yield
+    finally:
+        del os.environ[_ON_ERROR]
 
 
 @contextmanager

@@ -80,6 +80,18 @@ def test_a_buffer_given_back_to_a_rank_that_has_gone():
     assert "first cause: rank 0, " in ends[1].error
 
 
+@pytest.mark.parametrize(
+    ("fails", "at"), [(True, "the communicator was aborted"), (False, "not a number")]
+)
+def test_an_abort_ends_a_wait_for_the_device(fails, at):
+    aborted, (report, cause) = run_ranks(rank_programs.cut_off, 2, fails)
+    assert aborted
+    assert report.startswith("rank 1, "), report
+    assert "first cause: rank 0, " in report
+    assert "ArithmeticError: planned" in report
+    assert cause == at
+
+
 def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
     assert run_ranks(rank_programs.waits_for_one, 3, 1.0, 3.0, [0.3] * 9) == [True] * 3
 

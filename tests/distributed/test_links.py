@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.distributed import links as links_module
+from spectrain_ext.distributed.ends import RemoteSender
 from spectrain_ext.distributed.links import Traffic
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
+from spectrain_ext.transport import Buffer, Message
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -36,6 +39,9 @@ class Group:
     def __init__(self, number, ranks, backend):
         self.number, self.ranks, self.backend = number, ranks, backend
 
+    def abort(self):
+        pass
+
 
 class Default:
     """In place of ``dist.group``, with a default group that ``device_id`` has been given."""
@@ -46,8 +52,9 @@ class Default:
 
 def unwatched(rank):
     """In place of a board."""
+    nothing = {"doing": lambda *_: None, "check": lambda: None}
     return SimpleNamespace(
-        rank=rank, timeout=1.0, doing=lambda *_: None, blocked=lambda *_: nullcontext()
+        rank=rank, timeout=1.0, blocked=lambda *_: nullcontext(), aborts=[], **nothing
     )
 
 
@@ -197,6 +204,147 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
     assert ((2, 3), True) in circles
     assert ((2, 3), False) in circles
     assert all(len(set(counts)) > 1 for counts, _ in circles)
+
+
+def computes(stages, k, minibatches=3):
+    """What a stage's host does: ("receive" | "send", edge), and waits for its device after each."""
+    places = places_of(find_method("vanilla"), stages, stages, None)
+    for kind, _, _ in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
+        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0)
+        if step and 0 <= k - step < stages:
+            yield "receive", (k - step, k)
+            yield "wait", None
+        if step and 0 <= k + step < stages:
+            yield "send", (k, k + step)
+            yield "wait", None
+
+
+def waiting_forever(hosts, whole):
+    """Play hosts that wait for their streams, or for the whole device; who never gets on.
+
+    A send comes to its turn on the device after all that was received before it; both it and its
+    receive are done when both have. A host receives when the message's header has come.
+    """
+    sent = {}  # by edge and number: what its rank had received before it
+    received, done = set(), set()
+    counts = Counter()
+
+    def are_done(messages):
+        more = True
+        while more:
+            more = {m for m in received - done if done.issuperset(sent[m])}
+            done.update(more)
+        return done.issuperset(messages)
+
+    mine = [([], []) for _ in hosts]  # received, sent
+    heads = [next(host, None) for host in hosts]
+
+    def makes(rank):
+        what, edge = heads[rank]
+        into, out = mine[rank]
+        if what == "wait":
+            return are_done([*into, *out] if whole else into)
+        message = edge, counts[what, edge]
+        if what == "receive":
+            if message not in sent:
+                return False
+            received.add(message)
+            into.append(message)
+        else:
+            sent[message] = [*into]
+            out.append(message)
+        counts[what, edge] += 1
+        return True
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, host in enumerate(hosts):
+            while heads[rank] is not None and makes(rank):
+                progress, heads[rank] = True, next(host, None)
+    return [rank for rank, head in enumerate(heads) if head is not None]
+
+
+@pytest.mark.parametrize("stages", range(2, 6))
+def test_hosts_may_wait_for_their_streams_and_not_for_whole_devices(stages):
+    for whole in (False, True):
+        stuck = waiting_forever([computes(stages, k) for k in range(stages)], whole)
+        assert bool(stuck) is whole
+
+
+def test_a_message_is_sent_before_its_header(monkeypatch):
+    board = SimpleNamespace(rank=0, cause=None)
+    done = []
+
+    def device(body, peer, group, tag):
+        done.append(("body", body.numel(), group))
+
+    def host(tensors, peer, tag):
+        done.append(("header", tensors[0].numel(), "host"))
+
+    monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
+    monkeypatch.setattr(dist, "isend", device)
+    link = links_module.RemoteEdge(
+        *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
+        *(SimpleNamespace(send=host), "device", False),
+    )
+    sender = RemoteSender(link, CPU, 2, board)
+    sender.send(Message((torch.ones(16),), (False,)), Buffer("source"))
+    assert [what for what, *_ in done] == ["body", "header", "header"]
+    assert done[0][2] == "device"
+
+
+class Options:
+    """In place of those of ProcessGroupNCCL."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.high = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "channels", "on_error"),
+    [
+        (None, links_module.CHANNELS, "0"),
+        ("NCCL_MAX_CTAS", None, "0"),
+        ("NCCL_MAX_P2P_NCHANNELS", None, "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, "7"),
+        ("NCCL_ASYNC_ERROR_HANDLING", links_module.CHANNELS, None),
+    ],
+)
+def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypatch):
+    made = {}
+
+    def new_group(ranks, timeout, backend, pg_options, device_id):
+        told = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        if backend == "nccl":
+            made[tuple(ranks)] = pg_options, timeout, told
+        else:
+            assert pg_options is None
+        return Group(0, ranks, backend)
+
+    for name in [name for name in os.environ if "NCCL_" in name]:
+        monkeypatch.delenv(name)
+    if setting is not None:
+        monkeypatch.setenv(setting, "7")
+    before = dict(os.environ)
+    monkeypatch.setattr(dist, "group", Default())
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    board = unwatched(0)
+    opener = links_module._Opener([0, 1, 2], board, "nccl", CPU)
+    opener.open("edge", (0, 1), lambda *_: None)
+    opener.open("replicas", (0, 1, 2), links_module._sum)
+    assert os.environ == before
+    for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
+        options, timeout, told = made[ranks]
+        assert options.high
+        assert options._timeout == timeout
+        assert options.config.max_ctas == expected
+        assert told == on_error
+    assert len(board.aborts) == 2  # of NCCL's alone
 
 
 def test_the_groups_stand_by_themselves(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from unittest.mock import patch
 
 import torch
@@ -18,6 +19,7 @@ from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic, open_links
+from spectrain_ext.errors import RankError
 from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream
@@ -224,6 +226,47 @@ def frees_late(rank, ranks):
             told.changed.wait_for(lambda: end._error is not None, 20.0)
         end.free(slot)
     return "freed"
+
+
+def cut_off(rank, ranks, fails):
+    """Rank 0 fails and lives on, and rank 1 waits in a call, as for its device, until an abort.
+
+    The call then fails, or returns what has not come, and the rank fails at that.
+    """
+    store, aborted = _get_default_store(), threading.Event()
+
+    class Work:
+        def wait(self):
+            store.set("waits", "1")
+            aborted.wait()
+            if fails:
+                raise RuntimeError("the communicator was aborted")
+
+    told = board(rank, ranks, grace=10.0)
+    with travelling("apart"):
+        links = open_links(None, CPU, told, False, None, "nccl")
+    (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
+    told.aborts[:] = [aborted.set]
+    end = (
+        RemoteReceiver(link, CPU, callers_stream(CPU), 3, told)
+        if rank
+        else RemoteSender(link, CPU, 3, told)
+    )
+    try:
+        with told.run(), patch.object(dist, "irecv", lambda *_, **__: Work()):
+            if rank == 0:
+                send(end, torch.ones(4))
+                store.get("waits")
+                raise ArithmeticError("planned")
+            end.begin()
+            end.receive()
+            raise ValueError("not a number")
+    except ArithmeticError:
+        store.wait(["over"], timedelta(seconds=30))
+        return aborted.is_set()
+    except RankError as error:
+        store.set("over", "1")
+        return str(error), str(error.__cause__)
 
 
 def waits_for_one(rank, ranks, timeout, grace, seconds):
