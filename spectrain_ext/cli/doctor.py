@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,12 @@ from spectrain_ext.threads import cores, crowded, disturbed
 from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]
+#: What CUDA reads when it starts in a process, and does where nothing is said.
+_CUDA_SETTINGS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "CUDA_MODULE_LOADING": "LAZY",
+    "CUDA_LAUNCH_BLOCKING": "0",
+}
 
 
 @click.command(short_help="Say what was built, what there is, and what is missing.")
@@ -35,6 +42,8 @@ def doctor(brief: bool) -> None:
         click.echo(summary(build))
         return
     _print_rows(console, "Versions", versions())
+    if settings := environment():
+        _print_rows(console, "Environment", settings)
     _print_rows(console, "Build", {key.replace("_", " "): _plain(build[key]) for key in build})
     _print_rows(console, "Devices", devices())
     if torch.cuda.device_count() > 1:
@@ -55,7 +64,21 @@ def versions() -> dict[str, str]:
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        **({"NCCL": _nccl_version()} if dist.is_nccl_available() else {}),
         **installed("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that decide how streams and messages run, as far as they matter here."""
+    found = {
+        name: os.environ.get(name, f"{default} (not set)")
+        for name, default in _CUDA_SETTINGS.items()
+        if name in os.environ or torch.cuda.is_available()
+    }
+    others = "NCCL_", "TORCH_NCCL_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    return found | {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith(others)
     }
 
 
@@ -100,7 +123,8 @@ def peer_access() -> Table:
 def problems(build: BuildInfo) -> list[tuple[str, str]]:
     """Return what does not work here, each with its remedy, most important first."""
     threads = [crowd for crowd in (crowded() or disturbed(),) if crowd is not None]
-    return [*_build_problems(build), *_torch_problems(), *threads, *_extra_problems()]
+    found = *_build_problems(build), *_torch_problems(), *_stream_problems()
+    return [*found, *threads, *_extra_problems()]
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -168,12 +192,43 @@ def _torch_problems() -> Iterator[tuple[str, str]]:
         )
 
 
+def _stream_problems() -> Iterator[tuple[str, str]]:
+    """Settings under which streams wait for one another, or ranks forever."""
+    gpus = torch.cuda.device_count()
+    said = {name: os.environ.get(name, default) for name, default in _CUDA_SETTINGS.items()}
+    if gpus and said["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
+        yield (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue: predictions, "
+            "copies and messages do not run beside computation.",
+            "CUDA_DEVICE_MAX_CONNECTIONS=32; Megatron-LM's advice of 1 is for tensor parallelism",
+        )
+    if gpus < 2 or not dist.is_nccl_available():
+        return
+    if said["CUDA_LAUNCH_BLOCKING"] == "1":
+        yield (
+            "CUDA_LAUNCH_BLOCKING=1: ranks that send by NCCL wait for one another forever.",
+            "unset it, or look for the error in one process",
+        )
+    if said["CUDA_MODULE_LOADING"] != "EAGER":
+        yield (
+            "CUDA loads kernels when they are first launched, which may wait for messages of NCCL "
+            "that wait for this rank.",
+            "CUDA_MODULE_LOADING=EAGER for processes with a GPU each, or run a forward and a "
+            "backward of each stage before its DistributedPipeline is made",
+        )
+
+
 def _extra_problems() -> Iterator[tuple[str, str]]:
     if find_spec("matplotlib") is None:
         yield (
             "matplotlib is not installed: the pictures of 'spectrain timeline' and 'plan' need it.",
             "pip install 'spectrain_ext[pictures]'",
         )
+
+
+def _nccl_version() -> str:
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return ".".join(map(str, version))
 
 
 def _has_nvidia_device() -> bool:

@@ -11,7 +11,14 @@ from rich.table import Table
 
 import spectrain_ext as st
 from spectrain_ext import _C
-from spectrain_ext.cli.doctor import covers, peer_access, problems, summary
+from spectrain_ext.cli.doctor import (
+    covers,
+    environment,
+    peer_access,
+    problems,
+    summary,
+    versions,
+)
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import plain_console
 
@@ -104,6 +111,44 @@ def test_a_gpu_that_was_not_built_for_is_told(monkeypatch: pytest.MonkeyPatch) -
     ((what, remedy),) = problems(BUILT)
     assert "cuda:0 has compute capability 8.0" in what
     assert 'TORCH_CUDA_ARCH_LIST="8.0"' in remedy
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "gpus", "told"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1, "one queue"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1, None),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 0, None),
+        ("CUDA_LAUNCH_BLOCKING", "1", 2, "forever"),
+        ("CUDA_LAUNCH_BLOCKING", "1", 1, None),
+        ("CUDA_MODULE_LOADING", "LAZY", 2, "first launched"),
+        ("CUDA_MODULE_LOADING", None, 2, "first launched"),
+        ("CUDA_MODULE_LOADING", None, 1, None),
+    ],
+)
+def test_what_makes_streams_wait_for_one_another(
+    setting: str, value: str | None, gpus: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _see_cuda(monkeypatch, toolkit="13.0", available=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(name, raising=False)
+    if value is None:
+        monkeypatch.delenv(setting)
+    else:
+        monkeypatch.setenv(setting, value)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    found = [what for what, _ in problems(BUILT) if "NCCL" in what or "stream" in what]
+    assert len(found) == (told is not None)
+    assert all(told is not None and told in what for what in found)
+    shown = environment()
+    assert shown["NCCL_MAX_CTAS"] == "2"
+    assert shown[setting].startswith(value or "LAZY (not set)")
+    assert versions()["NCCL"] == "2.27.5"
 
 
 def test_a_driver_that_only_torch_can_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
