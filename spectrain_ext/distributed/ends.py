@@ -281,7 +281,7 @@ class RemoteSender(_End):
         link, copy, slot = self.link, self.stream, self._next_slot()
         for event in ready:
             copy.wait(event)
-        with copy.using(reads=(source,)):
+        with copy.using(reads=(source,), writes=() if link.staged else (slot.buffer,)):
             slot.memory.fit(nbytes, self.target)
             for to, tensor in zip(slot.memory.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.distributed import links as links_module
-from spectrain_ext.distributed.ends import RemoteSender
+from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic
+from spectrain_ext.errors import OrderingError
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
-from spectrain_ext.transport import Buffer, Message
+from spectrain_ext.transport import Buffer, Message, callers_stream, checked_streams, new_stream
+from spectrain_ext.transport.message import Layout
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -272,26 +274,100 @@ def test_hosts_may_wait_for_their_streams_and_not_for_whole_devices(stages):
         assert bool(stuck) is whole
 
 
-def test_a_message_is_sent_before_its_header(monkeypatch):
-    board = SimpleNamespace(rank=0, cause=None)
+class Device:
+    """In place of a group of NCCL: a stream of its own, which works call and caller in order."""
+
+    def __init__(self, drops=None):
+        self.stream, self.drops, self.buffers = new_stream("NCCL", CPU), drops, {}
+
+    def begins(self, body):
+        caller, done = callers_stream(CPU), self.stream.event()
+        begun = caller.event()
+        caller.record(begun)
+        self.stream.wait(begun)
+        self.stream.reads(self.buffers[body.data_ptr()])
+        self.stream.record(done)
+        return SimpleNamespace(wait=lambda: self.drops or callers_stream(CPU).wait(done))
+
+
+def sends_by(device, monkeypatch, depth=2):
+    """A sender whose bodies go by that device, and what it does in this order."""
     done = []
 
-    def device(body, peer, group, tag):
-        done.append(("body", body.numel(), group))
+    def isend(body, peer, group, tag):
+        slot = next(s for s in sender._ring if s.memory.bytes.data_ptr() == body.data_ptr())
+        group.buffers[body.data_ptr()] = slot.buffer
+        done.append("body")
+        return group.begins(body)
 
-    def host(tensors, peer, tag):
-        done.append(("header", tensors[0].numel(), "host"))
+    def send(tensors, peer, tag):
+        done.append("header")
+        return SimpleNamespace(wait=lambda _: None)
 
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
-    monkeypatch.setattr(dist, "isend", device)
+    monkeypatch.setattr(dist, "isend", isend)
+    board = SimpleNamespace(rank=0, cause=None, blocked=lambda *_: nullcontext())
     link = links_module.RemoteEdge(
         *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
-        *(SimpleNamespace(send=host), "device", False),
+        *(SimpleNamespace(send=send), device, False),
     )
-    sender = RemoteSender(link, CPU, 2, board)
-    sender.send(Message((torch.ones(16),), (False,)), Buffer("source"))
-    assert [what for what, *_ in done] == ["body", "header", "header"]
-    assert done[0][2] == "device"
+    sender = RemoteSender(link, CPU, depth, board)
+    return sender, done
+
+
+def test_a_body_leaves_before_its_header_and_only_copies_wait_for_it(monkeypatch):
+    message = Message((torch.ones(16),), (False,))
+    with checked_streams():
+        device = Device()
+        sender, done = sends_by(device, monkeypatch)
+        compute, source = new_stream("compute", CPU), Buffer("source")
+        for n in range(6):
+            ready = compute.event()
+            with compute.using(writes=(source,)):
+                pass
+            compute.record(ready)
+            compute.wait(sender.send(message, source, ready))
+            # As long as its window: a body that went by the same memory has been received by then.
+            assert compute._seen.get(device.stream, 0) == max(0, n - 1)
+        assert done[:3] == ["body", "header", "header"]  # which announces the layout
+        assert done[3:] == ["body", "header"] * 5
+        assert callers_stream(CPU).done.get(device.stream, 0) == 0  # no host waits
+
+
+def test_memory_is_packed_again_when_its_body_has_been_sent(monkeypatch):
+    message = Message((torch.ones(16),), (False,))
+    with checked_streams():
+        sender, _ = sends_by(Device(drops=True), monkeypatch)
+        for _ in range(2):
+            sender.send(message, Buffer("source"))
+        with pytest.raises(OrderingError, match="without waiting for NCCL"):
+            sender.send(message, Buffer("source"))
+
+
+def test_what_is_received_on_a_device_is_used_then(monkeypatch):
+    message = Message((torch.ones(16),), (False,))
+    layout = Layout.of(message)
+    with checked_streams():
+        device, compute = Device(), new_stream("compute", CPU)
+
+        def irecv(body, peer, group, tag):
+            group.buffers[body.data_ptr()] = slot.buffer
+            return group.begins(body)
+
+        monkeypatch.setattr(dist, "get_group_rank", lambda *_: 0)
+        monkeypatch.setattr(dist, "irecv", irecv)
+        link = links_module.RemoteEdge(
+            *("edge 0 -> 1", Traffic.ACTIVATIONS, 0, (0, 1), 0, 1, 0),
+            *(SimpleNamespace(), device, False),
+        )
+        board = SimpleNamespace(rank=1, cause=None, wait=lambda *_: None)
+        receiver = RemoteReceiver(link, CPU, compute, 2, board)
+        slot = receiver._ring.popleft()
+        slot.layout, slot.nbytes = layout, layout.places()[1]
+        receiver._arrived.append(slot)
+        assert receiver.receive() is slot
+        assert compute._seen[device.stream] == 1
+        compute.reads(slot.buffer)
 
 
 class Options:
