@@ -15,8 +15,10 @@ import json
 import os
 import sys
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -25,10 +27,11 @@ from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.errors import RankError, StageError
-from spectrain_ext.interrupts import waiting
+from spectrain_ext.errors import RankError, StageError, report_note
+from spectrain_ext.interrupts import held_back, waiting
 
 from .failures import Beat, Cause, described, most_silent, suspect
+from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
 from .store import SLOW, connection
 
 FAILED = "failed"  # the first cause, under this key of the store
@@ -50,6 +53,11 @@ class Board:
         # whom this rank waits for (None: all others), for what, and since when
         self.waits: tuple[int | None, str, float] | None = None
         self.cause: Cause | None = None
+        # Of collectives that have begun and not ended: what they are for, and since when.
+        self.under_way: dict[int, tuple[str, float]] = {}
+        self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
+        self._messages: Messages = list
+        self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # of this rank, which the others may not have
         self._lenient = False  # whether ranks may be waited for as long as they get on
         self._patience = SLOW  # seconds that the store may take for an answer
@@ -66,6 +74,7 @@ class Board:
             outlived = store.check([key]) and store.get(key) != b""
             # others block the given one, with rendezvous of process groups; it alone talks
             self._store = connection(store, SLOW, timeout)
+            self._report = Report(self._store, rank)
             for each in self._keys:  # whoever reads them would wait for one that is not there
                 self._store.compare_set(each, "", "")
             self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))  # before it has come
@@ -90,8 +99,11 @@ class Board:
     # A run.
 
     @contextmanager
-    def run(self, starts: bool = False) -> Iterator[None]:
-        """Take part for the time of a run, or of a pipeline being made (``starts``)."""
+    def run(self, starts: bool = False, messages: Messages = list) -> Iterator[None]:
+        """Take part for the time of a run, or of a pipeline being made (``starts``).
+
+        messages: counts of each edge's messages, for a report.
+        """
         if self.cause is not None and not starts:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
@@ -105,12 +117,13 @@ class Board:
         # While others still connect to the store it answers nobody for as long as that takes.
         self._patience = SLOW if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
-        threads = [
-            threading.Thread(target=self._talk, name="spectrain board", daemon=True),
-            threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        self._messages = messages
+        talks, guards = (
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in zip((self._talk, self._guard), WATCHING, strict=True)
+        )
+        talks.start()
+        guards.start()
         try:
             yield
             self.doing(self._failure or ("starting" if starts else "ending the run"))
@@ -122,13 +135,23 @@ class Board:
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else described(error)
-                self._agree(Cause(self.rank, f"{self.action()}: {what}"))
+                self._error = "".join(traceback.format_exception(error))
+                cause = self._agree(Cause(self.rank, f"{self.action()}: {what}"))
+                if cause.report and hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(report_note(place_of(cause.report)))
             raise
         finally:
+            self._messages = list
             self._over.set()
             self._wake.set()
-            for thread in threads:
-                thread.join(self.grace)
+            if self._report.ended:
+                talks.join(self.grace)
+            else:
+                # The exception goes on. The process ends when all have told what they do: a
+                # launcher ends the others as soon as one has.
+                with suppress(RuntimeError):  # Python ends already
+                    threading.Thread(target=talks.join, args=[self.grace / 2]).start()
+            guards.join(self.grace)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -165,16 +188,16 @@ class Board:
 
     def doing(self, *what: object) -> None:
         """Say what this rank does from here on; put into words only when somebody asks."""
-        self._doing, self._since = what, monotonic()
+        self._steps.append((what, monotonic()))
 
     def action(self) -> str:
-        return " ".join(map(str, self._doing))
+        return " ".join(map(str, self._steps[-1][0]))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Inside, this rank waits for nobody, although it is within ``together``."""
         waits, self.waits = self.waits, None
-        before = self._doing
+        before = self._steps[-1][0]
         self.doing(what)
         try:
             yield
@@ -250,6 +273,7 @@ class Board:
             silent_one, silent = most_silent(self.beats, self.rank)
             peer = silent_one if silent > 2 * self.interval else None
         if peer is not None:
+            self._report.gone.add(peer)
             mine = Cause(peer, f"{self.beats[peer]}: its connection was closed without a word")
         self._raise(mine, what, monotonic() - since, error)
 
@@ -259,7 +283,11 @@ class Board:
         self, mine: Cause, what: str | None, waited: float, error: BaseException | None = None
     ) -> NoReturn:
         cause = self._agree(mine)
-        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
+        raise self._told(cause, what, waited) from error
+
+    def _told(self, cause: Cause, what: str | None, waited: float) -> RankError:
+        action, place = self.action(), place_of(cause.report)
+        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, place)
 
     def _agree(self, mine: Cause) -> Cause:
         """Put a cause on the board; returns the one that was there first."""
@@ -268,8 +296,8 @@ class Board:
                 self._found = mine
                 self._wake.set()
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
-            cause = self.cause or self._without_store()  # whose answer takes milliseconds
-            self._learn(cause)
+            # whose answer takes milliseconds
+            cause = self._learn(self.cause or self._without_store())
             if self.rank == 0:  # it may keep the store, and stays until all that live know
                 self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
         return cause
@@ -283,16 +311,33 @@ class Board:
             if r != self.rank
         )
 
-    def _learn(self, cause: Cause) -> None:
+    def _learn(self, cause: Cause) -> Cause:
+        if self.cause is None:
+            part = self._part()  # while this rank's own thread is still where it is
+            with self.changed:
+                if self.cause is None:
+                    now = monotonic()
+                    self._must_end_by = now + self.grace
+                    self.cause = self._report.begin(cause, part, self.beats, now + self.grace / 2)
+                    self._wake.set()
         with self.changed:
-            if self.cause is None:
-                self.cause = cause
-                self._must_end_by = monotonic() + self.grace
-                self._wake.set()
             self.changed.notify_all()
+            assert self.cause is not None
+            return self.cause
+
+    def _part(self) -> str:
+        """What this rank says in the report of a failure."""
+        collectives = list(self.under_way.copy().values())
+        return part_of(self._steps.copy(), self.waits, self._messages(), collectives, self._error)
 
     def _without_store(self) -> Cause:
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
+
+    def _interrupted(self) -> Cause | None:
+        """A Ctrl-C that waits for the end of an instruction, which may never come."""
+        if not held_back():
+            return None
+        return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
 
     def _overdue(self) -> Cause | None:
         absent = [r for r in self._others if not self.beats[r].text]
@@ -312,10 +357,12 @@ class Board:
 
     def _talk(self) -> None:
         try:
-            while not self._over.is_set():
+            while not (self._over.is_set() and self._report.ended):
                 self._asking = monotonic()
                 self._tell()
                 self._hear()
+                if self.cause is not None:
+                    self._report.go_on(self.cause, self.beats, 3 * self.interval)
                 self._asking = None
                 self._wake.wait(self._pause())
                 self._wake.clear()
@@ -328,7 +375,7 @@ class Board:
         """Seconds until the next round: less and less often while this rank listens."""
         since = self._listens_since
         if self.cause is not None:
-            return self.interval / 4
+            return min(self.interval / 4, 0.05)
         if since is None:
             return self.interval
         return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
@@ -336,15 +383,19 @@ class Board:
     def _tell(self) -> None:
         waits = None if self._failure else self.waits
         words, last = self._said
+        knows = self.cause is not None
+        if knows:
+            self._report.post(self._part)
         self._complete = max(self._complete, self._all_have_said())
         said = {
             "doing": self.action(),
-            "busy": monotonic() - self._since,
+            "busy": monotonic() - self._steps[-1][1],
             "waits": None if waits is None else waits[:2],
             "words": words,
             "last": last,
             "complete": self._complete,
-            "knows": self.cause is not None,
+            "knows": knows,
+            "reported": knows and self._report.ended,
         }
         self._store.set(self._keys[self.rank], json.dumps(said))
 
@@ -367,10 +418,13 @@ class Board:
         if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
             with self.changed:
                 self.changed.notify_all()
-        mine = None if failed else self._found or self._overdue()
+        mine = None if failed else self._found or self._interrupted() or self._overdue()
         if mine is not None:
+            mine = mine._replace(found=self.rank, report=new_report())
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
         cause = Cause.read(failed)
+        if mine is not None and cause != mine:
+            drop_report(mine.report)
         if cause is not None and self.cause is None:
             self._learn(cause)
 
@@ -392,5 +446,5 @@ class Board:
     def _last_words(self) -> str:
         cause, waits = self.cause or self._without_store(), self.waits
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
-        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
+        error = self._told(cause, what, waited)
+        return f"{error}; this rank did not end by itself within {self.grace:.0f} s"

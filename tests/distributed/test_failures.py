@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from helpers import failing_checkpoints, rank_pipelines, replica_programs
@@ -42,6 +43,60 @@ def test_one_end_for_all_replicas(seed, record_property):
     record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
     ranks = Ranks(replica_programs.failing, count, what, keeper=what["keeper"])
     expect_one_end(ranks, what)
+
+
+# What is written down of it.
+
+
+def section(report, rank):
+    """What a report has of one rank, which has told it."""
+    (found,) = re.findall(rf"^=+ rank {rank}: (.*?)(?=^=|\Z)", report, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def pending(report):
+    """Messages that have been sent and not used, by edge."""
+    found = re.findall(r"^  (edge \d -> \d): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
+    return {edge: int(count) for edge, count in found}
+
+
+@pytest.mark.parametrize("fault", ["exception", "kill", "stop", "exit", "hang", "interrupt"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_report_of_all_ranks(tmp_path, fault, culprit):
+    what = {
+        **{"fault": fault, "culprit": culprit, "where": "forward", "when": 7},
+        **{"method": "pipedream", "timeout": TIMEOUT},
+    }
+    pipe = tmp_path / "hangs"
+    if fault == "interrupt":
+        os.mkfifo(pipe)
+        what.update(fault=str(pipe), timeout=300.0)
+    ranks = Ranks(rank_pipelines.failing, 3, what)
+    if fault == "interrupt":
+        with open(pipe):
+            for rank in range(3):
+                os.kill(ranks.pid(rank), signal.SIGINT)
+    ends = ranks.join(but=(culprit,) if fault == "stop" else ())
+    ((path, report),) = ends[0].reports.items()
+    silent = fault in ("kill", "stop", "exit")
+    told = [r for r in range(3) if r != culprit or not silent]
+    for rank in told:
+        has_notes = sys.version_info >= (3, 11) or "RankError" in ends[rank].error
+        assert (f"report of all ranks: {path}" in ends[rank].error) == has_notes
+        mine = section(report, rank)
+        assert "of minibatch" in mine.partition("Python stacks")[0]
+        assert "thread MainThread\n" in mine
+    first = "[012]" if fault == "interrupt" else culprit
+    assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
+    if silent:
+        assert re.search(rf"^  {culprit}  does not answer; .* ago it said: ", report, re.MULTILINE)
+        assert f"= rank {culprit}: " not in report
+    else:
+        assert "in commit\n" in section(report, culprit)
+        assert not any("in commit\n" in section(report, r) for r in told if r != culprit)
+    if fault == "hang":  # until nothing moves any more
+        others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
+        assert pending(report) == {others: 1, "edge 2 -> 1": 1}
 
 
 # While a checkpoint of several processes is written.

@@ -1,0 +1,224 @@
+"""Report: what all ranks say of themselves when one has failed, in one text file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from time import monotonic
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from .failures import Beat, Cause
+
+#: How many instructions of a rank are remembered, and how many characters it may say of its stacks.
+LAST = 32
+ROOM = 2**15
+
+#: Threads that are there to watch the others.
+WATCHING = ("spectrain board", "spectrain guard")
+
+
+#: Counts of the messages of each edge that ends or begins at this rank.
+Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
+
+
+class Report:
+    """One rank's share in it. Each posts a part; who found the cause writes what has come of them.
+
+    Where the store does not answer every rank writes one of its own.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.ended = True  # or none has begun
+        self.gone: set[int] = set()  # ranks whose connections have broken: they post nothing
+        self._own = ""
+        self._posted = False
+        self._parts: dict[int, str | bytes] = {}
+        self._written = 0  # parts
+
+    def begin(self, cause: Cause, own: str, beats: Sequence[Beat], until: float) -> Cause:
+        """A cause has become known; returns it with the place of the report."""
+        self._own, self._parts, self._until = own, {self._rank: own}, until
+        self.ended = cause.found is None
+        if self.ended:
+            cause = cause._replace(report=new_report())
+            _write(self._rank, cause, self._parts, beats)
+        return cause
+
+    def post(self, own: Callable[[], str]) -> None:
+        """Give this rank's part to the others: that of the beginning, if there was one."""
+        if not self._posted:
+            self._store.set(_key(self._rank), self._own or own())
+            self._posted = True
+
+    def go_on(self, cause: Cause, beats: Sequence[Beat], patience: float) -> None:
+        """Write what has come, until nobody is left who would answer."""
+        if self.ended:
+            return
+        now = monotonic()
+        late = now > self._until
+        if cause.found != self._rank:
+            self.ended = late or (cause.found is not None and beats[cause.found].reported)
+            return
+        new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
+        if new:
+            self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
+        awaited = any(
+            beat.text and now - beat.heard < patience
+            for r, beat in enumerate(beats)
+            if r not in self._parts and r not in self.gone
+        )
+        self.ended = late or not awaited
+        if self.ended or len(self._parts) > self._written:
+            self._written = len(self._parts)
+            _write(self._rank, cause, self._parts, beats)
+
+
+def _key(rank: int) -> str:
+    return f"part/{rank}"
+
+
+def new_report() -> str:
+    """Make an empty file that only this user can read; "host:path", or nothing if it cannot be."""
+    try:
+        handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
+        os.close(handle)
+    except OSError:
+        return ""
+    return f"{socket.gethostname()}:{path}"
+
+
+def place_of(report: str) -> str:
+    """The same for somebody here: without this host's name."""
+    return report.removeprefix(f"{socket.gethostname()}:")
+
+
+def drop_report(report: str) -> None:
+    if report:
+        with suppress(OSError):
+            os.unlink(place_of(report))
+
+
+def part_of(
+    steps: Sequence[tuple[tuple[object, ...], float]],
+    waits: tuple[int | None, str, float] | None,
+    messages: Sequence[tuple[str, Mapping[str, int]]],
+    collectives: Sequence[tuple[str, float]],
+    error: str,
+) -> str:
+    """What a rank says of itself now, as JSON; times are given on its own clock."""
+    now = monotonic()
+    return json.dumps(
+        {
+            "process": f"host {socket.gethostname()}, process {os.getpid()}",
+            "steps": [(" ".join(map(str, what)), now - began) for what, began in steps],
+            "waits": waits and (*waits[:2], now - waits[2]),
+            "messages": messages,
+            "collectives": [(what, now - began) for what, began in collectives],
+            "error": error[-ROOM:],
+            "stacks": _stacks()[:ROOM],
+        }
+    )
+
+
+def _stacks() -> str:
+    """Of all threads but those that watch; the main one is the first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
+        for ident, frame in found
+        if names.get(ident) not in WATCHING
+    )
+
+
+def _write(
+    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Beat]
+) -> None:
+    """Write what is known by now; a reader finds that or what was there before."""
+    read = {r: json.loads(part) for r, part in sorted(parts.items())}
+    path = place_of(cause.report)
+    with suppress(OSError):  # the cause is known without it
+        handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
+        with open(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.writelines(f"{line}\n" for line in _lines(rank, cause, read, beats))
+        os.replace(fresh, path)
+
+
+def _lines(
+    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Beat]
+) -> Iterator[str]:
+    yield f"A pipeline over {len(beats)} processes has failed."
+    yield f"First cause: rank {cause.rank}, {cause.reason}"
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
+    yield "\nRanks: what they do"
+    for r, beat in enumerate(beats):
+        yield f"  {r}  {_state(parts[r]) if r in parts else _last_known(beat)}"
+    yield "\nMessages, as the ends of each edge have counted them since it was opened"
+    yield from _edges(parts) or ["  none: no run has begun"]
+    yield "\nCollectives that have begun and not ended"
+    yield from [
+        f"  rank {r}: {what}, for {_seconds(age)}"
+        for r, part in parts.items()
+        for what, age in part["collectives"]
+    ] or ["  none"]
+    for r, part in parts.items():
+        yield f"\n{'=' * 30} rank {r}: {part['process']}"
+        yield "\nlast instructions, and how long ago they began"
+        yield from (f"  {_seconds(age):>10}  {what}" for what, age in part["steps"])
+        if part["error"]:
+            yield f"\nits exception\n{part['error']}"
+        yield f"\nPython stacks\n{part['stacks']}"
+
+
+def _state(part: Any) -> str:
+    what, age = part["steps"][-1]
+    return f"{what}, for {_seconds(age)}{_waiting(part['waits'])}"
+
+
+def _last_known(beat: Beat) -> str:
+    if not beat.text:
+        return "has not been heard of"
+    silent = _seconds(monotonic() - beat.heard)
+    busy = f"{beat.doing}, for {_seconds(beat.busy)}"
+    return f"does not answer; {silent} ago it said: {busy}{_waiting(beat.waits)}"
+
+
+def _waiting(waits: Sequence[Any] | None) -> str:
+    if waits is None:
+        return ""
+    whom = "all others" if waits[0] is None else f"rank {waits[0]}"
+    return f"; waits for {whom}: {waits[1]}" + "".join(f", for {_seconds(w)}" for w in waits[2:])
+
+
+def _edges(parts: Mapping[int, Any]) -> list[str]:
+    ends: dict[str, dict[str, int]] = {}
+    found = [each for part in parts.values() for each in part["messages"]]
+    for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
+        ends.setdefault(name, {}).update(counts)
+    return [
+        f"  {name}: {', '.join(f'{what} {count:,}' for what, count in counts.items())}"
+        + _pending(counts)
+        for name, counts in ends.items()
+    ]
+
+
+def _pending(counts: Mapping[str, int]) -> str:
+    count = counts.get("sent", 0) - counts.get("used", 0) if len(counts) > 3 else 0
+    return f"; PENDING: {count}" if count > 0 else ""
+
+
+def _seconds(age: float) -> str:
+    return f"{age:.3f} s"
