@@ -50,6 +50,7 @@ class Board:
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified by whoever fulfils what ``wait`` waits for
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
+        self._soon = max(0.05, ranks / 1000)  # and after which a failure is heard of
         # whom this rank waits for (None: all others), for what, and since when
         self.waits: tuple[int | None, str, float] | None = None
         self.cause: Cause | None = None
@@ -364,18 +365,30 @@ class Board:
                 if self.cause is not None:
                     self._report.go_on(self.cause, self.beats, 3 * self.interval)
                 self._asking = None
-                self._wake.wait(self._pause())
+                self._rest()
                 self._wake.clear()
             self._tell()
         except Exception:  # whatever: this thread keeps the deadlines
             if not self._over.is_set():
                 self._learn(self._without_store())
 
+    def _rest(self) -> None:
+        """Until the next round, or until there is a cause."""
+        end = monotonic() + self._pause()
+        while (left := end - monotonic()) > self._soon:
+            if self._wake.wait(self._soon):
+                return
+            self._asking = monotonic()
+            if self._store.get(FAILED):
+                return
+            self._asking = None
+        self._wake.wait(left)
+
     def _pause(self) -> float:
         """Seconds until the next round: less and less often while this rank listens."""
         since = self._listens_since
         if self.cause is not None:
-            return min(self.interval / 4, 0.05)
+            return min(self.interval / 4, self._soon / 2)
         if since is None:
             return self.interval
         return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
