@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -145,14 +145,8 @@ class Board:
             self._messages = list
             self._over.set()
             self._wake.set()
-            if self._report.ended:
-                talks.join(self.grace)
-            else:
-                # The exception goes on. The process ends when all have told what they do: a
-                # launcher ends the others as soon as one has.
-                with suppress(RuntimeError):  # Python ends already
-                    threading.Thread(target=talks.join, args=[self.grace / 2]).start()
             guards.join(self.grace)
+            self._report.outlive(talks, self.grace)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -328,19 +322,19 @@ class Board:
 
     def _part(self) -> str:
         """What this rank says in the report of a failure."""
-        collectives = list(self.under_way.copy().values())
-        return part_of(self._steps.copy(), self.waits, self._messages(), collectives, self._error)
+        steps = self._steps.copy()
+        try:
+            under_way = list(self.under_way.copy().values())
+            return part_of(steps, self.waits, self._messages(), under_way, self._error)
+        except Exception as error:  # the cause matters more
+            return part_of(steps, None, [], [], f"no more can be said: {described(error)}")
 
     def _without_store(self) -> Cause:
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
 
-    def _interrupted(self) -> Cause | None:
-        """A Ctrl-C that waits for the end of an instruction, which may never come."""
-        if not held_back():
-            return None
-        return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
-
     def _overdue(self) -> Cause | None:
+        if held_back():  # until the end of an instruction, which may never come
+            return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, SLOW) if absent else self.timeout
         waits = self.waits
@@ -431,7 +425,7 @@ class Board:
         if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
             with self.changed:
                 self.changed.notify_all()
-        mine = None if failed else self._found or self._interrupted() or self._overdue()
+        mine = None if failed else self._found or self._overdue()
         if mine is not None:
             mine = mine._replace(found=self.rank, report=new_report())
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))

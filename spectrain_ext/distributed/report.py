@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -25,7 +26,6 @@ ROOM = 2**15
 
 #: Threads that are there to watch the others.
 WATCHING = ("spectrain board", "spectrain guard")
-
 
 #: Counts of the messages of each edge that ends or begins at this rank.
 Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
@@ -42,7 +42,7 @@ class Report:
         self.ended = True  # or none has begun
         self.gone: set[int] = set()  # ranks whose connections have broken: they post nothing
         self._own = ""
-        self._posted = False
+        self._posted, self._until = False, 0.0
         self._parts: dict[int, str | bytes] = {}
         self._written = 0  # parts
 
@@ -54,6 +54,17 @@ class Report:
             cause = cause._replace(report=new_report())
             _write(self._rank, cause, self._parts, beats)
         return cause
+
+    def outlive(self, talks: Thread, grace: float) -> None:
+        """Let an exception go on, but have this process wait at its end for all to be told.
+
+        Launchers end all others as soon as one has ended.
+        """
+        if self.ended:
+            talks.join(grace)
+            return
+        with suppress(RuntimeError):  # Python ends already, and takes no more threads
+            Thread(target=talks.join, args=[grace / 2]).start()
 
     def post(self, own: Callable[[], str]) -> None:
         """Give this rank's part to the others: that of the beginning, if there was one."""
@@ -147,13 +158,19 @@ def _write(
     rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Beat]
 ) -> None:
     """Write what is known by now; a reader finds that or what was there before."""
-    read = {r: json.loads(part) for r, part in sorted(parts.items())}
     path = place_of(cause.report)
-    with suppress(OSError):  # the cause is known without it
+    if not path:
+        return
+    with suppress(Exception):  # the cause is known without it
+        read = {r: json.loads(part) for r, part in sorted(parts.items())}
+        text = "\n".join([*_lines(rank, cause, read, beats), ""])
         handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
-        with open(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.writelines(f"{line}\n" for line in _lines(rank, cause, read, beats))
-        os.replace(fresh, path)
+        try:
+            with open(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.replace(fresh, path)
+        except OSError:
+            os.unlink(fresh)
 
 
 def _lines(
@@ -216,7 +233,7 @@ def _edges(parts: Mapping[int, Any]) -> list[str]:
 
 
 def _pending(counts: Mapping[str, int]) -> str:
-    count = counts.get("sent", 0) - counts.get("used", 0) if len(counts) > 3 else 0
+    count = counts["sent"] - counts["used"] if {"sent", "used"} <= counts.keys() else 0
     return f"; PENDING: {count}" if count > 0 else ""
 
 

@@ -99,6 +99,33 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         assert pending(report) == {others: 1, "edge 2 -> 1": 1}
 
 
+def test_without_the_store_every_rank_writes_its_own():
+    what = {"fault": "kill", "culprit": 0, "where": "forward", "when": 7}
+    what |= {"method": "pipedream", "timeout": TIMEOUT}
+    ends = Ranks(rank_pipelines.failing, 3, what, keeper=False).join()
+    for rank in (1, 2):
+        (path,) = re.findall(r"report of all ranks: (\S+)$", ends[rank].error, re.MULTILINE)
+        report = ends[rank].reports[path]
+        assert f"Written by rank {rank} at " in report
+        assert "thread MainThread\n" in section(report, rank)
+        assert "  0  does not answer; " in report
+
+
+def test_a_report_that_cannot_be_written_is_not_missed():
+    what = {"fault": "exception", "culprit": 1, "where": "forward", "when": 7}
+    what |= {"method": "pipedream", "timeout": TIMEOUT, "temporary": "/nonexistent"}
+    ranks = Ranks(rank_pipelines.failing, 3, what)
+    expect_one_end(ranks, what)
+
+
+def test_a_report_has_the_collectives_that_others_have_not_come_to():
+    what = {"fault": "stop", "counts": [2], "culprit": 1, "stage": 0, "where": "forward", "when": 3}
+    what |= {"method": "sync", "timeout": TIMEOUT}
+    ends = Ranks(replica_programs.failing, 2, what).join(but=(1,))
+    (report,) = ends[0].reports.values()
+    assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
+
+
 # While a checkpoint of several processes is written.
 
 ENDS = {"kill": -signal.SIGKILL, "cut": -signal.SIGXFSZ, "stop": -signal.SIGKILL, "exit": 7}

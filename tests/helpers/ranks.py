@@ -60,6 +60,8 @@ def _main(
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     tempfile.tempdir = folder
+    # which shells ignore for what they run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1)  # says where it is, to whom it keeps waiting
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = "127.0.0.1"
