@@ -101,10 +101,7 @@ class Board:
 
     @contextmanager
     def run(self, starts: bool = False, messages: Messages = list) -> Iterator[None]:
-        """Take part for the time of a run, or of a pipeline being made (``starts``).
-
-        messages: counts of each edge's messages, for a report.
-        """
+        """Take part for the time of a run, or of a pipeline being made (``starts``)."""
         if self.cause is not None and not starts:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
@@ -119,10 +116,8 @@ class Board:
         self._patience = SLOW if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
         self._messages = messages
-        talks, guards = (
-            threading.Thread(target=work, name=name, daemon=True)
-            for work, name in zip((self._talk, self._guard), WATCHING, strict=True)
-        )
+        talks = threading.Thread(target=self._talk, name=WATCHING[0], daemon=True)
+        guards = threading.Thread(target=self._guard, name=WATCHING[1], daemon=True)
         talks.start()
         guards.start()
         try:
@@ -324,8 +319,8 @@ class Board:
         """What this rank says in the report of a failure."""
         steps = self._steps.copy()
         try:
-            under_way = list(self.under_way.copy().values())
-            return part_of(steps, self.waits, self._messages(), under_way, self._error)
+            begun = self.under_way.copy().values()
+            return part_of(steps, self.waits, self._messages(), begun, self._error)
         except Exception as error:  # the cause matters more
             return part_of(steps, None, [], [], f"no more can be said: {described(error)}")
 

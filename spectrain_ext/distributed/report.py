@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from threading import Thread
@@ -124,22 +124,28 @@ def part_of(
     steps: Sequence[tuple[tuple[object, ...], float]],
     waits: tuple[int | None, str, float] | None,
     messages: Sequence[tuple[str, Mapping[str, int]]],
-    collectives: Sequence[tuple[str, float]],
+    collectives: Iterable[tuple[str, float]],
     error: str,
 ) -> str:
     """What a rank says of itself now, as JSON; times are given on its own clock."""
     now = monotonic()
-    return json.dumps(
-        {
-            "process": f"host {socket.gethostname()}, process {os.getpid()}",
-            "steps": [(" ".join(map(str, what)), now - began) for what, began in steps],
-            "waits": waits and (*waits[:2], now - waits[2]),
-            "messages": messages,
-            "collectives": [(what, now - began) for what, began in collectives],
-            "error": error[-ROOM:],
-            "stacks": _stacks()[:ROOM],
-        }
-    )
+    state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
+    if waits is not None:
+        state += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
+    said = {
+        "process": f"host {socket.gethostname()}, process {os.getpid()}",
+        "state": state,
+        "messages": messages,
+        "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
+        "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
+        "error": error[-ROOM:],
+        "stacks": _stacks()[:ROOM],
+    }
+    return json.dumps(said)
+
+
+def _words(what: tuple[object, ...]) -> str:
+    return " ".join(map(str, what))
 
 
 def _stacks() -> str:
@@ -176,66 +182,41 @@ def _write(
 def _lines(
     rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Beat]
 ) -> Iterator[str]:
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield f"A pipeline over {len(beats)} processes has failed."
     yield f"First cause: rank {cause.rank}, {cause.reason}"
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
     yield "\nRanks: what they do"
     for r, beat in enumerate(beats):
-        yield f"  {r}  {_state(parts[r]) if r in parts else _last_known(beat)}"
+        yield f"  {r}  {parts[r]['state'] if r in parts else _last_known(beat)}"
     yield "\nMessages, as the ends of each edge have counted them since it was opened"
-    yield from _edges(parts) or ["  none: no run has begun"]
+    yield from _edges(parts.values()) or ["  none: no run has begun"]
     yield "\nCollectives that have begun and not ended"
-    yield from [
-        f"  rank {r}: {what}, for {_seconds(age)}"
-        for r, part in parts.items()
-        for what, age in part["collectives"]
-    ] or ["  none"]
+    pending = [f"  rank {r}: {each}" for r, part in parts.items() for each in part["collectives"]]
+    yield from pending or ["  none"]
     for r, part in parts.items():
         yield f"\n{'=' * 30} rank {r}: {part['process']}"
-        yield "\nlast instructions, and how long ago they began"
-        yield from (f"  {_seconds(age):>10}  {what}" for what, age in part["steps"])
+        yield "\n".join(["\nlast instructions, and how long ago they began", *part["steps"]])
         if part["error"]:
             yield f"\nits exception\n{part['error']}"
         yield f"\nPython stacks\n{part['stacks']}"
 
 
-def _state(part: Any) -> str:
-    what, age = part["steps"][-1]
-    return f"{what}, for {_seconds(age)}{_waiting(part['waits'])}"
-
-
 def _last_known(beat: Beat) -> str:
     if not beat.text:
         return "has not been heard of"
-    silent = _seconds(monotonic() - beat.heard)
-    busy = f"{beat.doing}, for {_seconds(beat.busy)}"
-    return f"does not answer; {silent} ago it said: {busy}{_waiting(beat.waits)}"
+    return f"does not answer; {monotonic() - beat.heard:.3f} s ago it said: {beat.doing}"
 
 
-def _waiting(waits: Sequence[Any] | None) -> str:
-    if waits is None:
-        return ""
-    whom = "all others" if waits[0] is None else f"rank {waits[0]}"
-    return f"; waits for {whom}: {waits[1]}" + "".join(f", for {_seconds(w)}" for w in waits[2:])
-
-
-def _edges(parts: Mapping[int, Any]) -> list[str]:
+def _edges(parts: Iterable[Any]) -> list[str]:
     ends: dict[str, dict[str, int]] = {}
-    found = [each for part in parts.values() for each in part["messages"]]
+    found = [each for part in parts for each in part["messages"]]
     for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
         ends.setdefault(name, {}).update(counts)
-    return [
-        f"  {name}: {', '.join(f'{what} {count:,}' for what, count in counts.items())}"
-        + _pending(counts)
-        for name, counts in ends.items()
-    ]
-
-
-def _pending(counts: Mapping[str, int]) -> str:
-    count = counts["sent"] - counts["used"] if {"sent", "used"} <= counts.keys() else 0
-    return f"; PENDING: {count}" if count > 0 else ""
-
-
-def _seconds(age: float) -> str:
-    return f"{age:.3f} s"
+    lines = []
+    for name, counts in ends.items():
+        line = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        if {"sent", "used"} <= counts.keys() and counts["sent"] > counts["used"]:
+            line += f"; PENDING: {counts['sent'] - counts['used']}"
+        lines.append(f"  {name}: {line}")
+    return lines
