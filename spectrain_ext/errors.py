@@ -50,6 +50,8 @@ class RankError(RuntimeError):
             missed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.
         waited: for how many seconds it had.
+        report: the file that says more of all ranks, empty if there is none; with the name of the
+            host in front if it is another one.
     """
 
     def __init__(
@@ -60,21 +62,27 @@ class RankError(RuntimeError):
         reason: str,
         edge: str | None = None,
         waited: float = 0.0,
+        report: str = "",
     ) -> None:
-        super().__init__(rank, action, culprit, reason, edge, waited)
+        super().__init__(rank, action, culprit, reason, edge, waited, report)
         self.rank = rank
         self.action = action
         self.culprit = culprit
         self.reason = reason
         self.edge = edge
         self.waited = waited
+        self.report = report
 
     def __str__(self) -> str:
         waiting = "" if self.edge is None else f", waiting on {self.edge} for {self.waited:.1f} s"
         return (
             f"rank {self.rank}, {self.action}{waiting}; first cause: rank {self.culprit}, "
-            f"{self.reason}"
+            f"{self.reason}{report_note(self.report, '; ')}"
         )
+
+
+def report_note(report: str, before: str = "") -> str:
+    return f"{before}report of all ranks: {report}" if report else ""
 
 
 class CheckpointError(RuntimeError):

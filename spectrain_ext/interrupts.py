@@ -62,6 +62,11 @@ def boundary() -> None:
             handler(*noted)
 
 
+def held_back() -> bool:
+    """Whether a KeyboardInterrupt waits; any thread may ask."""
+    return STATE.pending is not None and STATE.before is signal.default_int_handler
+
+
 # Not made by contextlib: a signal that comes on the way through its code would be one that a
 # context never hears of. What a context then leaves wrong, the one around it puts right.
 

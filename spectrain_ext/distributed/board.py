@@ -15,6 +15,8 @@ import json
 import os
 import sys
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,10 +27,11 @@ from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.errors import RankError, StageError
-from spectrain_ext.interrupts import waiting
+from spectrain_ext.errors import RankError, StageError, report_note
+from spectrain_ext.interrupts import held_back, waiting
 
 from .failures import Beat, Cause, described, most_silent, suspect
+from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
 from .store import SLOW, connection
 
 FAILED = "failed"  # the first cause, under this key of the store
@@ -47,12 +50,18 @@ class Board:
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified by whoever fulfils what ``wait`` waits for
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
+        self._soon = max(0.05, ranks / 1000)  # and after which a failure is heard of
         # whom this rank waits for (None: all others), for what, and since when
         self.waits: tuple[int | None, str, float] | None = None
         self.cause: Cause | None = None
         # what ends this rank's waits for its device once there is a cause, each in a thread
         self.aborts: list[Callable[[], None]] = []
         self._aborting: list[threading.Thread] = []
+        # Of collectives that have begun and not ended: what they are for, and since when.
+        self.under_way: dict[int, tuple[str, float]] = {}
+        self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
+        self._messages: Messages = list
+        self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # of this rank, which the others may not have
         self._lenient = False  # whether ranks may be waited for as long as they get on
         self._patience = SLOW  # seconds that the store may take for an answer
@@ -69,6 +78,7 @@ class Board:
             outlived = store.check([key]) and store.get(key) != b""
             # others block the given one, with rendezvous of process groups; it alone talks
             self._store = connection(store, SLOW, timeout)
+            self._report = Report(self._store, rank)
             for each in self._keys:  # whoever reads them would wait for one that is not there
                 self._store.compare_set(each, "", "")
             self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))  # before it has come
@@ -93,7 +103,7 @@ class Board:
     # A run.
 
     @contextmanager
-    def run(self, starts: bool = False) -> Iterator[None]:
+    def run(self, starts: bool = False, messages: Messages = list) -> Iterator[None]:
         """Take part for the time of a run, or of a pipeline being made (``starts``)."""
         if self.cause is not None and not starts:
             raise RuntimeError(
@@ -108,12 +118,11 @@ class Board:
         # While others still connect to the store it answers nobody for as long as that takes.
         self._patience = SLOW if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
-        threads = [
-            threading.Thread(target=self._talk, name="spectrain board", daemon=True),
-            threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        self._messages = messages
+        talks = threading.Thread(target=self._talk, name=WATCHING[0], daemon=True)
+        guards = threading.Thread(target=self._guard, name=WATCHING[1], daemon=True)
+        talks.start()
+        guards.start()
         try:
             yield
             self.doing(self._failure or ("starting" if starts else "ending the run"))
@@ -126,16 +135,20 @@ class Board:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else described(error)
                 mine = Cause(self.rank, f"{self.action()}: {what}")
+                self._error = "".join(traceback.format_exception(error))
                 aborted = len(self._aborting) > 0
                 cause = self._agree(mine)
                 if aborted and cause.rank != self.rank and isinstance(error, Exception):
                     self._raise(cause, None, 0.0, error)  # it was computed with what had not come
+                if cause.report and hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(report_note(place_of(cause.report)))
             raise
         finally:
+            self._messages = list
             self._over.set()
             self._wake.set()
-            for thread in threads:
-                thread.join(self.grace)
+            guards.join(self.grace)
+            self._report.outlive(talks, self.grace)
             for thread in self._aborting:  # or they would go on beside the caller's own ending
                 thread.join(max(0.0, self._must_end_by - monotonic()))
 
@@ -174,16 +187,16 @@ class Board:
 
     def doing(self, *what: object) -> None:
         """Say what this rank does from here on; put into words only when somebody asks."""
-        self._doing, self._since = what, monotonic()
+        self._steps.append((what, monotonic()))
 
     def action(self) -> str:
-        return " ".join(map(str, self._doing))
+        return " ".join(map(str, self._steps[-1][0]))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Inside, this rank waits for nobody, although it is within ``together``."""
         waits, self.waits = self.waits, None
-        before = self._doing
+        before = self._steps[-1][0]
         self.doing(what)
         try:
             yield
@@ -259,6 +272,7 @@ class Board:
             silent_one, silent = most_silent(self.beats, self.rank)
             peer = silent_one if silent > 2 * self.interval else None
         if peer is not None:
+            self._report.gone.add(peer)
             mine = Cause(peer, f"{self.beats[peer]}: its connection was closed without a word")
         self._raise(mine, what, monotonic() - since, error)
 
@@ -268,7 +282,11 @@ class Board:
         self, mine: Cause, what: str | None, waited: float, error: BaseException | None = None
     ) -> NoReturn:
         cause = self._agree(mine)
-        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
+        raise self._told(cause, what, waited) from error
+
+    def _told(self, cause: Cause, what: str | None, waited: float) -> RankError:
+        action, place = self.action(), place_of(cause.report)
+        return RankError(self.rank, action, cause.rank, cause.reason, what, waited, place)
 
     def _agree(self, mine: Cause) -> Cause:
         """Put a cause on the board; returns the one that was there first."""
@@ -277,8 +295,8 @@ class Board:
                 self._found = mine
                 self._wake.set()
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
-            cause = self.cause or self._without_store()  # whose answer takes milliseconds
-            self._learn(cause)
+            # whose answer takes milliseconds
+            cause = self._learn(self.cause or self._without_store())
             if self.rank == 0:  # it may keep the store, and stays until all that live know
                 self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
         return cause
@@ -292,27 +310,45 @@ class Board:
             if r != self.rank
         )
 
-    def _learn(self, cause: Cause) -> None:
+    def _learn(self, cause: Cause) -> Cause:
+        if self.cause is None:
+            part = self._part()  # while this rank's own thread is still where it is
+            with self.changed:
+                if self.cause is None:
+                    now = monotonic()
+                    self._must_end_by = now + self.grace
+                    self.cause = self._report.begin(cause, part, self.beats, now + self.grace / 2)
+                    self._wake.set()
+                    self._abort()
         with self.changed:
-            if self.cause is None:
-                self.cause = cause
-                self._must_end_by = monotonic() + self.grace
-                self._wake.set()
-                # All at once: one may wait for the device, and so for what another ends.
-                self._aborting = [
-                    threading.Thread(
-                        target=_tried, args=(abort,), name="spectrain abort", daemon=True
-                    )
-                    for abort in self.aborts
-                ]
-                for thread in self._aborting:
-                    thread.start()
             self.changed.notify_all()
+            assert self.cause is not None
+            return self.cause
+
+    def _abort(self) -> None:
+        # All at once: one may wait for the device, and so for what another ends.
+        self._aborting = [
+            threading.Thread(target=_tried, args=(abort,), name="spectrain abort", daemon=True)
+            for abort in self.aborts
+        ]
+        for thread in self._aborting:
+            thread.start()
+
+    def _part(self) -> str:
+        """What this rank says in the report of a failure."""
+        steps = self._steps.copy()
+        try:
+            begun = self.under_way.copy().values()
+            return part_of(steps, self.waits, self._messages(), begun, self._error)
+        except Exception as error:  # the cause matters more
+            return part_of(steps, None, [], [], f"no more can be said: {described(error)}")
 
     def _without_store(self) -> Cause:
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
 
     def _overdue(self) -> Cause | None:
+        if held_back():  # until the end of an instruction, which may never come
+            return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, SLOW) if absent else self.timeout
         waits = self.waits
@@ -330,23 +366,37 @@ class Board:
 
     def _talk(self) -> None:
         try:
-            while not self._over.is_set():
+            while not (self._over.is_set() and self._report.ended):
                 self._asking = monotonic()
                 self._tell()
                 self._hear()
+                if self.cause is not None:
+                    self._report.go_on(self.cause, self.beats, 3 * self.interval)
                 self._asking = None
-                self._wake.wait(self._pause())
+                self._rest()
                 self._wake.clear()
             self._tell()
         except Exception:  # whatever: this thread keeps the deadlines
             if not self._over.is_set():
                 self._learn(self._without_store())
 
+    def _rest(self) -> None:
+        """Until the next round, or until there is a cause."""
+        end = monotonic() + self._pause()
+        while (left := end - monotonic()) > self._soon:
+            if self._wake.wait(self._soon):
+                return
+            self._asking = monotonic()
+            if self._store.get(FAILED):
+                return
+            self._asking = None
+        self._wake.wait(left)
+
     def _pause(self) -> float:
         """Seconds until the next round: less and less often while this rank listens."""
         since = self._listens_since
         if self.cause is not None:
-            return self.interval / 4
+            return min(self.interval / 4, self._soon / 2)
         if since is None:
             return self.interval
         return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
@@ -354,15 +404,19 @@ class Board:
     def _tell(self) -> None:
         waits = None if self._failure else self.waits
         words, last = self._said
+        knows = self.cause is not None
+        if knows:
+            self._report.post(self._part)
         self._complete = max(self._complete, self._all_have_said())
         said = {
             "doing": self.action(),
-            "busy": monotonic() - self._since,
+            "busy": monotonic() - self._steps[-1][1],
             "waits": None if waits is None else waits[:2],
             "words": words,
             "last": last,
             "complete": self._complete,
-            "knows": self.cause is not None,
+            "knows": knows,
+            "reported": knows and self._report.ended,
         }
         self._store.set(self._keys[self.rank], json.dumps(said))
 
@@ -387,8 +441,11 @@ class Board:
                 self.changed.notify_all()
         mine = None if failed else self._found or self._overdue()
         if mine is not None:
+            mine = mine._replace(found=self.rank, report=new_report())
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
         cause = Cause.read(failed)
+        if mine is not None and cause != mine:
+            drop_report(mine.report)
         if cause is not None and self.cause is None:
             self._learn(cause)
 
@@ -410,8 +467,8 @@ class Board:
     def _last_words(self) -> str:
         cause, waits = self.cause or self._without_store(), self.waits
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
-        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
+        error = self._told(cause, what, waited)
+        return f"{error}; this rank did not end by itself within {self.grace:.0f} s"
 
 
 def _tried(abort: Callable[[], None]) -> None:

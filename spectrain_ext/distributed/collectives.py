@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,8 @@ class _Collective:
             work = begin(*tensors, group=group, async_op=True)
         assert work is not None
         self._work = work
+        nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+        board.under_way[id(self)] = f"{what}, {nbytes:,} bytes", monotonic()
         # The work says that it is completed a moment after its future does: too late to be asked
         # by whoever that woke up.
         self._done = group is not circle.host  # of NCCL, the stream waits
@@ -55,6 +58,7 @@ class _Collective:
     def _ended(self, _: object) -> None:
         with self._board.changed:
             self._done = True
+            self._board.under_way.pop(id(self), None)
             self._board.changed.notify_all()
 
     def wait(self) -> None:
@@ -64,6 +68,7 @@ class _Collective:
         self._board.wait(lambda: self._done, following, self._what)
         with self._connected:
             self._work.wait()
+        self._board.under_way.pop(id(self), None)
 
 
 class _Bucket:

@@ -283,7 +283,11 @@ class RankConnections(Connections):
     # A run.
 
     def run(self) -> AbstractContextManager[None]:
-        return self._board.run()
+        return self._board.run(messages=self._counts)
+
+    def _counts(self) -> list[tuple[str, dict[str, int]]]:
+        ends = (*self._senders.values(), *self._receivers.values())
+        return [(end.link.name, end.counts()) for end in ends]
 
     def order(
         self, schedule: Generator, places: list[Place]

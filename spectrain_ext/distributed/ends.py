@@ -69,6 +69,10 @@ class _End:
         self._capacity = 0  # of a frame, for the body
         self._error: BaseException | None = None
 
+    def counts(self) -> dict[str, int]:
+        """Of messages, for a report; any thread may ask."""
+        raise NotImplementedError
+
     def _start(self, name: str, work: Callable[[], None]) -> None:
         """Have a thread do this; the rank's own hears of its error."""
 
@@ -128,8 +132,13 @@ class RemoteReceiver(_End):
         self._receiver = receiver
         self._landed = self._thread.event()
         self._layouts: list[Layout] = []
-        self._heard = 0
+        self._heard = self._posted = 0
         self._arrived: deque[_Framed | None] = deque()  # None: the end
+
+    def counts(self) -> dict[str, int]:
+        heard = self._heard
+        posted, used = self._posted - heard, heard - len(self._arrived)
+        return {"received": heard, "used": used, "receives posted": posted}
 
     # The thread.
 
@@ -209,6 +218,7 @@ class RemoteReceiver(_End):
 
     def _post(self, slot: _Framed) -> None:
         slot.works = [self._receive(self._whole(slot.frame), TAG_FRAME)]
+        self._posted += 1
 
     # The rank's own thread.
 
@@ -270,15 +280,21 @@ class RemoteSender(_End):
             for slot in self._ring:
                 slot.memory = packed
         self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
-        self._sent = 0
+        self._sent = self._last_bytes = 0
         self._kinds: dict[object, tuple[Layout, int, int]] = {}  # layouts, each announced once
         self._first: Layout | None = None
+
+    def counts(self) -> dict[str, int]:
+        waiting = sum(slot.works is None for slot in self._ring.copy())
+        more = {"waiting for the device": waiting} if self.link.staged else {}
+        return {"sent": self._sent, "bytes of the last": self._last_bytes, **more}
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         (layout, number, nbytes), text = self._kind_of(message)
         link, copy, slot = self.link, self.stream, self._next_slot()
+        self._last_bytes = nbytes
         for event in ready:
             copy.wait(event)
         with copy.using(reads=(source,), writes=() if link.staged else (slot.buffer,)):

@@ -14,6 +14,8 @@ class Cause(NamedTuple):
 
     rank: int
     reason: str
+    found: int | None = None  # by which rank; None: by each for itself, without the store
+    report: str = ""  # that this rank writes, as "host:path"
 
     @staticmethod
     def read(text: bytes) -> Cause | None:
@@ -32,7 +34,8 @@ class Beat(NamedTuple):
     words: int = 0  # that it has said so far
     last: Sequence[Any] = ()  # of these
     complete: int = 0  # words that all have said, as far as it has heard
-    knows: bool = False  # of a failure
+    knows: bool = False  # of a failure, and has told what belongs in its report
+    reported: bool = False  # has written that, or knows that it has been
 
     @staticmethod
     def read(text: bytes, heard: float) -> Beat:
@@ -49,7 +52,7 @@ class Beat(NamedTuple):
 
 
 def described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:

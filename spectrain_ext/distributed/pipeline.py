@@ -206,8 +206,8 @@ class DistributedPipeline(Pipeline):
 
         Raises:
             RankError: another rank has failed, or one has let this one wait for too long. Every
-                rank ends, with the same first cause. A rank that is stuck is ended by its own
-                watchdog, with the report on stderr and exit code 1.
+                rank ends, with the same first cause, and names the same report. A rank that is
+                stuck is ended by its own watchdog, which says so on stderr, with exit code 1.
             ValueError: rank 0 has no batches; or its loader gives every process a part of the
                 samples, which names its sampler.
             StageError and others, as for ``Pipeline``: on the rank that has failed.

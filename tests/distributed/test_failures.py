@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from helpers import failing_checkpoints, rank_pipelines, replica_programs
@@ -42,6 +43,91 @@ def test_one_end_for_all_replicas(seed, record_property):
     record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
     ranks = Ranks(replica_programs.failing, count, what, keeper=what["keeper"])
     expect_one_end(ranks, what)
+
+
+# What is written down of it.
+
+
+def section(report, rank):
+    """What a report has of one rank, which has told it."""
+    (found,) = re.findall(rf"^=+ rank {rank}: (.*?)(?=^=|\Z)", report, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def pending(report):
+    """Messages that have been sent and not used, by edge."""
+    found = re.findall(r"^  (edge \d -> \d): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
+    return {edge: int(count) for edge, count in found}
+
+
+FAULTS = ["exception", "kill", "stop", "exit", "hang", "interrupt", "interrupt one"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_report_of_all_ranks(tmp_path, fault, culprit):
+    what = {
+        **{"fault": fault, "culprit": culprit, "where": "forward", "when": 7},
+        **{"method": "pipedream", "timeout": TIMEOUT},
+    }
+    pipe = tmp_path / "hangs"
+    if "interrupt" in fault:
+        os.mkfifo(pipe)
+        what.update(fault=str(pipe), timeout=300.0)
+    ranks = Ranks(rank_pipelines.failing, 3, what)
+    if "interrupt" in fault:
+        with open(pipe):
+            for rank in [culprit] if "one" in fault else range(3):
+                os.kill(ranks.pid(rank), signal.SIGINT)
+    ends = ranks.join(but=(culprit,) if fault == "stop" else ())
+    ((path, report),) = ends[0].reports.items()
+    silent = fault in ("kill", "stop", "exit")
+    told = [r for r in range(3) if r != culprit or not silent]
+    for rank in told:
+        has_notes = sys.version_info >= (3, 11) or "RankError" in ends[rank].error
+        assert (f"report of all ranks: {path}" in ends[rank].error) == has_notes
+        mine = section(report, rank)
+        assert "of minibatch" in mine.partition("Python stacks")[0]
+        assert "thread MainThread\n" in mine
+    first = "[012]" if fault == "interrupt" else culprit
+    assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
+    if silent:
+        assert re.search(rf"^  {culprit}  does not answer; .* ago it said: ", report, re.MULTILINE)
+        assert f"= rank {culprit}: " not in report
+    else:
+        assert "in commit\n" in section(report, culprit)
+        assert not any("in commit\n" in section(report, r) for r in told if r != culprit)
+    if fault == "hang":  # until nothing moves any more
+        others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
+        assert pending(report) == {others: 1, "edge 2 -> 1": 1}
+
+
+def test_without_the_store_every_rank_writes_its_own():
+    what = {"fault": "kill", "culprit": 0, "where": "forward", "when": 7}
+    what |= {"method": "pipedream", "timeout": TIMEOUT}
+    ends = Ranks(rank_pipelines.failing, 3, what, keeper=False).join()
+    for rank in (1, 2):
+        found = re.findall(r"report of all ranks: (\S+)$", ends[rank].error, re.MULTILINE)
+        (path,) = {*found}
+        report = ends[rank].reports[path]
+        assert f"Written by rank {rank} at " in report
+        assert "thread MainThread\n" in section(report, rank)
+        assert "  0  does not answer; " in report
+
+
+def test_a_report_that_cannot_be_written_is_not_missed():
+    what = {"fault": "exception", "culprit": 1, "where": "forward", "when": 7}
+    what |= {"method": "pipedream", "timeout": TIMEOUT, "temporary": "/nonexistent"}
+    ranks = Ranks(rank_pipelines.failing, 3, what)
+    expect_one_end(ranks, what)
+
+
+def test_a_report_has_the_collectives_that_others_have_not_come_to():
+    what = {"fault": "stop", "counts": [2], "culprit": 1, "stage": 0, "where": "forward", "when": 3}
+    what |= {"method": "sync", "timeout": TIMEOUT}
+    ends = Ranks(replica_programs.failing, 2, what).join(but=(1,))
+    (report,) = ends[0].reports.values()
+    assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
 
 
 # While a checkpoint of several processes is written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from datetime import timedelta
 
 import pytest
@@ -48,7 +49,8 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     assert store.timeout == timedelta(minutes=30)
 
 
-def test_a_board_of_one_rank():
+def test_a_board_of_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 1, timeout=5.0)
     with board.run(starts=True):
@@ -61,7 +63,10 @@ def test_a_board_of_one_rank():
             pass
     with pytest.raises(ArithmeticError), board.run():
         raise ArithmeticError("planned")
-    assert board.cause == (0, "beginning a run: ArithmeticError: planned")
+    assert board.cause[:2] == (0, "beginning a run: ArithmeticError: planned")
+    (report,) = tmp_path.iterdir()
+    assert "ArithmeticError: planned" in report.read_text()
+    assert report.stat().st_mode & 0o777 == 0o600
     with pytest.raises(RuntimeError, match="an earlier run"), board.run():
         pass
 

@@ -79,6 +79,9 @@ def expect_one_end(ranks, what):
         if rank == culprit and fault != "hang":
             continue
         assert f"first cause: rank {culprit}, " in end.error, told
+        written = re.findall(r"report of all ranks: ([^\s;]+)", end.error)
+        assert written if "temporary" not in what else not written, told
+        assert {*written} <= end.reports.keys(), told
         if fault in ("exception", "shape"):
             assert f"stage {what.get('stage', culprit)}, minibatch " in end.error, told
         for waited in re.findall(r"waiting on \S+ .*? for ([0-9.]+) s", end.error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
@@ -452,6 +453,7 @@ class Faulty(nn.Module):
 
 def failing(rank, ranks, trial):
     """A run in which one rank fails, in one of its stages if it has several."""
+    tempfile.tempdir = trial.get("temporary", tempfile.tempdir)
     chunks = trial.get("chunks", 1)
     parts = stages(chunks * ranks)[rank::ranks]
     if rank == trial["culprit"]:

@@ -43,6 +43,7 @@ class End(NamedTuple):
     code: int | None
     value: Any
     error: str
+    reports: dict[str, str]  # of failures, by name: those of all ranks
 
 
 def _main(
@@ -58,6 +59,9 @@ def _main(
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    tempfile.tempdir = folder
+    # which shells ignore for what they run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1)  # says where it is, to whom it keeps waiting
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = "127.0.0.1"
@@ -165,6 +169,8 @@ class Ranks:
                 process.kill()
             process.join()
         ends = []
+        written = Path(self._folder.name).glob("spectrain-failure-*")
+        reports = {str(path): path.read_text() for path in written}
         for rank, process in enumerate(self.processes):
             value = Path(self._folder.name, f"{rank}.value")
             error = Path(self._folder.name, f"{rank}.err")
@@ -173,6 +179,7 @@ class Ranks:
                     None if rank in hung else process.exitcode,
                     pickle.loads(value.read_bytes()) if value.exists() else None,
                     error.read_text() if error.exists() else "",
+                    reports,
                 )
             )
         self._folder.cleanup()

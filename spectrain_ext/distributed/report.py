@@ -1,0 +1,222 @@
+"""Report: what all ranks say of themselves when one has failed, in one text file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from .failures import Beat, Cause
+
+#: How many instructions of a rank are remembered, and how many characters it may say of its stacks.
+LAST = 32
+ROOM = 2**15
+
+#: Threads that are there to watch the others.
+WATCHING = ("spectrain board", "spectrain guard")
+
+#: Counts of the messages of each edge that ends or begins at this rank.
+Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
+
+
+class Report:
+    """One rank's share in it. Each posts a part; who found the cause writes what has come of them.
+
+    Where the store does not answer every rank writes one of its own.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.ended = True  # or none has begun
+        self.gone: set[int] = set()  # ranks whose connections have broken: they post nothing
+        self._own = ""
+        self._posted, self._until = False, 0.0
+        self._parts: dict[int, str | bytes] = {}
+        self._written = 0  # parts
+
+    def begin(self, cause: Cause, own: str, beats: Sequence[Beat], until: float) -> Cause:
+        """A cause has become known; returns it with the place of the report."""
+        self._own, self._parts, self._until = own, {self._rank: own}, until
+        self.ended = cause.found is None
+        if self.ended:
+            cause = cause._replace(report=new_report())
+            _write(self._rank, cause, self._parts, beats)
+        return cause
+
+    def outlive(self, talks: Thread, grace: float) -> None:
+        """Let an exception go on, but have this process wait at its end for all to be told.
+
+        Launchers end all others as soon as one has ended.
+        """
+        if self.ended:
+            talks.join(grace)
+            return
+        with suppress(RuntimeError):  # Python ends already, and takes no more threads
+            Thread(target=talks.join, args=[grace / 2]).start()
+
+    def post(self, own: Callable[[], str]) -> None:
+        """Give this rank's part to the others: that of the beginning, if there was one."""
+        if not self._posted:
+            self._store.set(_key(self._rank), self._own or own())
+            self._posted = True
+
+    def go_on(self, cause: Cause, beats: Sequence[Beat], patience: float) -> None:
+        """Write what has come, until nobody is left who would answer."""
+        if self.ended:
+            return
+        now = monotonic()
+        late = now > self._until
+        if cause.found != self._rank:
+            self.ended = late or (cause.found is not None and beats[cause.found].reported)
+            return
+        new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
+        if new:
+            self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
+        awaited = any(
+            beat.text and now - beat.heard < patience
+            for r, beat in enumerate(beats)
+            if r not in self._parts and r not in self.gone
+        )
+        self.ended = late or not awaited
+        if self.ended or len(self._parts) > self._written:
+            self._written = len(self._parts)
+            _write(self._rank, cause, self._parts, beats)
+
+
+def _key(rank: int) -> str:
+    return f"part/{rank}"
+
+
+def new_report() -> str:
+    """Make an empty file that only this user can read; "host:path", or nothing if it cannot be."""
+    try:
+        handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
+        os.close(handle)
+    except OSError:
+        return ""
+    return f"{socket.gethostname()}:{path}"
+
+
+def place_of(report: str) -> str:
+    """The same for somebody here: without this host's name."""
+    return report.removeprefix(f"{socket.gethostname()}:")
+
+
+def drop_report(report: str) -> None:
+    if report:
+        with suppress(OSError):
+            os.unlink(place_of(report))
+
+
+def part_of(
+    steps: Sequence[tuple[tuple[object, ...], float]],
+    waits: tuple[int | None, str, float] | None,
+    messages: Sequence[tuple[str, Mapping[str, int]]],
+    collectives: Iterable[tuple[str, float]],
+    error: str,
+) -> str:
+    """What a rank says of itself now, as JSON; times are given on its own clock."""
+    now = monotonic()
+    state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
+    if waits is not None:
+        state += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
+    said = {
+        "process": f"host {socket.gethostname()}, process {os.getpid()}",
+        "state": state,
+        "messages": messages,
+        "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
+        "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
+        "error": error[-ROOM:],
+        "stacks": _stacks()[:ROOM],
+    }
+    return json.dumps(said)
+
+
+def _words(what: tuple[object, ...]) -> str:
+    return " ".join(map(str, what))
+
+
+def _stacks() -> str:
+    """Of all threads but those that watch; the main one is the first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
+        for ident, frame in found
+        if names.get(ident) not in WATCHING
+    )
+
+
+def _write(
+    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Beat]
+) -> None:
+    """Write what is known by now; a reader finds that or what was there before."""
+    path = place_of(cause.report)
+    if not path:
+        return
+    with suppress(Exception):  # the cause is known without it
+        read = {r: json.loads(part) for r, part in sorted(parts.items())}
+        text = "\n".join([*_lines(rank, cause, read, beats), ""])
+        handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
+        try:
+            with open(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.replace(fresh, path)
+        except OSError:
+            os.unlink(fresh)
+
+
+def _lines(
+    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Beat]
+) -> Iterator[str]:
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield f"A pipeline over {len(beats)} processes has failed."
+    yield f"First cause: rank {cause.rank}, {cause.reason}"
+    yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
+    yield "\nRanks: what they do"
+    for r, beat in enumerate(beats):
+        yield f"  {r}  {parts[r]['state'] if r in parts else _last_known(beat)}"
+    yield "\nMessages, as the ends of each edge have counted them since it was opened"
+    yield from _edges(parts.values()) or ["  none: no run has begun"]
+    yield "\nCollectives that have begun and not ended"
+    pending = [f"  rank {r}: {each}" for r, part in parts.items() for each in part["collectives"]]
+    yield from pending or ["  none"]
+    for r, part in parts.items():
+        yield f"\n{'=' * 30} rank {r}: {part['process']}"
+        yield "\n".join(["\nlast instructions, and how long ago they began", *part["steps"]])
+        if part["error"]:
+            yield f"\nits exception\n{part['error']}"
+        yield f"\nPython stacks\n{part['stacks']}"
+
+
+def _last_known(beat: Beat) -> str:
+    if not beat.text:
+        return "has not been heard of"
+    return f"does not answer; {monotonic() - beat.heard:.3f} s ago it said: {beat.doing}"
+
+
+def _edges(parts: Iterable[Any]) -> list[str]:
+    ends: dict[str, dict[str, int]] = {}
+    found = [each for part in parts for each in part["messages"]]
+    for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
+        ends.setdefault(name, {}).update(counts)
+    lines = []
+    for name, counts in ends.items():
+        line = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        if {"sent", "used"} <= counts.keys() and counts["sent"] > counts["used"]:
+            line += f"; PENDING: {counts['sent'] - counts['used']}"
+        lines.append(f"  {name}: {line}")
+    return lines
