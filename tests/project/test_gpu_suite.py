@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -26,6 +27,9 @@ _NCU = """==PROF== Connected
 _PROBE = """echo '{"name": "device", "device": "none"}'
 echo '{"name": "predict, fp32", "variant": "plain", "blocks": 4, "median_us": 2.0, "best_us": 1.0}'
 """
+
+
+_BUILD = {"cuda": True, "cuda_compiler": "13.0.88", "cuda_architectures": ["sm_90"]}
 
 
 @pytest.fixture
@@ -59,6 +63,8 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     carried = load("gpu.carried")
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
+    # The whole rehearsal is that of the command line: two processes stand for all here.
+    monkeypatch.setattr(suite, "REHEARSAL", dataclasses.replace(scale.REHEARSAL, processes=(2,)))
     _program(tmp_path / "carried" / "probe", _PROBE)
     (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
@@ -105,7 +111,11 @@ def test_dry_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["dry_run"] and {s["status"] for s in summary["steps"]} == {"not run"}
+    several = {s["name"] for s in summary["steps"] if s["status"] == "skipped"}
+    assert several == {"devices", "stress-devices"}
+    assert summary["dry_run"] and {
+        s["status"] for s in summary["steps"] if s["name"] not in several
+    } == {"not run"}
     assert "Operators: not measured." in (out / "summary.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 2 and "expected an empty folder" in again.stderr
@@ -228,10 +238,12 @@ def test_the_package_comes_from_the_wheel_that_fits(
         with zipfile.ZipFile(tmp_path / f"spectrain_ext-0-{name}-x.whl", "w") as wheel:
             wheel.writestr("spectrain_ext/__init__.py", text)
 
+    failed = {"failed": None}
+
     def run(command: list[str]) -> str:
         if not site.exists():
             raise RuntimeError("No module named 'spectrain_ext'")
-        return '{"cuda": true}'
+        return json.dumps({"build": _BUILD, "driver": [13, 0], "capabilities": [[9, 0]]} | failed)
 
     monkeypatch.setattr(module, "_run", run)
     (tmp_path / "sources").write_text("of something else")
