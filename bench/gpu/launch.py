@@ -22,7 +22,7 @@ from .scale import ROOT, Scale
 
 #: The folder for what a rank leaves, in its own process.
 _FOLDER = "SPECTRAIN_SUITE_FOLDER"
-_PRELOADED = ("torch.distributed", "torch.profiler", "spectrain_ext", "gpu.ranks", "gpu.overlap")
+_PRELOADED = ("torch.distributed", "spectrain_ext", "gpu.ranks")
 
 
 @dataclass
@@ -153,7 +153,9 @@ def _main(
     sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1, closefd=False)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     # Nothing has asked the driver or NCCL for anything yet, so that they find it.
-    os.environ.update({_FOLDER: folder, "GLOO_SOCKET_IFNAME": "lo", **environment})
+    os.environ.update({_FOLDER: folder, **environment})
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     import torch
     import torch.distributed as dist
 

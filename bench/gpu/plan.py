@@ -59,7 +59,7 @@ def plan(
         [install],
         [part("first", 30)],
         [part("devices", 30, gpus=2)],
-        [part("ranks", 90 if several else 30)],
+        [part("ranks", 150 if several else 30)],
         [
             part("tests", 140),
             sanitizer("memcheck", 140),
@@ -70,7 +70,7 @@ def plan(
         [part("eight", 45 if several else 20)],
         [part("memory", 25)],
         [part("operators", 90)],
-        [part("variables", 60 if several else 20)],
+        [part("variables", 60 if several else 30)],
         [part("probe", 35)],
         [counters],
         [part("host-cost", 35)],

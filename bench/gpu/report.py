@@ -25,22 +25,9 @@ def markdown(
         found = ", ".join(f"{v} {k}" for k, v in o.facts.items())
         cases = _counted(parts.get(o.name, {}))
         lines.append(f"| {o.name} | {o.status} | {o.seconds:.0f} | {found} | {cases} |")
-    sections: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
-        "Tests": ("tests", _tests),
-        "Operators": ("operators", _operators),
-        "Launch policies": ("probe", _probe),
-        "ncu": ("ncu-metrics", _counters),
-        "Host": ("host-cost", _host_cost),
-        "Overlap": ("overlap", _overlap),
-        "Several GPUs": ("devices", _devices),
-        "Processes": ("ranks", _ranks),
-        "Eight stages": ("eight", _eight),
-        "Memory": ("memory", _memory),
-        "Variables": ("variables", _variables),
-    }
     lines += ["", "## What failed", "", *(_failed(parts) or ["Nothing that was run."])]
     lines += ["", "## What was not run", "", *(_left_out(outcomes, parts) or ["Nothing."])]
-    for title, (name, table) in sections.items():
+    for title, (name, table) in _SECTIONS.items():
         lines += ["", f"## {title}", ""]
         if name not in parts:
             lines.append(f"{title}: not measured.")
@@ -249,3 +236,25 @@ def _variables(part: Part) -> list[str]:
         speeds = [f"{found['minibatches_per_s'][m]:.3g}" for m in ("auto", "1f1b")]
         lines.append(f"| {name} | {found['backend']} | {' | '.join(speeds)} |")
     return [*lines, "", "Minibatches per second of eight stages; each row is a start of its own."]
+
+
+_SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
+    "Tests": ("tests", _tests),
+    "Several GPUs": ("devices", _devices),
+    "Processes": ("ranks", _ranks),
+    "Eight stages": ("eight", _eight),
+    "Memory": ("memory", _memory),
+    "Operators": ("operators", _operators),
+    "Variables": ("variables", _variables),
+    "Launch policies": ("probe", _probe),
+    "ncu": ("ncu-metrics", _counters),
+    "Host": ("host-cost", _host_cost),
+    "Overlap": ("overlap", _overlap),
+}
+#: Steps whose findings are what failed, and figures that nobody reads in a table.
+WITHOUT_TABLE = (
+    *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck", "probe-build", "ncu"),
+    *("stress-methods", "stress-options", "stress-plans", "stress-devices", "layers"),
+)
+#: Steps with one.
+WITH_TABLE = tuple(name for name, _ in _SECTIONS.values())

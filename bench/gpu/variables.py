@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .cases import Cases
@@ -44,6 +45,6 @@ def _named(setting: dict[str, str]) -> str:
 
 
 def _run(setting: dict[str, str], ranks: int, scale: Scale) -> dict[str, Any]:
-    found = throughput(ranks, scale, setting)
+    found = throughput(ranks, replace(scale, rounds=2), setting)
     speeds = {method: found[method]["minibatches_per_s"] for method in METHODS}
     return {"backend": found["backend"], "minibatches_per_s": speeds}
