@@ -89,6 +89,7 @@ def gpu() -> dict[str, Any]:
             "multiprocessors": p.multi_processor_count,
             "memory_bytes": p.total_memory,
             "l2_bytes": getattr(p, "L2_cache_size", None),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        info["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return info

@@ -32,7 +32,8 @@ def variables(cases: Cases, scale: Scale) -> None:
         ranks = min(ranks, 2)
     for again in ("", ", again")[: scale.few and 1]:
         for count, settings in ((1, OF_DEVICES), (ranks, OF_NCCL)):
-            for setting in settings[: scale.few]:
+            # A rehearsal has one, the last.
+            for setting in settings if scale.few is None else settings[-1:]:
                 case = f"{_named(setting)}, {count or 'several'} processes{again}"
                 if count:
                     cases.run(case, lambda s=setting, n=count: _run(s, n, scale), cases.slowest_s)  # type: ignore[misc]

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,6 +370,53 @@ def test_what_needs_several_gpus_takes_no_time_where_there_is_one(
     only = module.plan(tmp_path, [], 100, gpus, ["ranks", "devices"])
     assert [s.name for group in only for s in group] == ["install", "first", "devices", "ranks"]
     assert sum(max(s.limit_s for s in group) for group in only) == pytest.approx(100)
+
+
+def test_what_only_gpus_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, as torch would tell of them, of which this process has used the second."""
+    torch, scale = load("torch"), load("gpu.scale").FULL
+    devices, memory, stress = load("gpu.devices"), load("gpu.memory"), load("gpu.stress")
+    waited: list[int] = []
+    for name, value in {
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "synchronize": waited.append,
+        "memory_reserved": lambda k: 100 * k,
+        "memory_allocated": lambda k: 10 * k,
+        "mem_get_info": lambda k: (300, 1000),
+        "can_device_access_peer": lambda a, b: a < b,
+        "stream": lambda stream: nullcontext(entered.append(str(stream.device))),
+        "_sleep": lambda cycles: slept.append(cycles),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    entered: list[str] = []
+    slept: list[int] = []
+    scale.wait()  # a device that was not used gets no context
+    assert waited == [1]
+    assert scale.devices(3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices._access(scale) == {"reaches": [[True, True], [False, True]]}
+    assert devices._pairs(2) == [(0, 1), (1, 0)]
+    assert len(devices._pairs(8)) == 16
+    assert memory._bytes(scale) == {"allocated": 10, "reserved": 100, "driver": 700}
+    cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+    ranks = load("gpu.ranks")
+    assert ranks.fits(cases, "x", 2, scale) and not ranks.fits(cases, "x", 4, scale)
+    reason = "it needs 4 GPUs, and 2 can be used"
+    assert cases.data["x"] == {"status": "skipped", "error": reason}
+
+    monkeypatch.setattr(stress, "_cycles_per_second", lambda: 1e6)
+    both = [SimpleNamespace(device=torch.device("cuda", k)) for k in (0, 1)]
+    monkeypatch.setattr(stress.streams.CudaStream, "__enter__", lambda self: None)
+    stream = stress.streams.CudaStream(both)
+    delays = stress.Delays(scale)
+    for device, expected in (("cuda:1", {"cuda:1"}), (None, {"cuda:0", "cuda:1"})):
+        entered.clear()
+        with delays.seeded(3, device):
+            for _ in range(40):
+                with stream:
+                    pass
+        assert set(entered) == expected and delays.entered == 40
+    assert slept and max(slept) <= scale.delay_s * 1e6
 
 
 class TestFailuresOfRanks:
