@@ -34,7 +34,10 @@ def stages(scale: Scale) -> list[nn.Module]:
     """Equal ones; the same numbers each time."""
     torch.manual_seed(0)
     width = scale.eight[1]
-    return [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(STAGES)]
+    linears = [nn.Linear(width, width) for _ in range(STAGES)]
+    for linear in linears:  # eight of torch's own would leave next to nothing of the input
+        nn.init.xavier_uniform_(linear.weight)
+    return [nn.Sequential(linear, nn.Tanh()) for linear in linears]
 
 
 def batch(scale: Scale) -> tuple[Tensor, Tensor]:
@@ -42,7 +45,7 @@ def batch(scale: Scale) -> tuple[Tensor, Tensor]:
     _, width, examples = scale.eight
     gen = torch.Generator().manual_seed(1)
     x, y = (torch.randn(examples * STAGES, width, generator=gen) for _ in "xy")
-    return x, y.mul_(0.1)
+    return x, y.mul_(0.1).add_(0.5)  # at any width the biases learn that much at once
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Any:
