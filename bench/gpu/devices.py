@@ -129,9 +129,10 @@ def _two(a: int, b: int, scale: Scale) -> tuple[torch.device, torch.device]:
 def _pipeline(
     method: str, count: int, late: int | None, delays: Delays, scale: Scale
 ) -> dict[str, Any]:
-    """Two stages of each device, in turn, so that every message crosses."""
-    flushes = method in ("auto", "1f1b")
-    exact = Exact(method, 2 * count, microbatches=2 * count if flushes else 1, minibatches=24)
+    """Stages on devices in turn, so that every message crosses; of two devices each has two."""
+    stages, several = max(4, count), method in ("auto", "1f1b")
+    minibatches = 24 if scale.on_gpu else 6
+    exact = Exact(method, stages, microbatches=stages if several else 1, minibatches=minibatches)
     places = list(itertools.islice(itertools.cycle(scale.devices(count)), exact.stages))
     expected = exact.on_cpu()
     with delays.seeded(count, places[late] if late is not None else None):

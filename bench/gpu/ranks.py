@@ -29,8 +29,10 @@ from .launch import Ended, how, launch, mark, run_all
 from .scale import Scale
 
 #: Seconds that one launch of ranks may take: NCCL connects each edge, one after the other.
-LIMIT_S = 60.0
+LIMIT_S = 90.0
 _FAULT_AT = 5  # the forward in which a rank fails
+#: Seconds that ranks may take beyond the deadline: five to raise, the rest to end their processes.
+_GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Run:
     exact: Exact
     replicas: int = 1
     slow_s: float = 0.0  # hosts sleep up to so many seconds, at random
-    timeout_s: float = 60.0
+    timeout_s: float = 30.0
     digests: bool = False  # of weights, instead of the weights themselves
 
 
@@ -245,13 +247,21 @@ def _failure(scale: Scale, count: int, fault: str) -> dict[str, Any]:
             raise AssertionError(f"rank {rank} does not name rank {culprit}: it {how(end)}")
     last = max(end.at for end in ended)
     others = max(end.at for rank, end in enumerate(ended) if rank != culprit)
+    timeout, took = _timeout_of(fault, scale), others - ended[culprit].marked
+    if took > timeout + _GRACE_S:
+        raise AssertionError(f"ranks ended after {took:.0f} s, with a timeout of {timeout:.0f} s")
     return {
         "codes": list(codes.values()),
-        "seconds_until_others_ended": others - ended[culprit].marked,
+        "seconds_until_others_ended": took,
         "seconds_until_all_ended": last - ended[culprit].marked,
-        "timeout_s": scale.timeout_s,
+        "timeout_s": timeout,
         "said": ended[culprit - 1].error[:500],
     }
+
+
+def _timeout_of(fault: str, scale: Scale) -> float:
+    # The deadline is what a hang is found by; the other failures are known at once.
+    return scale.timeout_s if fault == "hang" else Run.timeout_s
 
 
 def _blames(end: Ended, culprit: int) -> bool:
@@ -262,7 +272,7 @@ def _blames(end: Ended, culprit: int) -> bool:
 
 def fail(rank: int, ranks: int, scale: Scale, fault: str, culprit: int) -> None:
     """Train until one rank fails in a forward."""
-    run = Run(Exact("spectrain", ranks, minibatches=10_000), timeout_s=scale.timeout_s)
+    run = Run(Exact("spectrain", ranks, minibatches=10_000), timeout_s=_timeout_of(fault, scale))
     pipe, stage = _pipeline(rank, scale, run)
     if rank == culprit:
         calls = iter(range(_FAULT_AT))

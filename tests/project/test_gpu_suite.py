@@ -455,6 +455,10 @@ class TestFailuresOfRanks:
         with pytest.raises(AssertionError, match=why):
             judged(other)
 
+    def test_ranks_that_are_late(self, judged: Any) -> None:
+        with pytest.raises(AssertionError, match="ended after 60 s, with a timeout of 30 s"):
+            judged({"at": 70.0})
+
     def test_a_rank_that_never_failed(self, judged: Any) -> None:
         with pytest.raises(AssertionError, match="rank 1 did not come to its failure"):
             judged({}, culprit={"marked": 0.0})
