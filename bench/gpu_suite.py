@@ -76,7 +76,7 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
     module, _, function = PARTS[name].partition(".")
     part: Callable[..., None] = getattr(importlib.import_module(f"gpu.{module}"), function)
     given: dict[str, tuple[object, ...]] = {
-        "tests": (tests, work),
+        "tests": (scale, tests, work),
         "probe-build": (work,),
         **dict.fromkeys(("install", "probe", "overlap"), (scale, work)),
     }

@@ -107,12 +107,20 @@ def rank_main(rank: int, ranks: int, scale: Scale) -> dict[str, Any]:
         # In one process as in several: a stage's neighbours are on other devices.
         places = scale.devices(STAGES) if ranks == 1 else [scale.devices(rank + 1)[-1]]
         for method in METHODS:
-            given = (sgd, nn.functional.mse_loss, method)
             if ranks == 1:
-                pipes[method] = st.Pipeline(stages(scale), *given, places, microbatches=STAGES)
+                pipes[method] = st.Pipeline(
+                    stages(scale), sgd, nn.functional.mse_loss, method, places, microbatches=STAGES
+                )
             else:
-                own, limit = stages(scale)[rank::ranks], {"timeout": 60.0, "device": places[0]}
-                pipes[method] = st.DistributedPipeline(own, *given, microbatches=STAGES, **limit)
+                pipes[method] = st.DistributedPipeline(
+                    stages(scale)[rank::ranks],
+                    sgd,
+                    nn.functional.mse_loss,
+                    method,
+                    device=places[0],
+                    microbatches=STAGES,
+                    timeout=60.0,
+                )
         data = (x.to(places[0]), y.to(places[-1])) if rank == 0 else None
         found = measured(pipes, data, scale, rank == ranks - 1)
         found["devices"] = len(set(places)) if ranks == 1 else min(ranks, scale.gpus)

@@ -562,3 +562,17 @@ def test_files_with_tests_for_the_device_are_found(load: Any) -> None:
     names = [str(p.relative_to(tests)) for p in load("gpu.cuda_tests").marked(tests)]
     assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
     assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
+
+
+def test_files_are_tested_on_gpus_in_turn(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("gpu.cuda_tests")
+    for count, given, expected in (
+        (1, "3", [None]),
+        (2, None, ["0", "1"]),
+        (2, "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+    ):
+        monkeypatch.setattr(module.machine, "gpus", lambda n=count: n)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert module._visible() == expected
