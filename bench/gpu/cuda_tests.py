@@ -54,12 +54,14 @@ def marked(tests: Path) -> list[Path]:
 
 
 def _visible() -> list[str | None]:
-    """GPUs by what this process may call them; None alone, where there is one or none."""
+    """All GPUs, each of them first in turn; None alone, where there is one or none."""
     count = machine.gpus()
     if count < 2:
         return [None]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [*given.split(",")[:count]] if given else [str(k) for k in range(count)]
+    names = given.split(",")[:count] if given else [str(k) for k in range(count)]
+    # The others stay: some tests want two.
+    return [",".join(names[k:] + names[:k]) for k in range(count)]
 
 
 @dataclass
@@ -69,7 +71,7 @@ class _File:
     path: Path
     tests: Path
     out: Path
-    gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: whatever is visible
+    gpus: str | None = None  # for CUDA_VISIBLE_DEVICES; None: as it is
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class _File:
         command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("pytest_timeout") is not None:
             command += ["--timeout", str(_TEST_S)]
-        own = {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
+        own = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         with open(self.log, "w") as log:
             self.child = subprocess.Popen(
                 command,

@@ -24,7 +24,7 @@ METHODS = ("auto", "1f1b")
 
 def eight(cases: Cases, scale: Scale) -> None:
     """One process with all devices; then 2, 4 and 8 processes, with several stages on each."""
-    for ranks in (1, *scale.processes):
+    for ranks in (1, *scale.processes)[: scale.few]:
         case = f"{ranks} process{'es' * (ranks > 1)}"
         if fits(cases, case, ranks, scale):
             cases.run(case, lambda n=ranks: throughput(n, scale), cases.slowest_s)  # type: ignore[misc]

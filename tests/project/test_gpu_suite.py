@@ -568,8 +568,8 @@ def test_files_are_tested_on_gpus_in_turn(load: Any, monkeypatch: pytest.MonkeyP
     module = load("gpu.cuda_tests")
     for count, given, expected in (
         (1, "3", [None]),
-        (2, None, ["0", "1"]),
-        (2, "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+        (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
+        (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
     ):
         monkeypatch.setattr(module.machine, "gpus", lambda n=count: n)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
