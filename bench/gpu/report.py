@@ -205,7 +205,7 @@ def _ranks(part: Part) -> list[str]:
             )
         else:
             methods = ", ".join(found["methods"])
-            lines.append(f"- {name}: {found['bits']} bits by {found['backend']} ({methods})")
+            lines.append(f"- {name}: as in one process, by {found['backend']} ({methods})")
     return lines
 
 

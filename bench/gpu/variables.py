@@ -34,7 +34,7 @@ def variables(cases: Cases, scale: Scale) -> None:
         for count, settings in ((1, OF_DEVICES), (ranks, OF_NCCL)):
             # A rehearsal has one, the last.
             for setting in settings if scale.few is None else settings[-1:]:
-                case = f"{_named(setting)}, {count or 'several'} processes{again}"
+                case = f"{_named(setting)}, {_processes(count)}{again}"
                 if count:
                     cases.run(case, lambda s=setting, n=count: _run(s, n, scale), cases.slowest_s)  # type: ignore[misc]
                 else:
@@ -43,6 +43,10 @@ def variables(cases: Cases, scale: Scale) -> None:
 
 def _named(setting: dict[str, str]) -> str:
     return " ".join(f"{k}={v}" for k, v in setting.items()) or "as it is"
+
+
+def _processes(count: int) -> str:
+    return "one process" if count == 1 else f"{count or 'several'} processes"
 
 
 def _run(setting: dict[str, str], ranks: int, scale: Scale) -> dict[str, Any]:
