@@ -1,7 +1,8 @@
-"""Everything that needs a GPU, in one go, the most telling first: what it is made of lies in gpu/.
+"""Everything that needs GPUs, one or several, in one go, the most telling first.
 
     make gpu-wheel                                     # beforehand, where there is a network
     python bench/gpu_suite.py --out runs/gpu           # at most ten minutes, at most eight files
+    python bench/gpu_suite.py --out runs/x --only ranks eight    # two steps, after what all need
     python bench/gpu_suite.py --out runs/x --dry-run   # the plan, on any machine
     python bench/gpu_suite.py --out runs/x --rehearse  # all of it, tiny and on the CPU
 
@@ -34,17 +35,25 @@ from gpu.steps import Outcome, run_group
 
 HERE = Path(__file__).resolve().parent
 
+#: Seconds after which a case counts as hung, where its part has a process of its own.
+CASE_S = 120.0
 #: Where every part is, in gpu/. Its module is imported where it runs: no part shall fail because
 #: another one's cannot be.
 PARTS = {
     "install": "install.install",
     "first": "first.first",
+    "devices": "devices.devices",
+    "ranks": "ranks.ranks",
     "tests": "cuda_tests.run_tests",
     "small": "small.small",
     "stress-methods": "stress.stress_methods",
     "stress-options": "stress.stress_options",
     "stress-plans": "stress.stress_plans",
+    "stress-devices": "stress.stress_devices",
+    "eight": "eight.eight",
+    "memory": "memory.memory",
     "operators": "operators.run_operators",
+    "variables": "variables.variables",
     "probe-build": "probe.prepare",
     "probe": "probe.run",
     "large": "operators.large_launches",
@@ -57,7 +66,9 @@ PARTS = {
 def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
     """Run a part in this process; 1 where one of its cases failed."""
     light = name in ("install", "tests", "probe-build", "probe")
-    cases = Cases(work / f"{record}.json", until, (lambda: None) if light else scale.wait)
+    alive = (lambda: None) if light else scale.wait
+    limit = CASE_S if scale.on_gpu and not light else 0.0
+    cases = Cases(work / f"{record}.json", until, alive, limit)
     if not light:
         import torch
 
@@ -65,7 +76,7 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
     module, _, function = PARTS[name].partition(".")
     part: Callable[..., None] = getattr(importlib.import_module(f"gpu.{module}"), function)
     given: dict[str, tuple[object, ...]] = {
-        "tests": (tests, work),
+        "tests": (scale, tests, work),
         "probe-build": (work,),
         **dict.fromkeys(("install", "probe", "overlap"), (scale, work)),
     }
@@ -73,7 +84,9 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
     return int(any(case["status"] in ("failed", "died") for case in cases.data.values()))
 
 
-def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) -> int:
+def suite(
+    out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path, only: Sequence[str] = ()
+) -> int:
     """Run the plan; returns 0 when tests and sanitizers found nothing wrong."""
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -84,13 +97,25 @@ def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) ->
         work = Path(folder)
         _prepare_environment(work)
         options = ["--tests", str(tests), *(["--rehearse"] if rehearses else [])]
-        groups = plan(work, options, total_s)
+        gpus = REHEARSAL.stand_ins if rehearses else max(1, machine.gpus())
+        groups = plan(work, options, total_s, gpus, only)
+        unknown = set(only) - {step.name for group in groups for step in group}
+        if unknown:
+            print(f"--only: expected steps of --dry-run, got {sorted(unknown)}", file=sys.stderr)
+            return 2
         results = Results(out, work, machine.environment(), dry)
         results.steps = [step for group in groups for step in group]
         planned, why = 0.0, "dry run" if dry else ""
         try:
             for group in groups:
                 planned += max(step.limit_s for step in group)
+                for step in group:
+                    if step.gpus > gpus:
+                        detail = f"it needs {step.gpus} GPUs, and {gpus} can be used"
+                        results.outcomes.append(Outcome(step.name, "skipped", detail=detail))
+                group = [step for step in group if step.gpus <= gpus]
+                if not group:
+                    continue
                 names = " | ".join(step.name for step in group)
                 if why:
                     for step in group:
@@ -100,7 +125,8 @@ def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) ->
                 limit = max(step.limit_s + step.patience_s for step in group)
                 # What earlier groups did not use, a later one may.
                 ends = max(begun + planned, time.monotonic() + limit)
-                ends = min(ends, begun + total_s)
+                # A rehearsal leaves nothing out where a machine is slow.
+                ends = begun + total_s if rehearses else min(ends, begun + total_s)
                 inside = _inside if rehearses else None
                 done = run_group(group, results.log_of, HERE, ends, results.publish, inside)
                 results.outcomes += done
@@ -108,6 +134,8 @@ def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) ->
                 results.summarize()
                 told = ", ".join(f"{o.status} in {o.seconds:.0f} s" for o in done)
                 print(f"[{time.monotonic() - begun:.0f} s] {names}: {told}", flush=True)
+                if not rehearses:
+                    gpus = results.environment["gpu"]["count"]
                 if any(s.essential and o.status != "ok" for s, o in zip(group, done, strict=True)):
                     why = f"{group[0].name} failed"
                 elif not results.environment["gpu"]["count"] and not rehearses:
@@ -164,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     parser.add_argument("--rehearse", action="store_true", help="all of it, tiny and on the CPU")
+    parser.add_argument("--only", nargs="+", default=(), metavar="STEP", help="these steps alone")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="where tests are")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
@@ -171,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given: Any = parser.parse_args(argv)
     out, tests = given.out.resolve(), given.tests.resolve()
     if given.part is None:
-        return suite(out, given.seconds, given.dry_run, given.rehearse, tests)
+        return suite(out, given.seconds, given.dry_run, given.rehearse, tests, given.only)
     scale = REHEARSAL if given.rehearse else FULL
     return run_part(given.part, given.record or given.part, out, given.until, scale, tests)
 

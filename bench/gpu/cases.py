@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,18 @@ class Cases:
     """Runs cases by name and keeps what became of each.
 
     A case that fails is recorded, and the next one runs. Where the device is lost with it, or the
-    process, the part is started again and goes on behind it: what was done is not done again.
+    process, the part is started again and goes on behind it: what was done is not done again. So it
+    is where a case takes longer than `limit_s` seconds: it says where it is, and ends its process.
     """
 
-    def __init__(self, path: Path, until: float, alive: Callable[[], None] = lambda: None) -> None:
-        self._path, self.until, self._alive = path, until, alive
+    def __init__(
+        self,
+        path: Path,
+        until: float,
+        alive: Callable[[], None] = lambda: None,
+        limit_s: float = 0.0,  # 0: none
+    ) -> None:
+        self._path, self.until, self._alive, self._limit_s = path, until, alive, limit_s
         self.data: dict[str, dict[str, Any]] = {}
         if path.exists():
             self.data = json.loads(path.read_text())
@@ -50,7 +60,8 @@ class Cases:
         self.put(name, "running")
         start = time.time()
         try:
-            result = measure()
+            with self._limited():
+                result = measure()
         except Exception as error:
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}"
@@ -63,6 +74,25 @@ class Cases:
             return None
         self.put(name, "ok", seconds=time.time() - start, result=result)
         return result
+
+    @property
+    def slowest_s(self) -> float:
+        """What the slowest case so far took: without as much time the next one is not begun."""
+        return max((case.get("seconds", 0.0) for case in self.data.values()), default=0.0)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        if not self._limit_s:
+            yield
+            return
+        # A signal that nobody handles ends the process whatever it hangs in.
+        faulthandler.dump_traceback_later(max(0.1, self._limit_s - 1))
+        signal.setitimer(signal.ITIMER_REAL, self._limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
 
     def put(self, name: str, status: str, **more: Any) -> None:
         """Record a case and write all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -12,23 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import machine
 from .cases import Cases
+from .scale import Scale
 
 _AT_ONCE = 6
 #: Seconds of one test; the first one of a process makes a context and loads kernels.
 _TEST_S = 100
 
 
-def run_tests(cases: Cases, tests: Path, out: Path) -> None:
-    """A case per file; its log is `tests-NAME.log`."""
-    waiting = marked(tests)
+def run_tests(cases: Cases, scale: Scale, tests: Path, out: Path) -> None:
+    """A case per file, on the GPUs in turn; its log is `tests-NAME.log`."""
+    waiting, gpus = marked(tests)[: scale.few], itertools.cycle(_visible())
     if not waiting:
         cases.put("tests", "failed", error=f"no file of {tests.name} has a test marked cuda")
     running: list[_File] = []
     while waiting or running:
         while waiting and len(running) < _AT_ONCE:
             if cases.left_s > 0:
-                running.append(_File(waiting.pop(0), tests, out))
+                running.append(_File(waiting.pop(0), tests, out, next(gpus)))
                 cases.put(running[-1].name, "running")
             else:
                 cases.put(str(waiting.pop(0).relative_to(tests)), "no time left")
@@ -50,6 +53,17 @@ def marked(tests: Path) -> list[Path]:
     return sorted(files, key=lambda p: ("cuda" not in p.name, str(p)))
 
 
+def _visible() -> list[str | None]:
+    """All GPUs, each of them first in turn; None alone, where there is one or none."""
+    count = machine.gpus()
+    if count < 2:
+        return [None]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",")[:count] if given else [str(k) for k in range(count)]
+    # The others stay: some tests want two.
+    return [",".join(names[k:] + names[:k]) for k in range(count)]
+
+
 @dataclass
 class _File:
     """A file whose tests are running."""
@@ -57,6 +71,7 @@ class _File:
     path: Path
     tests: Path
     out: Path
+    gpus: str | None = None  # for CUDA_VISIBLE_DEVICES; None: as it is
     ended: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +84,7 @@ class _File:
         command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("pytest_timeout") is not None:
             command += ["--timeout", str(_TEST_S)]
+        own = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         with open(self.log, "w") as log:
             self.child = subprocess.Popen(
                 command,
@@ -76,7 +92,7 @@ class _File:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=self.tests,
-                env={"OMP_NUM_THREADS": "2", **os.environ},
+                env={"OMP_NUM_THREADS": "2", **os.environ, **own},
             )
 
     def outcome(self, code: int) -> dict[str, Any]:

@@ -14,6 +14,12 @@ from typing import Any
 from .scale import ROOT
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "pytest", "hypothesis")
+#: What changes figures, and is recorded with them.
+_VARIABLES = (
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES"),
+    *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
+)
 _TOOLS = {
     "nvidia-smi": [
         "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit",
@@ -40,9 +46,23 @@ def environment() -> dict[str, Any]:
             info[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    info |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     for tool, arguments in _TOOLS.items():
         info[tool] = _says(tool, arguments)
     return info
+
+
+def gpus() -> int:
+    """How many a driver lists that this process may use, before there is any torch to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    listed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed if visible is None else min(listed, len([v for v in visible.split(",") if v]))
 
 
 def _says(tool: str, arguments: Sequence[str]) -> str | None:
@@ -57,7 +77,7 @@ def _says(tool: str, arguments: Sequence[str]) -> str | None:
 
 
 def gpu() -> dict[str, Any]:
-    """What torch sees of the device."""
+    """What torch sees of the devices; the first one stands for all."""
     import torch
 
     info: dict[str, Any] = {"torch_cuda": torch.version.cuda, "count": torch.cuda.device_count()}
@@ -70,4 +90,6 @@ def gpu() -> dict[str, Any]:
             "memory_bytes": p.total_memory,
             "l2_bytes": getattr(p, "L2_cache_size", None),
         }
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        info["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return info

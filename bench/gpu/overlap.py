@@ -1,4 +1,4 @@
-"""What really ran at the same time: a profiler's trace of wide stages on one device."""
+"""What really ran at the same time: a profiler's trace of wide stages."""
 
 from __future__ import annotations
 
@@ -7,58 +7,109 @@ import io
 import json
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import spectrain_ext as st
+
 from .cases import Cases, write
+from .exact import sgd
+from .launch import run_all
+from .ranks import LIMIT_S, backend_of_bodies, own_groups
 from .scale import Scale
 from .stress import Setup
 
-#: (begin, end, stream, kind) of something that ran on the device, in microseconds.
+#: (begin, end, device/stream, kind) of something that ran on a device, in microseconds.
 Span = tuple[float, float, str, str]
+#: Bytes of all traces together; what is larger is no result that travels.
+_LARGEST = 14 * 2**20
 
 
 def traced(cases: Cases, scale: Scale, out: Path) -> None:
-    """Two and four stages; the traces themselves go to traces.tar.gz."""
-    for count in (2, 4):
-        cases.run(f"{count} stages", lambda n=count: _trace(n, scale, out))  # type: ignore[misc]
-    files = sorted(out.glob("trace-*.json.gz"))
-    if files:
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as archive:
-            for path in files:
+    """Stages of one device, of two, of two processes; the traces themselves go to traces.tar."""
+    for devices in (1, 2):
+        for count in (2, 4):
+            name = f"{count} stages" + f" on {devices} devices" * (devices > 1)
+            if devices <= scale.gpus:
+                cases.run(name, lambda n=count, d=devices: _together(n, d, scale, out))  # type: ignore[misc]
+            else:
+                cases.put(name, "skipped", error="it needs 2 GPUs, and 1 can be used")
+    cases.run("2 processes", lambda: _apart(2, scale, out))
+    packed, left = io.BytesIO(), _LARGEST
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path in sorted(out.glob("trace-*.json.gz")):
+            left -= path.stat().st_size + 2 * tarfile.BLOCKSIZE
+            if left > 0:
                 archive.add(path, path.name)
-        write(out / "traces.tar", packed.getvalue())
+    write(out / "traces.tar", packed.getvalue())
 
 
-def _trace(count: int, scale: Scale, out: Path) -> dict[str, Any]:
-    device = "cuda:0" if scale.on_gpu else "cpu"
-    minibatches, width, examples = scale.traced
-    setup = Setup("spectrain", (device,) * count, width)
+def _together(count: int, devices: int, scale: Scale, out: Path) -> dict[str, Any]:
+    setup = _setup(scale.devices(devices) * count, count, scale)
     pipe = setup.pipeline()
-    x = torch.randn(examples, width, device=device)
-    y = torch.randint(0, 10, (examples,), device=device)
-    for _ in pipe.run([(x, y)] * minibatches):
+    text = _profiled(pipe, setup.devices, True, scale)
+    pipe.release()
+    return _told(text, f"{count}-{devices}", scale, out)
+
+
+def _apart(ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
+    """What each rank's device did; the messages are NCCL's kernels, or copies to the host."""
+    found = run_all(rank_main, ranks, scale, out, limit_s=LIMIT_S)
+    return {"backend": found[0]["backend"], **found[1], "rank 0": found[0]}
+
+
+def rank_main(rank: int, ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
+    """In every rank."""
+    device = scale.devices(rank + 1)[-1]
+    setup = _setup([device] * ranks, ranks, scale)
+    with own_groups():
+        pipe = st.DistributedPipeline(
+            setup.stages()[rank],
+            sgd,
+            nn.functional.cross_entropy,
+            setup.method,
+            device=device,
+            timeout=60.0,
+        )
+        text = _profiled(pipe, (device, device), rank == 0, scale)
+        backend = backend_of_bodies()
+        del pipe
+    return {"backend": backend} | _told(text, f"rank-{rank}", scale, out)
+
+
+def _setup(devices: list[str], count: int, scale: Scale) -> Setup:
+    return Setup("spectrain", tuple(devices[:count]), scale.traced[1])
+
+
+def _profiled(pipe: st.Pipeline, places: Sequence[str], feeds: bool, scale: Scale) -> bytes:
+    """A trace of the second of two runs."""
+    minibatches, width, examples = scale.traced
+    x = torch.randn(examples, width, device=places[0])
+    y = torch.randint(0, 10, (examples,), device=places[-1])
+    given: Any = [(x, y)] * minibatches if feeds else None
+    for _ in pipe.run(given):
         pass
     scale.wait()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * scale.on_gpu
     with profile(activities=activities) as profiler:
-        for _ in pipe.run([(x, y)] * minibatches):
+        for _ in pipe.run(given):
             pass
         scale.wait()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        text = path.read_bytes()
-    write(out / f"trace-{count}.json.gz", gzip.compress(text))
-    pipe.release()
-    return {"minibatches": minibatches, "width": width, "examples": examples} | overlap(
-        spans(json.loads(text)["traceEvents"])
-    )
+        return path.read_bytes()
+
+
+def _told(text: bytes, name: str, scale: Scale, out: Path) -> dict[str, Any]:
+    write(out / f"trace-{name}.json.gz", gzip.compress(text))
+    sizes = dict(zip(("minibatches", "width", "examples"), scale.traced, strict=True))
+    return sizes | overlap(spans(json.loads(text)["traceEvents"]))
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
@@ -71,12 +122,16 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
         name = str(event.get("name", ""))
         if category == "gpu_memcpy":
             kind = "copy"
+        elif "nccl" in name.lower():
+            kind = "message"
         elif "spectrain" not in name:
             kind = "compute"
         else:
             kind = "prediction" if "Predict" in name else "update"
         begin = float(event["ts"])
-        stream = str(event.get("args", {}).get("stream", event.get("tid")))
+        about = event.get("args", {})
+        # Streams of two devices may have one number.
+        stream = f"{about.get('device', event.get('pid'))}/{about.get('stream', event.get('tid'))}"
         found.append((begin, begin + float(event.get("dur", 0.0)), stream, kind))
     return found
 
@@ -92,7 +147,7 @@ def overlap(ran: list[Span]) -> dict[str, Any]:
     )
     streams: dict[str, int] = {}
     kinds: dict[str, int] = {}
-    busy = together = 0.0
+    busy = together = devices = 0.0
     alone: dict[str, float] = {}
     pairs: dict[str, float] = {}
     last = changes[0][0] if changes else 0.0
@@ -102,7 +157,9 @@ def overlap(ran: list[Span]) -> dict[str, Any]:
         last = now
         if active:
             busy += passed
-            together += passed * (sum(n > 0 for n in streams.values()) > 1)
+            running = [s for s, n in streams.items() if n]
+            together += passed * (len(running) > 1)
+            devices += passed * (len({s.partition("/")[0] for s in running}) > 1)
             for k in active:
                 alone[k] = alone.get(k, 0.0) + passed
             for i, a in enumerate(active):
@@ -117,6 +174,7 @@ def overlap(ran: list[Span]) -> dict[str, Any]:
         "whole_us": round(whole, 2),
         "busy_us": round(busy, 2),
         "two_streams_share": round(together / busy, 4) if busy else None,
+        "two_devices_share": round(devices / busy, 4) if busy else None,
         "us_by_kind": {k: round(t, 2) for k, t in sorted(alone.items())},
         "share_together": {k: round(t / busy, 4) for k, t in sorted(pairs.items())},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from .scale import ROOT
@@ -16,13 +17,24 @@ _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupa
 TOTAL_S = 570.0
 
 
-def plan(work: Path, options: list[str], total_s: float = TOTAL_S) -> list[list[Step]]:
-    """Groups of steps that run side by side, one group after the other."""
+def plan(
+    work: Path,
+    options: list[str],
+    total_s: float = TOTAL_S,
+    gpus: int = 1,
+    only: Collection[str] = (),
+) -> list[list[Step]]:
+    """Groups of steps that run side by side, one group after the other.
 
-    def part(name: str, limit_s: float, record: str = "") -> Step:
+    Those that need more GPUs than there are stay in it, without any time. With `only` there are
+    these, after what all others need.
+    """
+    several = gpus > 1
+
+    def part(name: str, limit_s: float, record: str = "", gpus: int = 1) -> Step:
         command = [sys.executable, str(SUITE), "--out", str(work), "--part", name, *options]
         command += ["--record", record or name, "--until", "{until}"]
-        return Step(record or name, command, limit_s)
+        return Step(record or name, command, limit_s, gpus=gpus)
 
     def sanitizer(tool: str, limit_s: float) -> Step:
         # Every tensor an allocation of its own: what leaves one is found.
@@ -46,14 +58,19 @@ def plan(work: Path, options: list[str], total_s: float = TOTAL_S) -> list[list[
     groups = [
         [install],
         [part("first", 30)],
+        [part("devices", 30, gpus=2)],
+        [part("ranks", 150 if several else 30)],
         [
             part("tests", 140),
             sanitizer("memcheck", 140),
             sanitizer("synccheck", 140),
             part("probe-build", 140),  # nothing is timed yet
         ],
-        stress,
+        [*stress, part("stress-devices", 70, gpus=2)],
+        [part("eight", 45 if several else 20)],
+        [part("memory", 25)],
         [part("operators", 90)],
+        [part("variables", 60 if several else 30)],
         [part("probe", 35)],
         [counters],
         [part("host-cost", 35)],
@@ -61,7 +78,15 @@ def plan(work: Path, options: list[str], total_s: float = TOTAL_S) -> list[list[
         [part("overlap", 35)],
         [sanitizer("racecheck", 60), sanitizer("initcheck", 60)],
     ]
+    if only:
+        chosen = {"install", "first", *only}
+        groups = [[step for step in group if step.name in chosen] for group in groups]
+        groups = [group for group in groups if group]
     for group in groups:
         for step in group:
-            step.limit_s *= total_s / TOTAL_S
+            step.limit_s *= step.gpus <= gpus
+    planned = sum(max(step.limit_s for step in group) for group in groups)
+    for group in groups:
+        for step in group:
+            step.limit_s *= total_s / planned
     return groups

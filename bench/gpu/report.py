@@ -25,16 +25,9 @@ def markdown(
         found = ", ".join(f"{v} {k}" for k, v in o.facts.items())
         cases = _counted(parts.get(o.name, {}))
         lines.append(f"| {o.name} | {o.status} | {o.seconds:.0f} | {found} | {cases} |")
-    sections: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
-        "Tests": ("tests", _tests),
-        "Operators": ("operators", _operators),
-        "Launch policies": ("probe", _probe),
-        "ncu": ("ncu-metrics", _counters),
-        "Host": ("host-cost", _host_cost),
-        "Overlap": ("overlap", _overlap),
-    }
     lines += ["", "## What failed", "", *(_failed(parts) or ["Nothing that was run."])]
-    for title, (name, table) in sections.items():
+    lines += ["", "## What was not run", "", *(_left_out(outcomes, parts) or ["Nothing."])]
+    for title, (name, table) in _SECTIONS.items():
         lines += ["", f"## {title}", ""]
         if name not in parts:
             lines.append(f"{title}: not measured.")
@@ -74,6 +67,19 @@ def _failed(parts: dict[str, Part]) -> list[str]:
             said = " ".join(str(data.get("error", "")).split())[:400]
             lines.append(f"- {name}, {case}: {data['status']} {said}".rstrip())
             lines += [f"  - {test}" for test in data.get("failed", [])]
+    return lines
+
+
+def _left_out(outcomes: Sequence[Outcome], parts: dict[str, Part]) -> list[str]:
+    """Steps and cases without a result, each with its reason."""
+    ended = ("ok", "failed")
+    lines = [f"- {o.name}: {o.status}, {o.detail}" for o in outcomes if o.status not in ended]
+    lines = [" ".join(line.split())[:400] for line in lines]
+    for name, part in parts.items():
+        for case, data in part.items():
+            if data["status"] in ("skipped", "no time left", "running"):
+                why = data.get("error", "")
+                lines.append(f"- {name}, {case}: {data['status']} {why}".rstrip())
     return lines
 
 
@@ -159,7 +165,96 @@ def _overlap(part: Part) -> list[str]:
         idle = 1 - found["busy_us"] / found["whole_us"]
         lines.append(
             f"- {name}: of {found['whole_us']:.0f} us the device was idle {idle:.1%}; of the rest "
-            f"several streams ran in {found['two_streams_share']:.1%}; microseconds of each kind: "
+            f"several streams ran in {found['two_streams_share']:.1%}, several devices in "
+            f"{found['two_devices_share']:.1%}; microseconds of each kind: "
             f"{kinds}; two kinds at once: {pairs or 'none'}"
         )
     return lines
+
+
+def _results(part: Part) -> list[tuple[str, Any]]:
+    return [(name, case["result"]) for name, case in part.items() if case["status"] == "ok"]
+
+
+def _devices(part: Part) -> list[str]:
+    lines = []
+    for name, found in _results(part):
+        if "reaches" in found:
+            rows = ["".join("x" if can else "." for can in row) for row in found["reaches"]]
+            lines.append(f"- {name}, a row for each device: {' '.join(rows)}")
+        elif "gb_per_s" in found:
+            lines.append(f"- {name}: {found['gb_per_s']:.1f} GB/s")
+    pipelines = sum("bits" in found for _, found in _results(part))
+    return [*lines, f"- pipelines with the CPU's bits: {pipelines}"]
+
+
+def _ranks(part: Part) -> list[str]:
+    lines = []
+    for name, found in _results(part):
+        if "codes" in found:
+            others, everyone = (found[f"seconds_until_{who}_ended"] for who in ("others", "all"))
+            lines.append(
+                f"- {name}: the others ended {others:.1f} s after it, all {everyone:.1f} s; exit "
+                f"codes {found['codes']}, timeout {found['timeout_s']:.0f} s"
+            )
+        elif "gb_per_s" in found:
+            size = found["message_bytes"] / 1e6
+            lines.append(
+                f"- {name}: {size:.0f} MB each by {found['backend']}, {found['gb_per_s']:.2f} GB/s "
+                f"over all edges, {found['bits']} bits"
+            )
+        else:
+            methods = ", ".join(found["methods"])
+            lines.append(f"- {name}: as in one process, by {found['backend']} ({methods})")
+    return lines
+
+
+def _eight(part: Part) -> list[str]:
+    lines = ["| | devices | by | auto | 1f1b | auto / 1f1b |", "|---|--:|---|--:|--:|--:|"]
+    for name, found in _results(part):
+        speeds = [f"{found[m]['minibatches_per_s']:.3g}" for m in ("auto", "1f1b")]
+        lines.append(
+            f"| {name} | {found['devices']} | {found['backend']} | {' | '.join(speeds)} "
+            f"| {found['auto_over_1f1b']:.3f} |"
+        )
+    return [*lines, "", "Minibatches per second, medians of rounds in which both took turns."]
+
+
+def _memory(part: Part) -> list[str]:
+    lines = []
+    for name, found in _results(part):
+        each = {name: found} if "last" in found else {f"{name}, {k}": v for k, v in found.items()}
+        for who, one in each.items():
+            grown = ", ".join(f"{k} {one['last'][k] - one['settled'][k]:+,}" for k in one["last"])
+            lines.append(f"- {who}: bytes after {one['evaluations']} evaluations: {grown}")
+    return lines
+
+
+def _variables(part: Part) -> list[str]:
+    lines = ["| | by | auto | 1f1b |", "|---|---|--:|--:|"]
+    for name, found in _results(part):
+        speeds = [f"{found['minibatches_per_s'][m]:.3g}" for m in ("auto", "1f1b")]
+        lines.append(f"| {name} | {found['backend']} | {' | '.join(speeds)} |")
+    return [*lines, "", "Minibatches per second of eight stages; each row is a start of its own."]
+
+
+_SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
+    "Tests": ("tests", _tests),
+    "Several GPUs": ("devices", _devices),
+    "Processes": ("ranks", _ranks),
+    "Eight stages": ("eight", _eight),
+    "Memory": ("memory", _memory),
+    "Operators": ("operators", _operators),
+    "Variables": ("variables", _variables),
+    "Launch policies": ("probe", _probe),
+    "ncu": ("ncu-metrics", _counters),
+    "Host": ("host-cost", _host_cost),
+    "Overlap": ("overlap", _overlap),
+}
+#: Steps whose findings are what failed, and figures that nobody reads in a table.
+WITHOUT_TABLE = (
+    *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck", "probe-build", "ncu"),
+    *("stress-methods", "stress-options", "stress-plans", "stress-devices", "layers"),
+)
+#: Steps with one.
+WITH_TABLE = tuple(name for name, _ in _SECTIONS.values())

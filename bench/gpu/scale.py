@@ -26,18 +26,40 @@ class Scale:
     delay_s: float
     rounds: int
     compiles: bool
+    processes: tuple[int, ...]  # ranks of a run, those first that tell most
+    message: tuple[int, int]  # rows and columns of an activation that is sent
+    eight: tuple[int, int, int]  # minibatches, width, examples of a microbatch; in 8 stages
+    evaluations: int
+    timeout_s: float  # after which ranks that wait give up
+    stand_ins: int = 0  # for GPUs, where there are none
 
     @property
     def on_gpu(self) -> bool:
         """Whether there is anything to wait for."""
         return self.device != "cpu"
 
-    def wait(self) -> None:
-        """Until the device has done everything."""
-        if self.on_gpu:
-            import torch  # what only plans or installs does not need it
+    @property
+    def gpus(self) -> int:
+        """How many there are, or stand-ins for them."""
+        import torch  # what only plans or installs does not need it
 
-            torch.cuda.synchronize()
+        return torch.cuda.device_count() if self.on_gpu else self.stand_ins
+
+    def devices(self, count: int) -> list[str]:
+        """So many devices, in turn those that there are."""
+        if not self.on_gpu:
+            return [self.device] * count
+        return [f"{self.device}:{k % self.gpus}" for k in range(count)]
+
+    def wait(self) -> None:
+        """Until the devices have done everything."""
+        if self.on_gpu:
+            import torch
+
+            # A device that this process has not used would get a context of its memory's cost.
+            for index in range(self.gpus):
+                if index == torch.cuda.current_device() or torch.cuda.memory_reserved(index):
+                    torch.cuda.synchronize(index)
 
 
 FULL = Scale(
@@ -55,6 +77,11 @@ FULL = Scale(
     delay_s=2e-3,
     rounds=15,
     compiles=True,
+    processes=(2, 8, 4),
+    message=(16, 2**20),
+    eight=(6, 4096, 512),
+    evaluations=20,
+    timeout_s=10.0,
 )
 REHEARSAL = Scale(
     device="cpu",
@@ -71,4 +98,10 @@ REHEARSAL = Scale(
     delay_s=1e-4,
     rounds=2,
     compiles=False,
+    processes=(2, 8, 4),
+    message=(2, 8),
+    eight=(2, 8, 4),
+    evaluations=4,
+    timeout_s=3.0,
+    stand_ins=8,
 )

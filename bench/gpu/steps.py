@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Step:
     command: list[str]
     limit_s: float
     needs: str | None = None  # a program without which the step is not tried
+    gpus: int = 1  # without so many it is skipped
     unfiltered: list[str] | None = None  # tried where the tool refuses the filter by kernel name
     essential: bool = False  # without it the rest is not tried
     patience_s: float = 0.0  # so much more it may take, at the cost of what comes last
@@ -38,7 +40,7 @@ class Outcome:
     """What became of a step."""
 
     name: str
-    status: str  # "ok", "failed", "timed out", "missing", "not run"
+    status: str  # "ok", "failed", "timed out", "missing", "skipped", "not run"
     seconds: float = 0.0
     code: int | None = None
     detail: str = ""
@@ -105,8 +107,13 @@ class Running:
     def end(self) -> None:
         """End it with all its processes."""
         if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
+            self._end_session()
             self._child.wait()
+
+    def _end_session(self) -> None:
+        if self._child is not None:
+            with suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(self._child.pid, signal.SIGKILL)
 
     def _done(self, code: int | None) -> None:
         text = self._log.read_text(errors="replace")[self._mark :]
@@ -115,6 +122,7 @@ class Running:
         lost = code is not None and (code == POISONED or code < 0)
         if lost and self._restarts < _RESTARTS and left > 10:
             self._restarts += 1
+            self._end_session()
             self._start()
             return
         verdict = facts.keys() & {"sanitizer_errors", "hazards"}

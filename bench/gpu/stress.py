@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ class Delays:
         self._stream: Any = streams.CudaStream if scale.on_gpu else streams.HostStream
 
     @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Inside, streams are late, by delays that the seed gives."""
+    def seeded(self, seed: int, device: str | None = None) -> Iterator[None]:
+        """Inside, streams are late, by delays that the seed gives; or those of one device alone."""
         chance, enter = random.Random(seed), self._stream.__enter__
         self.entered = 0
 
@@ -43,7 +43,12 @@ class Delays:
             enter(stream)
             self.entered += 1
             if chance.random() < 0.5:
-                self.sleep(chance.random())
+                # A copy between two devices has a stream on each, of which one is late.
+                mine: Any = chance.choice(getattr(stream, "_streams", [None]))
+                if mine is not None and device not in (None, str(mine.device)):
+                    return
+                with nullcontext() if mine is None else torch.cuda.stream(mine):
+                    self.sleep(chance.random())
 
         self._stream.__enter__ = late
         try:
@@ -180,6 +185,23 @@ def stress_options(cases: Cases, scale: Scale) -> None:
         "pinned batches, BatchNorm": Setup("spectrain", (gpu,) * 3, narrow, True, batches="pinned"),
     }
     _compare(cases, scale, setups)
+
+
+def stress_devices(cases: Cases, scale: Scale) -> None:
+    """Wide stages over two devices and over all: late or not, the same bits."""
+    two, every = tuple(scale.devices(2) * 2), tuple(scale.devices(min(8, max(4, scale.gpus))))
+    narrow = max(8, scale.stress[1] // 8)
+    setups = {
+        "auto, two devices": Setup("auto", two, narrow),
+        "spectrain, two devices": Setup("spectrain", two, narrow),
+        "auto, all devices": Setup("auto", every, narrow),
+        "recomputing, BatchNorm": Setup("spectrain", two, narrow, True, True),
+        "tied weights": Setup("auto", two, narrow, tied=True),
+        "pinned batches": Setup("spectrain", two, narrow, batches="pinned"),
+        "devices and cpu in turn": Setup("pipedream", (two[0], "cpu", two[1], "cpu"), narrow),
+        **{m: Setup(m, two, narrow) for m in ("pipedream", "1f1b", "gpipe", "zb-h1")},
+    }
+    _compare(cases, scale, dict(list(setups.items())[: scale.few]))
 
 
 def _device(scale: Scale) -> str:

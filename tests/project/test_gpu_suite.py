@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import suite_programs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 #: Metrics as ncu prints them, among what else it says.
@@ -26,6 +29,9 @@ _NCU = """==PROF== Connected
 _PROBE = """echo '{"name": "device", "device": "none"}'
 echo '{"name": "predict, fp32", "variant": "plain", "blocks": 4, "median_us": 2.0, "best_us": 1.0}'
 """
+
+
+_BUILD = {"cuda": True, "cuda_compiler": "13.0.88", "cuda_architectures": ["sm_90"]}
 
 
 @pytest.fixture
@@ -59,6 +65,8 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     carried = load("gpu.carried")
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
+    # The whole rehearsal is that of the command line: two processes stand for all here.
+    monkeypatch.setattr(suite, "REHEARSAL", dataclasses.replace(scale.REHEARSAL, processes=(2,)))
     _program(tmp_path / "carried" / "probe", _PROBE)
     (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
@@ -105,7 +113,11 @@ def test_dry_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["dry_run"] and {s["status"] for s in summary["steps"]} == {"not run"}
+    several = {s["name"] for s in summary["steps"] if s["status"] == "skipped"}
+    assert several == {"devices", "stress-devices"}
+    assert summary["dry_run"] and {
+        s["status"] for s in summary["steps"] if s["name"] not in several
+    } == {"not run"}
     assert "Operators: not measured." in (out / "summary.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 2 and "expected an empty folder" in again.stderr
@@ -160,6 +172,22 @@ class TestCases:
         assert ran == ["four"]
         statuses = [case["status"] for case in json.loads(path.read_text()).values()]
         assert statuses == ["ok", "failed", "died", "ok"]
+
+    @pytest.mark.processes
+    def test_a_case_that_hangs_costs_itself_alone(
+        self, load: Any, steps: ModuleType, tmp_path: Path
+    ) -> None:
+        code = (
+            f"import sys, time; sys.path.insert(0, {str(BENCH)!r}); from gpu.cases import Cases; "
+            "from pathlib import Path; cases = Cases(Path('a.json'), float('inf'), limit_s=1.5); "
+            "cases.run('hangs', lambda: time.sleep(100)); cases.run('after', lambda: 3)"
+        )
+        step = steps.Step("s", [sys.executable, "-c", code], 60)
+        outcome = TestSteps._run(steps, tmp_path, step)
+        assert (outcome.status, outcome.facts) == ("ok", {"restarts": 1})
+        found = json.loads((tmp_path / "a.json").read_text())
+        assert [case["status"] for case in found.values()] == ["died", "ok"]
+        assert "in <lambda>" in (tmp_path / "s.log").read_text()
 
     def test_no_case_is_begun_too_late(self, load: Any, tmp_path: Path) -> None:
         cases = load("gpu.cases").Cases(tmp_path / "a.json", time.time() + 10)
@@ -231,9 +259,10 @@ def test_the_package_comes_from_the_wheel_that_fits(
     def run(command: list[str]) -> str:
         if not site.exists():
             raise RuntimeError("No module named 'spectrain_ext'")
-        return '{"cuda": true}'
+        return json.dumps({"build": _BUILD, "capabilities": [[9, 0]], "failed": None})
 
     monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "driver", lambda: (13, 0))
     (tmp_path / "sources").write_text("of something else")
     with pytest.raises(FileNotFoundError, match="is of other sources: make gpu-wheel again"):
         carried.carried("*.whl")
@@ -243,6 +272,229 @@ def test_the_package_comes_from_the_wheel_that_fits(
     found = {k: c["status"] for k, c in json.loads((tmp_path / "a.json").read_text()).items()}
     assert found == {"as it is": "passed over", "the wheel": "ok"}
     assert (site / "spectrain_ext" / "__init__.py").read_text() == "fits"
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "capability", "why"),
+    [
+        ({}, (13, 0), (9, 0), None),
+        ({}, (12, 8), (9, 0), "compiled by CUDA 13.0.88, and the driver runs CUDA 12.8"),
+        ({"cuda_compiler": "13.1.80"}, (13, 0), (9, 0), None),
+        ({"cuda_compiler": "12.4.1"}, (13, 0), (9, 0), None),
+        ({}, (13, 0), (10, 0), "capability 10.0, and it was compiled for sm_90"),
+        ({"cuda_architectures": ["sm_80"]}, (13, 0), (8, 6), None),
+        ({"cuda_architectures": ["sm_80"]}, (13, 0), (8, 7), "capability 8.7"),
+        ({"cuda_architectures": ["sm_86"]}, (13, 0), (8, 0), "capability 8.0"),
+        ({"cuda_architectures": ["sm_90", "compute_90"]}, (13, 0), (12, 0), None),
+        (
+            {"cuda_architectures": ["compute_90"], "cuda_compiler": "13.1.80"},
+            *((13, 0), (12, 0), "would run its PTX, but it was compiled by CUDA 13.1.80"),
+        ),
+        ({"cuda": False}, (13, 0), (9, 0), "no CUDA half"),
+        ({}, None, (9, 0), "libcuda.so.1 cannot be loaded"),
+    ],
+)
+def test_which_builds_a_driver_runs(
+    load: Any, build: Any, driver: Any, capability: Any, why: str | None
+) -> None:
+    found = load("gpu.install").refused(_BUILD | build, driver, [capability])
+    assert found is None if why is None else why in found, found
+
+
+def test_what_the_driver_cannot_run_is_compiled_there(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("gpu.install")
+    compiled: list[tuple[str, ...]] = []
+    build = dict(_BUILD)
+
+    def run(command: list[str]) -> str:
+        if "--version" in command:
+            return "Cuda compilation tools, release 12.4, V12.4.131"
+        return json.dumps({"build": build, "capabilities": [[9, 0]], "failed": None})
+
+    def pip(*arguments: str) -> str:
+        compiled.append(arguments)
+        build["cuda_compiler"] = "12.4.131"
+        return ""
+
+    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "_pip", pip)
+    monkeypatch.setattr(module, "_TOOLS", {})
+    monkeypatch.setattr(module, "driver", lambda: (12, 8))
+    monkeypatch.setattr(load("gpu.carried"), "FOLDER", tmp_path)
+    monkeypatch.setenv("SPECTRAIN_CUDA", "1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def statuses(name: str) -> dict[str, str]:
+        cases = load("gpu.cases").Cases(tmp_path / name, float("inf"))
+        module.install(cases, load("gpu.scale").FULL, tmp_path)
+        return {k: f"{case['status']} {case.get('error', '')}" for k, case in cases.data.items()}
+
+    without = statuses("a.json")
+    assert "the driver runs CUDA 12.8: update the driver" in without["as it is"]
+    assert "no nvcc on PATH or in CUDA_HOME" in without["from source"] and not compiled
+    _program(tmp_path / "bin" / "nvcc", "")
+    found = statuses("b.json")
+    assert found["as it is"].startswith("passed over") and found["from source"] == "ok "
+    assert len(compiled) == 1
+    monkeypatch.setattr(module, "driver", lambda: (11, 8))
+    with pytest.raises(RuntimeError, match=r"is of CUDA 12\.4, and the driver runs CUDA 11\.8"):
+        module.check_compiler((11, 8))
+
+
+def test_every_step_is_known_to_the_report_and_every_part_to_the_plan(
+    load: Any, tmp_path: Path
+) -> None:
+    report, parts = load("gpu.report"), load("gpu_suite").PARTS
+    steps = [step for group in load("gpu.plan").plan(tmp_path, [], gpus=8) for step in group]
+    known = {*report.WITH_TABLE, *report.WITHOUT_TABLE} - {"ncu-metrics"}  # what "ncu" found
+    assert {step.name for step in steps} == known
+    called = {step.command[step.command.index("--part") + 1] for step in steps}
+    assert called == set(parts)
+    for where in parts.values():
+        module, _, function = where.partition(".")
+        assert callable(getattr(load(f"gpu.{module}"), function)), where
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_what_needs_several_gpus_takes_no_time_where_there_is_one(
+    load: Any, tmp_path: Path, gpus: int
+) -> None:
+    module = load("gpu.plan")
+    groups = module.plan(tmp_path, [], 100, gpus)
+    assert sum(max(s.limit_s for s in group) for group in groups) == pytest.approx(100)
+    limits = {step.name: step.limit_s for group in groups for step in group}
+    assert (limits["devices"] > 0) == (limits["stress-devices"] > 0) == (gpus > 1)
+    only = module.plan(tmp_path, [], 100, gpus, ["ranks", "devices"])
+    assert [s.name for group in only for s in group] == ["install", "first", "devices", "ranks"]
+    assert sum(max(s.limit_s for s in group) for group in only) == pytest.approx(100)
+
+
+def test_what_only_gpus_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, as torch would tell of them, of which this process has used the second."""
+    torch, scale = load("torch"), load("gpu.scale").FULL
+    devices, memory, stress = load("gpu.devices"), load("gpu.memory"), load("gpu.stress")
+    waited: list[int] = []
+    for name, value in {
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "synchronize": waited.append,
+        "memory_reserved": lambda k: 100 * k,
+        "memory_allocated": lambda k: 10 * k,
+        "mem_get_info": lambda k: (300, 1000),
+        "can_device_access_peer": lambda a, b: a < b,
+        "stream": lambda stream: nullcontext(entered.append(str(stream.device))),
+        "_sleep": lambda cycles: slept.append(cycles),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    entered: list[str] = []
+    slept: list[int] = []
+    scale.wait()  # a device that was not used gets no context
+    assert waited == [1]
+    assert scale.devices(3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices._access(scale) == {"reaches": [[True, True], [False, True]]}
+    assert devices._pairs(2) == [(0, 1), (1, 0)]
+    assert len(devices._pairs(8)) == 16
+    assert memory._bytes(scale) == {"allocated": 10, "reserved": 100, "driver": 700}
+    cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+    ranks = load("gpu.ranks")
+    assert ranks.fits(cases, "x", 2, scale) and not ranks.fits(cases, "x", 4, scale)
+    reason = "it needs 4 GPUs, and 2 can be used"
+    assert cases.data["x"] == {"status": "skipped", "error": reason}
+
+    monkeypatch.setattr(stress, "_cycles_per_second", lambda: 1e6)
+    both = [SimpleNamespace(device=torch.device("cuda", k)) for k in (0, 1)]
+    monkeypatch.setattr(stress.streams.CudaStream, "__enter__", lambda self: None)
+    stream = stress.streams.CudaStream(both)
+    delays = stress.Delays(scale)
+    for device, expected in (("cuda:1", {"cuda:1"}), (None, {"cuda:0", "cuda:1"})):
+        entered.clear()
+        with delays.seeded(3, device):
+            for _ in range(40):
+                with stream:
+                    pass
+        assert set(entered) == expected and delays.entered == 40
+    assert slept and max(slept) <= scale.delay_s * 1e6
+
+
+class TestFailuresOfRanks:
+    """What `gpu.ranks` makes of how ranks ended."""
+
+    _SAID = "RankError: rank 0, receive gradient; first cause: rank 1, forward of minibatch 5"
+
+    @pytest.fixture
+    def judged(self, load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        ranks, ended = load("gpu.ranks"), load("gpu.launch").Ended
+
+        def judge(*others: dict[str, Any], culprit: dict[str, Any] | None = None) -> Any:
+            made = [ended(**{"code": 1, "error": self._SAID, "at": 12.0, **o}) for o in others]
+            failed = {"code": -9, "at": 10.5, "marked": 10.0, **(culprit or {})}
+            made.insert(1, ended(**failed))
+            monkeypatch.setattr(ranks, "launch", lambda *_, **__: made)
+            return ranks._failure(load("gpu.scale").REHEARSAL, len(made), "kill")
+
+        return judge
+
+    def test_all_named_the_first_cause(self, judged: Any) -> None:
+        found = judged({})
+        assert (found["codes"], found["seconds_until_others_ended"]) == ([1, -9], 2.0)
+        assert judged({"error": "", "said": self._SAID})["codes"] == [1, -9]
+
+    @pytest.mark.parametrize(
+        ("other", "why"),
+        [
+            ({"code": 0}, "expected all ranks to fail"),
+            ({"code": None, "said": "Thread 0x1"}, "rank 0 hung: RankError"),
+            ({"error": "RankError: rank 0; first cause: rank 2, x"}, "rank 0 does not name rank 1"),
+            ({"code": -6, "error": ""}, "rank 0 does not name rank 1: it ended with -6"),
+        ],
+    )
+    def test_anything_else_is_a_failure(self, judged: Any, other: Any, why: str) -> None:
+        with pytest.raises(AssertionError, match=why):
+            judged(other)
+
+    def test_ranks_that_are_late(self, judged: Any) -> None:
+        with pytest.raises(AssertionError, match="ended after 60 s, with a timeout of 30 s"):
+            judged({"at": 70.0})
+
+    def test_a_rank_that_never_failed(self, judged: Any) -> None:
+        with pytest.raises(AssertionError, match="rank 1 did not come to its failure"):
+            judged({}, culprit={"marked": 0.0})
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_ended_and_says_where(load: Any) -> None:
+    launch, scale = load("gpu.launch").launch, load("gpu.scale").REHEARSAL
+    ended = launch(suite_programs.hangs, 2, scale, 1, limit_s=10.0)
+    assert ended[1].code is None and "in hangs" in ended[1].said, ended
+    ended = launch(suite_programs.told, 2, scale, limit_s=60.0, environment={"TOLD": "x"})
+    assert [(end.code, end.value) for end in ended] == [(0, ("x", 0)), (0, ("x", 1))]
+
+
+def test_what_bits_memory_and_throughput_are_judged_by(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, memory, eight = load("gpu.exact"), load("gpu.memory"), load("gpu.eight")
+    stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
+    exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
+    with pytest.raises(AssertionError, match="of 6 tensors differ"):
+        exact.same(stale, predicted)
+    with pytest.raises(AssertionError, match="expected"):
+        exact.same({}, predicted)
+    steady = [{"allocated": 5 * 2**20}] * 6
+    assert memory.settled(steady)["evaluations"] == 6
+    with pytest.raises(AssertionError, match="bytes grew by"):
+        memory.settled([*steady, {"allocated": 7 * 2**20}])
+    ways = {
+        m: {"minibatches_per_s": s, "losses": [2.0, 1.0]} for m, s in (("auto", 3), ("1f1b", 2))
+    }
+    monkeypatch.setattr(eight, "run_all", lambda *_, **__: [ways])
+    assert eight.throughput(1, None)["auto_over_1f1b"] == 1.5
+    ways["1f1b"]["losses"] = [1.0, 1.0]
+    with pytest.raises(AssertionError, match="1f1b does not train"):
+        eight.throughput(1, None)
 
 
 def test_what_ran_at_the_same_time(load: Any) -> None:
@@ -268,7 +520,14 @@ def test_what_ran_at_the_same_time(load: Any) -> None:
     assert (found["whole_us"], found["busy_us"], found["kernels"]) == (16, 14, 3)
     assert found["two_streams_share"] == pytest.approx(4 / 14, abs=1e-4)
     assert found["share_together"] == {"compute and prediction": pytest.approx(4 / 14, abs=1e-4)}
+    assert found["two_devices_share"] == 0
     assert module.overlap([]) == {"kernels": 0}
+    # Two devices, whose streams have one number; a message of NCCL's beside a product.
+    both = [event("gemm", "kernel", 0, 8, 7), event("ncclDevKernel_SendRecv()", "kernel", 4, 8, 7)]
+    both[0]["args"]["device"], both[1]["args"]["device"] = 0, 1
+    found = module.overlap(module.spans(both))
+    assert (found["streams"], found["two_devices_share"]) == (2, pytest.approx(4 / 12, abs=1e-4))
+    assert found["share_together"] == {"compute and message": pytest.approx(4 / 12, abs=1e-4)}
 
 
 def test_a_late_stream_that_changes_a_bit_is_a_failure(
@@ -303,3 +562,17 @@ def test_files_with_tests_for_the_device_are_found(load: Any) -> None:
     names = [str(p.relative_to(tests)) for p in load("gpu.cuda_tests").marked(tests)]
     assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
     assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
+
+
+def test_files_are_tested_on_gpus_in_turn(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("gpu.cuda_tests")
+    for count, given, expected in (
+        (1, "3", [None]),
+        (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
+        (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
+    ):
+        monkeypatch.setattr(module.machine, "gpus", lambda n=count: n)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert module._visible() == expected
