@@ -1,0 +1,189 @@
+"""Threads that call at once: what calls share mixes nothing up, with Python's lock and without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext._C import all_plain, same
+
+WITHOUT_LOCK = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+THREADS = 4
+
+
+def _at_once(work: Callable[[int], Any]) -> list[Any]:
+    """What `work(0)` to `work(THREADS - 1)` return, each in a thread, begun together."""
+    begin = threading.Barrier(THREADS)
+
+    def one(i: int) -> Any:
+        begin.wait()
+        return work(i)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(one, range(THREADS)))
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Threads change places as often as Python's lock lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Subclass(Tensor):
+    """A third type with the same memory behind it."""
+
+
+def _arrays(kind: int, seed: int) -> list[Any]:
+    """Of a type that depends on `kind`: what is remembered of one type is wrong of another."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(size, generator=generator) for size in (3, 100, 5000)]
+    if kind % 4 == 0:
+        return tensors
+    if kind % 4 == 1:
+        return [nn.Parameter(t, requires_grad=False) for t in tensors]
+    if kind % 4 == 2:
+        return [t.as_subclass(Subclass) for t in tensors]
+    return [t.numpy() for t in tensors]
+
+
+def _bits(arrays: list[Any]) -> list[bytes]:
+    return [np.asarray(a).tobytes() for a in arrays]
+
+
+def _steps(i: int, calls: int = 30) -> list[bytes]:
+    """Steps and predictions of lists whose types change from call to call."""
+    found = []
+    for call in range(calls):
+        w, v, g, out = (_arrays(i + call + k, 4 * call + k) for k in range(4))
+        st.sgd_step_(w, v, g, lr=0.1, momentum=0.9, weight_decay=0.01, predict=[(2.0, out)])
+        st.swap_(w, out)
+        found += _bits([*w, *v, *out])
+    return found
+
+
+def test_operators_in_threads_have_the_bits_of_one() -> None:
+    alone = _steps(0)
+    assert all(bits == alone for bits in _at_once(_steps))
+
+
+def test_gradients_are_read_of_each_thread_s_own_parameters() -> None:
+    def work(i: int) -> bool:
+        params = [nn.Parameter(torch.full((7,), float(i))) for _ in range(20)]
+        mixed = [p if k % 3 else p.detach().as_subclass(Subclass) for k, p in enumerate(params)]
+        plan = st.Plan(mixed, momentum_buffers=[torch.zeros(7) for _ in mixed])
+        for step in range(30):
+            for p in mixed:
+                p.grad = torch.ones(7)
+            plan.refresh()
+            plan.sgd_step_(lr=1.0, momentum=0.5, first_step=step == 0)
+        v, w = 0.0, float(i)
+        for _ in range(30):
+            v = 0.5 * v + 1.0
+            w -= v
+        return all(torch.equal(p.detach(), torch.full((7,), w)) for p in mixed)
+
+    assert all(_at_once(work))
+
+
+def test_a_shared_plan_lets_one_thread_in_at_a_time() -> None:
+    def plan_of(w: list[Tensor]) -> st.Plan:
+        like = [torch.ones_like(p) for p in w]
+        return st.Plan(
+            w,
+            momentum_buffers=[torch.zeros_like(p) for p in w],
+            grads=like,
+            stashed=[p.clone() for p in w],
+            outs=[[torch.zeros_like(p) for p in w]],
+        )
+
+    def calls(plan: st.Plan) -> None:
+        for _ in range(50):
+            plan.sgd_step_(lr=0.01, momentum=0.9, predict=[3.0])
+            plan.swap_()
+            plan.refresh()
+            plan.swap_()
+            plan._native.last_launch()
+
+    def step(plan: st.Plan) -> None:
+        for _ in range(50):
+            plan.sgd_step_(lr=0.01, momentum=0.9, predict=[3.0])
+
+    shared, alone = _arrays(0, 1), _arrays(0, 1)
+    plan = plan_of(shared)
+    _at_once(lambda _: step(plan))
+    by_one = plan_of(alone)
+    for _ in range(THREADS):
+        step(by_one)
+    assert _bits(shared) == _bits(alone)
+    _at_once(lambda _: calls(plan))  # swaps of several threads come in any order
+
+
+def test_lists_and_dicts_that_others_change_meanwhile() -> None:
+    numbers = [float(i) for i in range(50)]
+    held: dict[str, Any] = {"lr": 0.1, "rows": [1.0, 2.0]}
+    over = threading.Event()
+
+    def change(i: int) -> None:
+        while not over.is_set():
+            numbers[:] = [float(k + i) for k in range(20 + i)]
+            held["rows"] = [object(), object()]
+            held[f"new {i}"] = object()
+            del held[f"new {i}"]
+
+    def read(_: int) -> None:
+        for _ in range(3000):
+            assert all_plain(numbers)
+            same(numbers, tuple(numbers))
+            same(held, {"lr": 0.1, "rows": (1.0, 2.0)})
+            same(held, (0.1, (1.0, 2.0)))
+
+    changers = [threading.Thread(target=change, args=(i,)) for i in range(2)]
+    for thread in changers:
+        thread.start()
+    try:
+        _at_once(read)
+    finally:
+        over.set()
+        for thread in changers:
+            thread.join()
+
+
+def test_types_that_come_and_go() -> None:
+    def work(_: int) -> None:
+        for _ in range(100):
+            kind = type("Passing", (Tensor,), {})
+            w = torch.ones(5).as_subclass(kind)
+            st.swap_(w, torch.zeros(5))
+            assert not np.asarray(w).any()
+
+    _at_once(work)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not WITHOUT_LOCK, reason="of a Python that has its lock")
+def test_an_import_leaves_python_without_its_lock() -> None:
+    code = (
+        "import sys, torch; before = sys._is_gil_enabled(); import spectrain_ext; "
+        "spectrain_ext.predict_; print(before, sys._is_gil_enabled())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "False"]
