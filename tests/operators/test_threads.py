@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -131,6 +132,35 @@ def test_a_shared_plan_lets_one_thread_in_at_a_time() -> None:
         step(by_one)
     assert _bits(shared) == _bits(alone)
     _at_once(lambda _: calls(plan))  # swaps of several threads come in any order
+
+
+@pytest.mark.processes
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    class Waits:
+        def __dlpack__(self, **_: object) -> object:
+            inside.set()
+            over.wait()
+            return torch.ones(1).__dlpack__()
+
+    w = torch.ones(3)
+    plan = st.Plan(w, momentum_buffers=torch.ones(3), grads=torch.ones(3))
+    step = {"lr": 0.1, "momentum": 0.9, "grad_scale": Waits()}
+    thread = threading.Thread(target=lambda: plan.sgd_step_(**step))
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            plan.predict_(lr=0.1, steps=1.0)
+        except RuntimeError as error:
+            os._exit(0 if "forked while another thread used the plan" in str(error) else 1)
+        os._exit(2)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not torch.equal(w, torch.ones(3))
 
 
 def test_lists_and_dicts_that_others_change_meanwhile() -> None:
