@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from table import table
@@ -46,6 +47,21 @@ def watched(results: Path) -> str:
     return table("call|>us|>us without looking", lines)
 
 
+def stage_threads(results: Path, what: str) -> str:
+    """A thread for each stage of a process: CPU time, or times while other work rested."""
+    run = read(results, "2026-11-25-free-threaded/stages.json")
+    variants = ("one thread", "two threads of torch's", "a thread for each stage", "two processes")
+
+    def shown(rounds: list[dict[str, float]]) -> str:
+        if what == "busiest":
+            return f"{median(one[what] for one in rounds):.2f}"
+        quiet = [one["wall"] for one in rounds if one["cores_of_others"] < 0.25]
+        return f"{median(quiet):.2f} ({len(quiet)})" if quiet else ""
+
+    lines = [[m["name"], *(shown(m["rounds"][each]) for each in variants)] for m in run["models"]]
+    return table("two stages of|>" + "|>".join(variants), [line for line in lines if all(line)])
+
+
 def faults(results: Path) -> str:
     """How many random faults the last campaign had."""
     return f"{read(results, '2026-11-22-failures/campaign.json')['faults']:,}"
@@ -85,6 +101,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "operators": operators.section,
     "planner.factors": planner.factors,
     "processes.torch": processes.over_torch,
+    "python.threads": stage_threads,
     "slow-links": slow_links.best,
     "slow-links.gain": slow_links.gain,
     "slow-links.microbatches": slow_links.by_microbatches,

@@ -1,5 +1,7 @@
 #include "borrow.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include "exchange.h"
 #include "lend.h"
 
@@ -21,10 +23,11 @@ std::string refusal(py::handle array) {
 
 // A negative view shares memory whose values it flips on reading: its bits are not its values.
 bool is_negative_view(py::handle tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PyObject*> name;
+  name.call_once_and_store_result([] { return PyUnicode_InternFromString("is_neg"); });
   PyObject* arguments[] = {tensor.ptr()};
-  PyObject* answer =
-      PyObject_VectorcallMethod(name, arguments, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* answer = PyObject_VectorcallMethod(name.get_stored(), arguments,
+                                               1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (answer == nullptr) {
     dismiss_error();  // not a torch tensor
     return false;

@@ -1,6 +1,7 @@
 #include "exchange.h"
 
 #include "borrowed.h"
+#include "shared.h"
 
 namespace spectrain {
 namespace {
@@ -25,13 +26,8 @@ const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
 
 // Whether an array is CuPy's, or of a class derived from that.
 bool is_cupy(py::handle array) {
-  PyObject* bases = Py_TYPE(array.ptr())->tp_mro;
-  for (const py::handle base : py::reinterpret_borrow<py::tuple>(bases)) {
-    const auto* type = reinterpret_cast<PyTypeObject*>(base.ptr());
-    const py::object module =
-        type->tp_dict != nullptr
-            ? py::reinterpret_borrow<py::object>(PyDict_GetItemString(type->tp_dict, "__module__"))
-            : py::object();
+  for (const py::handle base : py::tuple(py::type::of(array).attr("__mro__"))) {
+    const py::object module = attribute(base, "__module__");
     if (!module || !py::isinstance<py::str>(module)) continue;
     const auto name = module.cast<std::string>();
     if (name == "cupy" || name.rfind("cupy.", 0) == 0) return true;
@@ -61,15 +57,8 @@ bool current_stream_of(py::handle array, int device, void** stream) {
 
 // Looking the capsule up costs 0.3 us; nearly every array of a call has the type of the one before.
 const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
-  static PyTypeObject* last_type = nullptr;  // guarded by the GIL
-  static const dlpack::ExchangeApi* last_api = nullptr;
-  if (type == last_type) return last_api;
-  const dlpack::ExchangeApi* api = find_api(type);
-  Py_INCREF(type);  // its address means this type for as long as it is remembered
-  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
-  last_type = type;
-  last_api = api;
-  return api;
+  thread_local LastType<const dlpack::ExchangeApi*> last;
+  return last.of(type, find_api);
 }
 
 void* resolve_stream(py::handle stream, py::handle array, int device) {

@@ -1,16 +1,14 @@
 // The gradients of a plan: they come and go, while the other lists stay.
 #include "arrays.h"
+#include "shared.h"
 
 namespace spectrain {
 namespace {
 
 // What reads `.grad` of a type: the C function behind its attribute; null where there is none.
 // Calling it saves the attribute's lookup, 15 of 80 ns; the rest is torch's own.
-PyGetSetDef* grad_getter_of(PyTypeObject* type) {
-  static PyTypeObject* last_type = nullptr;  // guarded by the GIL
-  static PyGetSetDef* last_getter = nullptr;
-  if (type == last_type) return last_getter;
-  PyGetSetDef* getter = nullptr;
+const PyGetSetDef* find_grad_getter(PyTypeObject* type) {
+  const PyGetSetDef* getter = nullptr;
   if (type->tp_getattro == PyObject_GenericGetAttr) {
     PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
     if (found == nullptr) {
@@ -20,18 +18,14 @@ PyGetSetDef* grad_getter_of(PyTypeObject* type) {
     }
     Py_XDECREF(found);  // the type, which is kept, owns it
   }
-  Py_INCREF(type);
-  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
-  last_type = type;
-  last_getter = getter;
   return getter;
 }
 
 py::object gradient_of(py::handle param) {
-  static PyObject* const name = PyUnicode_InternFromString("grad");
-  const PyGetSetDef* getter = grad_getter_of(Py_TYPE(param.ptr()));
+  thread_local LastType<const PyGetSetDef*> last;
+  const PyGetSetDef* getter = last.of(Py_TYPE(param.ptr()), find_grad_getter);
   PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
-                                     : PyObject_GetAttr(param.ptr(), name);
+                                     : PyObject_GetAttrString(param.ptr(), "grad");
   if (grad == nullptr) {
     dismiss_error();
     return py::none();

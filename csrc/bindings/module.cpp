@@ -122,7 +122,10 @@ class PyPlan {
   }
 
   // For a plan that is used more than once.
-  void keep(bool watch) { arrays_.keep(watch); }
+  void keep(bool watch) {
+    const Turn turn(turns_);
+    arrays_.keep(watch);
+  }
   void pin_gradients() {
     const Turn turn(turns_);
     arrays_.plan->pin_gradients();
@@ -143,7 +146,8 @@ class PyPlan {
   }
   size_t n_outs() const { return arrays_.n_outs(); }
   size_t n_groups() const { return arrays_.plan->n_groups(); }
-  py::tuple last_launch() const {
+  py::tuple last_launch() {
+    const Turn turn(turns_);
     return py::make_tuple(arrays_.plan->last_launches(), arrays_.plan->last_rows());
   }
 
@@ -349,7 +353,8 @@ void export_constants(py::module_& m) {
 }  // namespace
 }  // namespace spectrain
 
-PYBIND11_MODULE(_C, m) {
+// Every plan lets one thread in at a time, and what calls share is in shared.h.
+PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   namespace py = pybind11;
   using spectrain::PyPlan;
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "shared.h"
 
 namespace spectrain {
 
@@ -23,11 +24,7 @@ inline double number(py::handle value) {
 // The items of a sequence one after the other, each of which lives as long as it is used.
 class Items {
  public:
-  explicit Items(py::handle sequence)
-      : items_(py::reinterpret_steal<py::object>(
-            PySequence_Fast(sequence.ptr(), "expected a sequence of numbers"))) {
-    if (!items_) throw py::error_already_set();
-  }
+  explicit Items(py::handle sequence) : items_(items_of(sequence.ptr())) {}
   // Of a known length.
   Items(py::handle sequence, size_t n) : Items(sequence) {
     const auto found = static_cast<size_t>(PySequence_Fast_GET_SIZE(items_.ptr()));
@@ -121,8 +118,9 @@ inline bool all_plain(py::handle value) {
   PyObject* p = value.ptr();
   if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
   if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(p); ++i) {
-    if (!all_plain(PySequence_Fast_GET_ITEM(p, i))) return false;
+  const py::object items = items_of(p);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    if (!all_plain(PySequence_Fast_GET_ITEM(items.ptr(), i))) return false;
   }
   return true;
 }

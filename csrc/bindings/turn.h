@@ -20,14 +20,15 @@ class Turns {
   std::atomic<int> forks_{0};  // as they were when the turn was taken
 };
 
-// Holds the turn for as long as it lives. Construct it with the GIL held: it is given up while
-// another thread has the turn, since that thread may need it to get done.
+// Holds the turn for as long as it lives. Construct it attached to Python, with the GIL where there
+// is one: it is given up while another thread has the turn, since that thread may need it to get
+// done.
 class Turn {
  public:
   explicit Turn(Turns& turns) : turns_(turns) {
     if (!turns.mutex_.try_lock()) wait();
-    turns.holder_ = std::this_thread::get_id();
     turns.forks_ = forks();
+    turns.holder_ = std::this_thread::get_id();
   }
   ~Turn() {
     turns_.holder_ = std::thread::id();
@@ -39,7 +40,8 @@ class Turn {
  private:
   void wait() {
     const std::thread::id holder = turns_.holder_;
-    if (turns_.forks_ != forks()) {  // its holder does not exist in this process
+    // A holder that set its name set the forks before; one without a name has just come or goes.
+    if (holder != std::thread::id() && turns_.forks_ != forks()) {  // not of this process
       throw std::runtime_error(
           "this process was forked while another thread used the plan; make a new Plan");
     }

@@ -1,10 +1,12 @@
 #include "watch.h"
 
 #include <dlfcn.h>
+#include <pybind11/gil_safe_call_once.h>
 
 #include <stdexcept>
 
 #include "borrow.h"
+#include "shared.h"
 
 namespace spectrain {
 namespace {
@@ -43,9 +45,10 @@ const TorchAbi& torch_abi() {
 }
 
 bool is_torch_tensor(py::handle array) {
-  static PyObject* const type =  // kept for good
-      py::object(py::module_::import("torch").attr("Tensor")).release().ptr();
-  return PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type));
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> type;
+  type.call_once_and_store_result(
+      [] { return py::object(py::module_::import("torch").attr("Tensor")); });
+  return PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type.get_stored().ptr()));
 }
 
 }  // namespace
@@ -97,6 +100,11 @@ bool same(PyObject* now, PyObject* seen) {
   if (PyTuple_Check(seen)) {
     const Py_ssize_t n = PyTuple_GET_SIZE(seen);
     if (PyDict_Check(now)) {
+#ifdef Py_GIL_DISABLED
+      const auto values = py::reinterpret_steal<py::object>(PyDict_Values(now));
+      if (!values) throw py::error_already_set();
+      return same(values.ptr(), seen);
+#endif
       if (PyDict_GET_SIZE(now) != n) return false;
       PyObject* value = nullptr;
       Py_ssize_t at = 0;
@@ -106,9 +114,10 @@ bool same(PyObject* now, PyObject* seen) {
       return true;
     }
     if (!PyTuple_Check(now) && !PyList_Check(now)) return false;
-    if (PySequence_Fast_GET_SIZE(now) != n) return false;
+    const py::object items = items_of(now);
+    if (PySequence_Fast_GET_SIZE(items.ptr()) != n) return false;
     for (Py_ssize_t i = 0; i < n; ++i) {
-      if (!same(PySequence_Fast_GET_ITEM(now, i), PyTuple_GET_ITEM(seen, i))) return false;
+      if (!same(PySequence_Fast_GET_ITEM(items.ptr(), i), PyTuple_GET_ITEM(seen, i))) return false;
     }
     return true;
   }
@@ -116,9 +125,8 @@ bool same(PyObject* now, PyObject* seen) {
     if (!PyDict_Check(now)) return false;
     PyObject *key = nullptr, *expected = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(seen, &at, &key, &expected);) {
-      PyObject* found = PyDict_GetItemWithError(now, key);
-      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      if (!same(found == nullptr ? Py_None : found, expected)) return false;
+      const py::object found = value_of(now, key);
+      if (!same(found ? found.ptr() : Py_None, expected)) return false;
     }
     return true;
   }
