@@ -416,7 +416,7 @@ class Board:
             "last": last,
             "complete": self._complete,
             "knows": knows,
-            "reported": knows and self._report.ended,
+            "reported": knows and self._report.reported,
         }
         self._store.set(self._keys[self.rank], json.dumps(said))
 

@@ -39,7 +39,7 @@ class Report:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self.ended = True  # or none has begun
+        self.reported = self.ended = True  # or none has begun
         self.gone: set[int] = set()  # ranks whose connections have broken: they post nothing
         self._own = ""
         self._posted, self._until = False, 0.0
@@ -49,7 +49,7 @@ class Report:
     def begin(self, cause: Cause, own: str, beats: Sequence[Beat], until: float) -> Cause:
         """A cause has become known; returns it with the place of the report."""
         self._own, self._parts, self._until = own, {self._rank: own}, until
-        self.ended = cause.found is None
+        self.reported = self.ended = cause.found is None
         if self.ended:
             cause = cause._replace(report=new_report())
             _write(self._rank, cause, self._parts, beats)
@@ -73,24 +73,29 @@ class Report:
             self._posted = True
 
     def go_on(self, cause: Cause, beats: Sequence[Beat], patience: float) -> None:
-        """Write what has come, until nobody is left who would answer."""
+        """Another round: write what has come, or hear that all of it has been written."""
         if self.ended:
             return
-        now = monotonic()
-        late = now > self._until
-        if cause.found != self._rank:
-            self.ended = late or (cause.found is not None and beats[cause.found].reported)
-            return
+        late = monotonic() > self._until
+        if cause.found == self._rank:
+            self._collect(cause, beats, patience, late)
+        elif cause.found is not None:
+            self.reported = late or beats[cause.found].reported
+        # Rank 0 may keep the store, and leaves it last.
+        stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
+        self.ended = late or (self.reported and not stays)
+
+    def _collect(self, cause: Cause, beats: Sequence[Beat], patience: float, late: bool) -> None:
         new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
         if new:
             self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
         awaited = any(
-            beat.text and now - beat.heard < patience
+            beat.text and monotonic() - beat.heard < patience
             for r, beat in enumerate(beats)
             if r not in self._parts and r not in self.gone
         )
-        self.ended = late or not awaited
-        if self.ended or len(self._parts) > self._written:
+        self.reported = late or not awaited
+        if self.reported or len(self._parts) > self._written:
             self._written = len(self._parts)
             _write(self._rank, cause, self._parts, beats)
 

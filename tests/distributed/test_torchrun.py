@@ -41,7 +41,11 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     done = subprocess.run(
         [*command.split(), *arguments],
         cwd=tmp_path / "killed",
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={
+            **os.environ,
+            **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            "TMPDIR": str(tmp_path),  # for the report of the failure
+        },
         capture_output=True,
         text=True,
         timeout=240,
