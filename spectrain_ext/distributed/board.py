@@ -272,8 +272,8 @@ class Board:
             silent_one, silent = most_silent(self.beats, self.rank)
             peer = silent_one if silent > 2 * self.interval else None
         if peer is not None:
-            self._report.gone.add(peer)
-            mine = Cause(peer, f"{self.beats[peer]}: its connection was closed without a word")
+            reason = f"{self.beats[peer]}: its connection was closed without a word"
+            mine = Cause(peer, reason, gone=True)
         self._raise(mine, what, monotonic() - since, error)
 
     # The first cause.
@@ -305,7 +305,8 @@ class Board:
         """Whether all others know it, but for a culprit that lives no more."""
         now = monotonic()
         return all(
-            beat.knows or (r == cause.rank and now - beat.heard > 3 * self.interval)
+            beat.knows
+            or (r == cause.rank and (cause.gone or now - beat.heard > 3 * self.interval))
             for r, beat in enumerate(self.beats)
             if r != self.rank
         )

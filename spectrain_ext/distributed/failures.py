@@ -16,6 +16,7 @@ class Cause(NamedTuple):
     reason: str
     found: int | None = None  # by which rank; None: by each for itself, without the store
     report: str = ""  # that this rank writes, as "host:path"
+    gone: bool = False  # whether its connections have broken: it says nothing any more
 
     @staticmethod
     def read(text: bytes) -> Cause | None:

@@ -40,7 +40,6 @@ class Report:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self.reported = self.ended = True  # or none has begun
-        self.gone: set[int] = set()  # ranks whose connections have broken: they post nothing
         self._own = ""
         self._posted, self._until = False, 0.0
         self._parts: dict[int, str | bytes] = {}
@@ -92,7 +91,7 @@ class Report:
         awaited = any(
             beat.text and monotonic() - beat.heard < patience
             for r, beat in enumerate(beats)
-            if r not in self._parts and r not in self.gone
+            if r not in self._parts and not (cause.gone and r == cause.rank)
         )
         self.reported = late or not awaited
         if self.reported or len(self._parts) > self._written:
