@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import partial, remove
 
 T = TypeVar("T")
 
@@ -24,6 +27,15 @@ class Watched(Protocol):
 
     def together(self, what: str) -> AbstractContextManager[None]: ...
     def busy(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Move(NamedTuple):
+    """A file that one process has and another one is to have."""
+
+    name: str
+    size: int
+    source: int
+    target: int
 
 
 class Peers:
@@ -93,6 +105,51 @@ class Peers:
                 raise ConnectionError(f"the processes have lost one another: {lost}") from lost
         return found
 
+    def move(self, moves: Sequence[Move], directory: Path) -> None:
+        """Send files out of a directory that each process has for itself, all at the same time.
+
+        A file has its name when it is there as a whole.
+        """
+        if not moves:
+            return
+        doing = f"sending files of {directory.name}"
+        taken = [(k, directory / m.name, m) for k, m in enumerate(moves) if m.target == self.rank]
+        given = [(k, directory / m.name, m) for k, m in enumerate(moves) if m.source == self.rank]
+
+        def make() -> None:
+            for _, path, move in taken:
+                remove(partial(path))  # of a move that did not end
+                handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+                try:  # an error here where there is no room, and no signal later
+                    os.posix_fallocate(handle, 0, move.size)
+                finally:
+                    os.close(handle)
+
+        def end() -> None:
+            for _, path, _ in taken:
+                partial(path).rename(path)
+
+        self.settled(make, doing, str(directory))
+        contents = [_mapped(path, m.size, shared=False) for _, path, m in given]
+        places = [_mapped(partial(path), m.size, shared=True) for _, path, m in taken]
+        try:
+            works = [
+                dist.isend(content, self._global(m.target), group=self._group, tag=k)
+                for content, (k, _, m) in zip(contents, given, strict=True)
+            ] + [
+                dist.irecv(place, self._global(m.source), group=self._group, tag=k)
+                for place, (k, _, m) in zip(places, taken, strict=True)
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as lost:
+            raise ConnectionError(f"the processes have lost one another: {lost}") from lost
+        self.settled(end, doing, str(directory))
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
     def _attempted(
         self, make: Callable[[], T], doing: str
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
@@ -117,3 +174,7 @@ class Peers:
         return [
             body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
         ]
+
+
+def _mapped(path: Path, size: int, shared: bool) -> Tensor:
+    return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
