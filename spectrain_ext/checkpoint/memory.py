@@ -94,9 +94,9 @@ class Memory:
             lambda: _copies(place) if self._first else {}, _LOOKING, str(place)
         )
         copy = _newest([said[ranks[0]] for ranks in members_of(self.hosts)], place)
-
         if copy is None:
             self.end()
+            self._identity = None  # what a host that is away still has is abandoned now
             return None
         if self._first:
             here = copy.there[self.hosts[self._peers.rank]]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 
 import pytest
 import torch
 from helpers import memory_programs
 from helpers.checkpoint_cases import batches, everything, pipeline, same
 from helpers.memory_programs import MINIBATCHES
-from helpers.ranks import run_ranks
+from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointManager, load, memory, storage
 from spectrain_ext.errors import CheckpointError
@@ -296,6 +297,23 @@ def test_a_lost_host_takes_what_its_neighbour_has(tmp_path, shm, hosts, lost, mo
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("culprit", "calls"), [(0, 5), (1, 24), (0, 42), (0, 48), (1, 48), (1, 50)], ids=str
+)
+def test_killed_in_the_middle_of_a_copy_goes_on_from_this_one_or_the_last(
+    tmp_path, shm, culprit, calls
+):
+    expected = never_stopped(tmp_path, 2)
+    arguments = (str(tmp_path), [0, 1], MINIBATCHES, {"timeout": 10.0}, (culprit, calls))
+    ends = Ranks(memory_programs.trains, 2, *arguments).join()
+    assert ends[culprit].code == -signal.SIGKILL
+    assert ends[1 - culprit].code == 1
+    begun, state = restarted(tmp_path, [0, 1], {})
+    assert begun in (2, 4)
+    same(state, expected)
+
+
+@pytest.mark.processes
 def test_a_host_has_its_own_files_and_those_of_the_host_before(tmp_path):
     hosts = [0, 1, 1, 2]
     restarted(tmp_path, hosts, {}, stop=5)
@@ -324,21 +342,14 @@ def test_more_lost_hosts_than_neighbours_go_back_to_the_disk(tmp_path, shm, on_d
 
 @pytest.mark.processes
 @pytest.mark.parametrize("hosts", [[0], [0, 1], [3, 4, 0, 1]], ids=str)
-def test_other_numbers_of_processes_and_hosts_go_on_from_the_same_copy(tmp_path, shm, hosts):
+def test_other_numbers_of_processes_and_hosts_go_on_as_from_the_disk(tmp_path, hosts):
     restarted(tmp_path, [0, 1, 1], {}, stop=5)
-    (copy, *_) = sorted((tmp_path / "host1").rglob("minibatch-00000004"))
-    whole = tmp_path / "whole"
+    same_on_disk = tmp_path / "other" / "disk" / "minibatch-00000004"
     for host in range(2):
-        (there,) = (tmp_path / f"host{host}").rglob(copy.name)
-        shutil.copytree(there, whole, dirs_exist_ok=True)
-    torch.manual_seed(4)
-    reference = CheckpointManager(tmp_path / "other", pipeline(len(hosts), 7), memory_every=2)
-    reference.minibatches = load(whole, reference.pipe).minibatches
-    train(reference, MINIBATCHES)
+        (copy,) = (tmp_path / f"host{host}").rglob(same_on_disk.name)
+        shutil.copytree(copy, same_on_disk, dirs_exist_ok=True)
+    begun, expected = restarted(tmp_path / "other", hosts, {})
+    assert begun == 4
     begun, state = restarted(tmp_path, hosts, {})
     assert begun == 4
-    expected = everything(reference.pipe)
-    same(
-        {key: value for key, value in state.items() if not key.startswith("random")},
-        {key: value for key, value in expected.items() if not key.startswith("random")},
-    )
+    same(state, expected)
