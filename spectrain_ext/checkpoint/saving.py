@@ -168,10 +168,6 @@ class Prepared:
         return future
 
     def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
-        with self._within:
-            self._write_all(tensors, peers)
-
-    def _write_all(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
         """Every process its own tensors, a directory's first one then the document of all."""
         told = (f"writing {self._path.name}", str(self._path))
 
@@ -192,14 +188,15 @@ class Prepared:
             if peers.rank == 0 and self._committed is not None:
                 self._committed()
 
-        try:
-            found = peers.settled(own, *told)
-            moves = to_neighbours(self._hosts, [files for _, files in found])
-            peers.move(moves, partial(self._path))
-            peers.settled(commit, *told)
-        except BaseException:
-            self._discard()
-            raise
+        with self._within:
+            try:
+                found = peers.settled(own, *told)
+                moves = to_neighbours(self._hosts, [files for _, files in found])
+                peers.move(moves, partial(self._path))
+                peers.settled(commit, *told)
+            except BaseException:
+                self._discard()
+                raise
 
     def _discard(self) -> None:
         if self._first:

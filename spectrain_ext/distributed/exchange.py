@@ -108,44 +108,39 @@ class Peers:
     def move(self, moves: Sequence[Move], directory: Path) -> None:
         """Send files out of a directory that each process has for itself, all at the same time.
 
-        A file has its name when it is there as a whole.
+        A file has its name when it is there as a whole. All processes give the same moves.
         """
         if not moves:
             return
-        doing = f"sending files of {directory.name}"
-        taken = [(k, directory / m.name, m) for k, m in enumerate(moves) if m.target == self.rank]
-        given = [(k, directory / m.name, m) for k, m in enumerate(moves) if m.source == self.rank]
+        doing, what = f"sending files of {directory.name}", str(directory)
+        own = [
+            (k, m, directory / m.name, m.target == self.rank)
+            for k, m in enumerate(moves)
+            if self.rank in (m.source, m.target)
+        ]
+        contents: list[Tensor] = []
 
-        def make() -> None:
-            for _, path, move in taken:
-                remove(partial(path))  # of a move that did not end
-                handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-                try:  # an error here where there is no room, and no signal later
-                    os.posix_fallocate(handle, 0, move.size)
-                finally:
-                    os.close(handle)
+        def begin() -> None:
+            for _, m, path, comes in own:
+                contents.append(_mapped(_room(path, m.size) if comes else path, m.size, comes))
 
         def end() -> None:
-            for _, path, _ in taken:
+            for path in (path for _, _, path, comes in own if comes):
                 partial(path).rename(path)
 
-        self.settled(make, doing, str(directory))
-        contents = [_mapped(path, m.size, shared=False) for _, path, m in given]
-        places = [_mapped(partial(path), m.size, shared=True) for _, path, m in taken]
+        self.settled(begin, doing, what)
         try:
             works = [
-                dist.isend(content, self._global(m.target), group=self._group, tag=k)
-                for content, (k, _, m) in zip(contents, given, strict=True)
-            ] + [
-                dist.irecv(place, self._global(m.source), group=self._group, tag=k)
-                for place, (k, _, m) in zip(places, taken, strict=True)
+                dist.irecv(content, self._global(m.source), group=self._group, tag=k)
+                if comes
+                else dist.isend(content, self._global(m.target), group=self._group, tag=k)
+                for content, (k, m, _, comes) in zip(contents, own, strict=True)
             ]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            for work in filter(None, works):
+                work.wait()
         except RuntimeError as lost:
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
-        self.settled(end, doing, str(directory))
+        self.settled(end, doing, what)
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
@@ -178,3 +173,14 @@ class Peers:
 
 def _mapped(path: Path, size: int, shared: bool) -> Tensor:
     return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
+
+
+def _room(path: Path, size: int) -> Path:
+    """Make a partial file of that size: without room an OSError here, and no signal later."""
+    remove(partial(path))  # of a move that did not end
+    handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    finally:
+        os.close(handle)
+    return partial(path)

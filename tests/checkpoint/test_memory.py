@@ -283,6 +283,7 @@ def restarted(tmp_path, hosts, more, stop=MINIBATCHES):
         ([0, 0, 1], [1], {}),
         ([0, 0, 1], [0], {"asynchronous": True}),
         ([0, 1, 2], [2], {"every_minibatches": 3}),
+        ([0, 1, 2, 3], [0, 2], {}),
     ],
     ids=str,
 )
