@@ -98,7 +98,6 @@ class CheckpointManager:
         self._keep = keep
         self._asynchronous = asynchronous
         self._first_stage = first_stage
-        self._group = process_group
         if asynchronous and self._peers.size > 1:
             # What a thread says to other processes must not get between what the caller says.
             process_group = dist.new_group(

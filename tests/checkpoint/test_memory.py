@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 
@@ -97,11 +98,15 @@ def test_a_deleted_directory_takes_its_copies_along(tmp_path, shm):
     assert copies(shm) == []
 
 
-def test_a_training_that_began_anew_does_not_know_the_copies_of_the_last_one(tmp_path, shm):
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_training_that_began_anew_does_not_know_the_copies_of_the_last_one(tmp_path, shm, looks):
     train(manager_of(tmp_path), 5)
-    old = tmp_path / "old"
-    shutil.copytree(shm, old)
-    train(manager_of(tmp_path, seed=3), 3)
+    old = shm.rename(tmp_path / "old")
+    shm.mkdir()
+    manager = manager_of(tmp_path, seed=3)
+    if looks:
+        assert manager.restore() is None
+    train(manager, 3)
     assert names(copies(shm)) == ["minibatch-00000002"]
     shutil.rmtree(shm)
     old.rename(shm)  # as on a host that was away meanwhile
@@ -233,12 +238,16 @@ def test_no_room_is_a_warning_and_training_goes_on(
     assert copies(shm) == before
 
 
-@pytest.mark.parametrize("kind", ["open", "link", "file", "none"])
+@pytest.mark.parametrize("kind", ["open", "other", "link", "file", "none"])
 def test_a_directory_that_is_not_private_is_not_used(tmp_path, shm, caplog, kind):
     train(manager_of(tmp_path), 3)
     (own,) = shm.iterdir()
     if kind == "open":
         own.chmod(0o755)
+    elif kind == "other":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a directory away")
+        os.chown(own, 1, -1)
     elif kind == "link":
         own.rename(tmp_path / "elsewhere")
         own.symlink_to(tmp_path / "elsewhere")
@@ -338,6 +347,18 @@ def test_more_lost_hosts_than_neighbours_go_back_to_the_disk(tmp_path, shm, on_d
         shutil.rmtree(tmp_path / f"host{host}")
     begun, state = restarted(tmp_path, [0, 1, 2], more)
     assert begun == (3 if on_disk else 0)
+    same(state, expected)
+
+
+@pytest.mark.processes
+def test_what_is_damaged_on_one_host_is_left_aside_by_all(tmp_path, shm):
+    more = {"every_minibatches": 3}
+    expected = never_stopped(tmp_path, 2, **more)
+    restarted(tmp_path, [0, 1], more, stop=5)
+    (file,) = (tmp_path / "host0").rglob("model-00001-of-00002.safetensors")
+    spoil(file)
+    begun, state = restarted(tmp_path, [0, 1], more)
+    assert begun == 3
     same(state, expected)
 
 
