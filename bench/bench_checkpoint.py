@@ -5,32 +5,42 @@ take turns, each kind once in every round, and a ratio is of two runs of the sam
 
     python bench/bench_checkpoint.py                  # four stages of 4.2 million weights, AdamW
     python bench/bench_checkpoint.py --every 50 --rounds 15 --json checkpoint.json
+    python bench/bench_checkpoint.py --widths 1024 2048 3232 --json memory.json
+
+With ``--widths`` it measures single saves instead: of each width's state to the disk and to the
+host's memory in turn, and what of their time goes where.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint import CheckpointManager, load, save
+from spectrain_ext.checkpoint import CheckpointManager, load, memory, save, storage
 from spectrain_ext.partitioning import cut_at
 
-KINDS = ("drained", "saved", "saved in a thread")
+KINDS = ("drained", "saved", "saved in a thread", "copied to memory", "copied in a thread")
+#: What of a save's time is told apart, and the function that it is spent in.
+PARTS = {"SHA-256": (storage, "_sha256"), "files": (storage, "save_file"), "fsync": (os, "fsync")}
 
 
-def pipeline(options: argparse.Namespace) -> st.Pipeline:
+def pipeline(options: argparse.Namespace, width: int) -> st.Pipeline:
     """Equal stages of one linear layer each."""
     torch.manual_seed(0)
-    stages, width = options.stages, options.width
+    stages = options.stages
     return st.Pipeline(
         cut_at(
             nn.Sequential(*(nn.Linear(width, width) for _ in range(stages))), range(1, stages + 1)
@@ -45,9 +55,18 @@ def seconds_of(
 ) -> float:
     """A whole run, until the last checkpoint is whole."""
     batches = [data] * options.every
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        asynchronous = kind == "saved in a thread"
-        manager = CheckpointManager(directory, pipe, keep=1, asynchronous=asynchronous)
+    with (
+        tempfile.TemporaryDirectory(dir=options.directory) as directory,
+        tempfile.TemporaryDirectory(dir=memory.ROOT) as in_memory,
+        patch.object(memory, "ROOT", Path(in_memory)),
+    ):
+        manager = CheckpointManager(
+            directory,
+            pipe,
+            keep=1,
+            asynchronous=kind.endswith("in a thread"),
+            memory_every=options.every if kind.startswith("copied") else None,
+        )
         start = time.perf_counter()
         if kind == "not drained":
             for _ in pipe.run(batches * options.saves):
@@ -56,7 +75,7 @@ def seconds_of(
             for _ in range(options.saves):
                 for _ in manager.run(batches):
                     pass
-                if kind != "drained":
+                if kind.startswith("saved"):
                     manager.save()
         manager.wait()
         return time.perf_counter() - start
@@ -64,7 +83,7 @@ def seconds_of(
 
 def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
     """The seconds of every kind of run, of a save and of a load, round by round."""
-    pipe = pipeline(options)
+    pipe = pipeline(options, options.width)
     shape = options.batch, options.width
     data = torch.randn(shape), torch.randn(shape)
     for _ in pipe.run([data] * 2 * options.stages):
@@ -79,6 +98,71 @@ def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
             load(Path(directory) / "c", pipe)
             found["load"] = time.perf_counter() - start
         yield found
+
+
+def places(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The seconds of single saves, whole and in parts, by size and place, round by round."""
+    for width in options.widths:
+        pipe = pipeline(options, width)
+        data = torch.randn(options.batch, width)
+        for _ in pipe.run([(data, data)] * 2 * options.stages):
+            pass
+        for _ in range(options.rounds):
+            for name, place in (("disk", options.directory), ("memory", memory.ROOT)):
+                with tempfile.TemporaryDirectory(dir=place) as directory, ExitStack() as timing:
+                    parts = {part: timing.enter_context(_timed(*at)) for part, at in PARTS.items()}
+                    start = time.perf_counter()
+                    save(Path(directory) / "c", pipe)
+                    seconds = time.perf_counter() - start
+                    size = sum(file.stat().st_size for file in (Path(directory) / "c").iterdir())
+                yield {
+                    "bytes": size,
+                    "place": name,
+                    "whole": seconds,
+                    "copying": _seconds_of_copying(pipe),
+                    **{part: sum(each) for part, each in parts.items()},
+                }
+
+
+def _seconds_of_copying(pipe: st.Pipeline) -> float:
+    """What a save in a thread takes before it begins."""
+    states = [state for optimizer in pipe.optimizers for state in optimizer.state.values()]
+    tensors = [*pipe.parameters(), *(t for state in states for t in state.values())]
+    start = time.perf_counter()
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    seconds = time.perf_counter() - start
+    assert len(copies) == len(tensors)
+    return seconds
+
+
+@contextmanager
+def _timed(module: Any, name: str) -> Iterator[list[float]]:
+    """Seconds of every call of a function."""
+    found: list[float] = []
+    real = getattr(module, name)
+
+    def timed(*args: Any, **more: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return real(*args, **more)
+        finally:
+            found.append(time.perf_counter() - start)
+
+    with patch.object(module, name, timed):
+        yield found
+
+
+def report_places(found: list[dict[str, Any]]) -> None:
+    """Medians by size and place."""
+    rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for each in found:
+        rows.setdefault((each["bytes"], each["place"]), []).append(each)
+    print("| MB | place | seconds | " + " | ".join(PARTS) + " | copying, for a thread |")
+    print("|---|---|---|" + "---|" * (len(PARTS) + 1))
+    for (size, place), every in rows.items():
+        parts = ("whole", *PARTS, "copying")
+        seconds = (median(each[part] for each in every) for part in parts)
+        print(f"| {size / 1e6:.0f} | {place} | " + " | ".join(f"{s:.3f}" for s in seconds) + " |")
 
 
 def report(found: list[dict[str, float]], options: argparse.Namespace) -> None:
@@ -104,10 +188,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="minibatches between two saves")
     parser.add_argument("--saves", type=int, default=2, help="in each run")
     parser.add_argument("--directory", help="on the disk that is measured; else a temporary one")
+    parser.add_argument("--widths", type=int, nargs="+", help="measure single saves of these")
     parser.add_argument("--json", help="write the seconds of all rounds there")
     options = parser.parse_args()
-    found = list(rounds(options))
-    report(found, options)
+    if options.widths:
+        found = list(places(options))
+        report_places(found)
+    else:
+        found = list(rounds(options))
+        report(found, options)
     if options.json:
         Path(options.json).write_text(json.dumps({**vars(options), "seconds": found}, indent=1))
 

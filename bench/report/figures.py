@@ -62,6 +62,31 @@ def stage_threads(results: Path, what: str) -> str:
     return table("two stages of|>" + "|>".join(variants), [line for line in lines if all(line)])
 
 
+def checkpoint_places(results: Path) -> str:
+    """Seconds of a save to the disk, to memory, and to a disk of an assumed speed."""
+    rows = read(results, "2026-11-25-checkpoint/memory.json")["seconds"]
+    lines = []
+    for size in sorted({row["bytes"] for row in rows}):
+        taken = {
+            (place, part): [
+                row[part] for row in rows if (row["bytes"], row["place"]) == (size, place)
+            ]
+            for place in ("disk", "memory")
+            for part in ("whole", "SHA-256")
+        }
+        disk, memory = taken["disk", "whole"], taken["memory", "whole"]
+        sha = median(taken["memory", "SHA-256"])
+        lines.append(
+            [
+                f"{size / 1e6:.0f}",
+                *(f"{median(s):.2f} ({min(s):.2f} to {max(s):.2f})" for s in (disk, memory)),
+                f"{sha:.2f}",
+                f"{size / 100e6 + sha:.1f}",
+            ]
+        )
+    return table("MB|>to the disk, s|>to memory, s|>of it SHA-256|>at 100 MB/s, calculated", lines)
+
+
 def faults(results: Path) -> str:
     """How many random faults the last campaign had."""
     return f"{read(results, '2026-11-22-failures/campaign.json')['faults']:,}"
@@ -81,6 +106,7 @@ def read(results: Path, path: str) -> Any:
 FIGURES: dict[str, Callable[..., str]] = {
     "build": built,
     "build.again": built_again,
+    "checkpoint.places": checkpoint_places,
     "digits": trained.digits,
     "digits.time": trained.longer,
     "faults": faults,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from . import storage
+from . import documents, storage
 from .documents import NAME, Json, decode, decoded, digest, tensors_in
 from .parts import Item, Part, Stateful, parts_of
 from .progress import SamplerState, Training
@@ -87,28 +87,30 @@ def load(
     directory = Path(path).absolute()
     peers = peers_of(target, process_group)
     with peers.together(f"loading {directory.name}"):
-        return _load(
-            directory, target, optimizer, scheduler, sampler, only_model, first_stage, peers
+        return load_from(
+            directory, target, peers, optimizer, scheduler, sampler, only_model, first_stage
         )
 
 
-def _load(
+def load_from(
     directory: Path,
     target: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Stateful | None,
-    sampler: Sampler | None,
-    only_model: bool,
-    first_stage: int | None,
     peers: Peers,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    sampler: Sampler | None = None,
+    only_model: bool = False,
+    first_stage: int | None = None,
+    fetch: Callable[[list[set[str]]], None] | None = None,
 ) -> Loaded:
+    """Load; ``fetch`` is told which files each process reads, where they are not all there yet."""
     doing = f"reading {directory.name}"
-    documents: list[Json] = []
+    bodies: list[Json] = []
     parts: list[Part] = []
 
     def names() -> dict[str, Any]:
-        body = storage.read(directory)
-        documents.append(body)
+        body = storage.read(directory) if fetch is None else documents.read(directory)
+        bodies.append(body)
         parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
         return {
             "names": [name for part in parts for name, _ in part.tensors()],
@@ -120,7 +122,7 @@ def _load(
 
     found = peers.gathered(names, doing)
     _check_alike(found)
-    (body,) = documents
+    (body,) = bodies
     generators = Generators(parts, peers.rank, peers.size)
     #: what is loaded, each with the document as it is for it
     weights: list[tuple[Item, Json]] = []
@@ -150,11 +152,13 @@ def _load(
         return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
 
     keys = peers.gathered(match, doing)
+    if fetch is not None:
+        fetch([{body["tensors"][key]["file"] for key in each} for each in keys])
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
         tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
-        if not only_model:
+        if not only_model and fetch is None:
             # What nobody needs, such as the generators of other cuts, is verified: a part by each.
             unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
             for _ in storage.read_tensors(directory, body, unread[peers.rank :: peers.size]):

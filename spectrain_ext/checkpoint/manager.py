@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,14 +14,15 @@ from typing import cast
 import torch.distributed as dist
 
 from spectrain_ext.distributed.exchange import Peers
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.errors import CheckpointError, RankError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .loading import Loaded, load
+from .loading import Loaded, load_from
+from .memory import NAME, Memory
 from .sampler import ShuffledSampler
 from .saving import Prepared, Sampler, peers_of
 from .storage import replaced
@@ -29,7 +30,7 @@ from .storage import replaced
 _logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_NAME = re.compile(r"minibatch-[0-9]{8,18}")
+_SAVE, _COPY = "save", "copy"  # what is due
 
 
 class CheckpointManager:
@@ -41,6 +42,9 @@ class CheckpointManager:
         sampler: gives the order of the data; saved and loaded along.
         every_minibatches: save after so many minibatches.
         every_seconds: save at the first minibatch after so long.
+        memory_every: also keep a copy in the hosts' memory (``/dev/shm``) after so many
+            minibatches, for a restart on these hosts. None is made while a checkpoint is written
+            beside training.
         keep: how many checkpoints stay; older ones are removed once a newer one is whole.
         asynchronous: write in a thread, beside training. It pays where writing takes longer than
             copying (a slow disk, a GPU), and costs a copy of all state in host memory.
@@ -59,7 +63,7 @@ class CheckpointManager:
     A save needs the pipeline drained, and draining changes what an asynchronous method computes:
     the stages refill with fresher weights. With ``every_minibatches`` the drains are part of the
     training, and one that was stopped goes on to the bit as if it had not been; with
-    ``every_seconds`` they are where the clock puts them.
+    ``every_seconds`` they are where the clock puts them. Copies in memory are like saves in this.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class CheckpointManager:
         sampler: Sampler | None = None,
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
+        memory_every: int | None = None,
         keep: int = 3,
         asynchronous: bool = False,
         first_stage: int | None = None,
@@ -78,6 +83,7 @@ class CheckpointManager:
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
             ("every_seconds", every_seconds, 0),
+            ("memory_every", memory_every, 1),
             ("keep", keep, 1),
         ):
             if value is not None and not value >= least:
@@ -92,7 +98,6 @@ class CheckpointManager:
         self._keep = keep
         self._asynchronous = asynchronous
         self._first_stage = first_stage
-        self._group = process_group
         if asynchronous and self._peers.size > 1:
             # What a thread says to other processes must not get between what the caller says.
             process_group = dist.new_group(
@@ -102,6 +107,8 @@ class CheckpointManager:
             )
         self._writing = Peers(process_group)
         self._saving: Future[None] | None = None
+        self._memory_every = memory_every
+        self._memory = Memory(self.directory, self.latest, self._peers, memory_every is not None)
         self._failed = False
         self._offset = self._position()
         self._last = (0, time.monotonic())
@@ -122,12 +129,15 @@ class CheckpointManager:
             return found[-1] if found else None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise CheckpointError(f"{pointer}: damaged, expected a checkpoint's name, got {name!r}")
         return self.directory / name
 
     def restore(self) -> Loaded | None:
         """Load the newest checkpoint; None, and nothing changes, if there is none yet.
+
+        With ``memory_every`` that is a newer copy in the hosts' memory, if there is one. One that
+        is damaged is a warning, and the newest checkpoint on the disk is loaded.
 
         Raises:
             CheckpointError: it is damaged or does not fit. The message names the file; the older
@@ -137,20 +147,37 @@ class CheckpointManager:
         with self._peers.together(doing):
             self.wait()
             found = self._peers.gathered(lambda: str(self._recover() or ""), doing)[0]
-        if not found:
-            return None
-        path = Path(found)
-        loaded = load(
-            path,
-            self.pipe,
-            sampler=self.sampler,
-            first_stage=self._first_stage,
-            process_group=self._group,
-        )
+            copy = self._memory.find()
+        loaded = None
+        if copy is not None:
+            try:
+                loaded = self._load(copy.path, functools.partial(self._memory.fetch, copy))
+            except (CheckpointError, RuntimeError) as error:  # one or the other in all processes
+                if isinstance(error, RankError) or not found:
+                    raise
+                if self._peers.rank == 0:
+                    _logger.warning("the copy in the hosts' memory is left aside: %s", error)
+        if loaded is None:
+            if not found:
+                return None
+            loaded = self._load(Path(found))
+            self._memory.end()
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
         self._failed = False
         self._last = (self.minibatches, time.monotonic())
+        return loaded
+
+    def _load(self, path: Path, fetch: Callable[[list[set[str]]], None] | None = None) -> Loaded:
+        with self._peers.together(f"loading {path.name}"):
+            loaded = load_from(
+                path,
+                self.pipe,
+                self._peers,
+                sampler=self.sampler,
+                first_stage=self._first_stage,
+                fetch=fetch,
+            )
         self._log("checkpoint loaded: %s", path)
         return loaded
 
@@ -161,7 +188,7 @@ class CheckpointManager:
         remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
-            if not _NAME.fullmatch(path.name):
+            if not NAME.fullmatch(path.name):
                 continue
             if (
                 leftover == replaced(path)
@@ -233,14 +260,19 @@ class CheckpointManager:
     def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if that is due; returns whether this was the last run of a loop in any process."""
         with self._peers.together("counting the minibatches of a run"):
-            found = self._peers.tell((self.minibatches, self._due(), left))
+            due = self._due()
+            if due == _COPY and self._saving is not None and not self._saving.done():
+                due = None  # rather than wait
+            found = self._peers.tell((self.minibatches, due, left))
             # the first process decides how many minibatches a run has, and so has counted them
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None
         self._failed = False
-        if due:
+        if due == _SAVE:
             self.save(more)
-        ended = found[0][2] or any(last for _, _, last in found[1:])
+        elif due == _COPY:
+            self._copy(more)
+        ended = any(last for _, _, last in found)
         if ended:
             self._rewind()
         return ended
@@ -259,13 +291,16 @@ class CheckpointManager:
                 return
         self._exhausted = True
 
-    def _due(self) -> bool:
+    def _due(self) -> str | None:
         minibatches, moment = self._last
         if self.minibatches == minibatches:
-            return False
+            return None
         if self._every is not None and self.minibatches % self._every == 0:
-            return True
-        return self._seconds is not None and time.monotonic() - moment >= self._seconds
+            return _SAVE
+        if self._seconds is not None and time.monotonic() - moment >= self._seconds:
+            return _SAVE
+        copies = self._memory_every is not None and self.minibatches % self._memory_every == 0
+        return _COPY if copies else None
 
     def save(self, extra: object = None) -> Path:
         """Save now; returns where.
@@ -284,23 +319,37 @@ class CheckpointManager:
         path = self.directory / f"minibatch-{self.minibatches:08d}"
         with self._peers.together(f"saving {path.name}"):
             self.wait()
-            prepared = Prepared(
-                path,
-                self.pipe,
-                self._peers,
-                minibatches=self.minibatches,
-                sampler=self._positioned(),
-                extra=extra,
-                overwrite=True,
-                committed=lambda: self._committed(path),
-                first_stage=self._first_stage,
-            )
-            if self._asynchronous:
-                self._saving = prepared.write_behind(self._writing)
-            else:
-                prepared.write()
+            self._write(path, extra, copy=False)
         self._last = (self.minibatches, time.monotonic())
         return path
+
+    def _copy(self, extra: object) -> None:
+        name = f"minibatch-{self.minibatches:08d}"
+        with self._peers.together(f"copying {name} to the hosts' memory"):
+            self.wait()
+            path = self._memory.begin(name)
+            if path is not None:
+                self._write(path, extra, copy=True)
+        self._last = (self.minibatches, self._last[1])
+
+    def _write(self, path: Path, extra: object, copy: bool) -> None:
+        prepared = Prepared(
+            path,
+            self.pipe,
+            self._peers,
+            minibatches=self.minibatches,
+            sampler=self._positioned(),
+            extra=extra,
+            overwrite=True,
+            first_stage=self._first_stage,
+            committed=None if copy else lambda: self._committed(path),
+            within=self._memory.ending(path if copy else None),
+            hosts=self._memory.hosts if copy else (),
+        )
+        if self._asynchronous:
+            self._saving = prepared.write_behind(self._writing)
+        else:
+            prepared.write()
 
     def _log(self, what: str, path: Path) -> None:
         if self._peers.rank == 0:
@@ -326,7 +375,7 @@ class CheckpointManager:
         if not self.directory.is_dir():
             return []
         return sorted(
-            (path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)),
+            (path for path in self.directory.iterdir() if NAME.fullmatch(path.name)),
             key=lambda path: int(path.name.rpartition("-")[2]),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.files import partial
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import Json, Keep, encode
+from .memory import to_neighbours
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, parts_of
 from .progress import AveragingState, SamplerState, SchedulerState, Training
@@ -115,11 +118,15 @@ class Prepared:
         overwrite: bool = False,
         only_model: bool = False,
         first_stage: int | None = None,
-        committed: Callable[[], None] = lambda: None,  # called when the checkpoint has its name
+        committed: Callable[[], None] | None = None,  # called when the checkpoint has its name
+        within: AbstractContextManager[object] | None = None,  # all processes write
+        hosts: Sequence[int] = (),  # by rank, who share a directory; empty: all do
     ) -> None:
         self._path = Path(path).absolute()
         self._peers = peers
-        self._committed = committed
+        self._committed, self._within = committed, within or nullcontext()
+        self._hosts = hosts or [0] * peers.size
+        self._first = self._hosts.index(self._hosts[peers.rank]) == peers.rank
         self._tensors: dict[str, Tensor] = {}
 
         def collect() -> Json:
@@ -128,7 +135,7 @@ class Prepared:
                 parts = [
                     replace(part, optimizer=None, scheduler=None, masters={}) for part in parts
                 ]
-            if peers.rank == 0:
+            if self._first:
                 storage.check_free(self._path, overwrite)
             document = _collected(parts, sampler, peers, self._tensors) | {
                 "minibatches": minibatches,
@@ -136,7 +143,7 @@ class Prepared:
                 "extra": encode(extra, "extra"),
                 "torch": str(torch.__version__),
             }
-            if peers.rank == 0:
+            if self._first:
                 storage.begin(self._path)
             return document
 
@@ -145,7 +152,7 @@ class Prepared:
             self._names = _file_names(found, peers.rank)
             self._body = _merged(found)
         except BaseException:
-            self._discard(peers)
+            self._discard()
             raise
 
     def write(self) -> None:
@@ -161,31 +168,38 @@ class Prepared:
         return future
 
     def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
-        """Every process its own tensors, the first one then the document of all."""
+        """Every process its own tensors, a directory's first one then the document of all."""
         told = (f"writing {self._path.name}", str(self._path))
 
-        def own() -> Json:
+        def own() -> tuple[Json, dict[str, int]]:
             entries: Json = {}
+            sizes: dict[str, int] = {}
             for name, keys in self._names.items():
                 content = {key: tensors[key] for key in keys}
-                entries |= storage.write_tensors(self._path, name, content)
-            return entries
+                added, sizes[name] = storage.write_tensors(self._path, name, content)
+                entries |= added
+            return entries, sizes
 
         def commit() -> None:
-            if peers.rank == 0:
-                every = {key: entry for entries in found for key, entry in entries.items()}
-                storage.commit(self._path, self._body, every)
+            if self._first:
+                entries = {key: entry for each, _ in found for key, entry in each.items()}
+                files = {name: size for _, each in found for name, size in each.items()}
+                storage.commit(self._path, self._body, entries, files)
+            if peers.rank == 0 and self._committed is not None:
                 self._committed()
 
-        try:
-            found = peers.settled(own, *told)
-            peers.settled(commit, *told)
-        except BaseException:
-            self._discard(peers)
-            raise
+        with self._within:
+            try:
+                found = peers.settled(own, *told)
+                moves = to_neighbours(self._hosts, [files for _, files in found])
+                peers.move(moves, partial(self._path))
+                peers.settled(commit, *told)
+            except BaseException:
+                self._discard()
+                raise
 
-    def _discard(self, peers: Peers) -> None:
-        if peers.rank == 0:
+    def _discard(self) -> None:
+        if self._first:
             storage.discard(self._path)
 
 

@@ -70,10 +70,9 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
-def commit(path: Path, body: Json, tensors: Json) -> None:
+def commit(path: Path, body: Json, tensors: Json, files: Mapping[str, int]) -> None:
     """Write the document of what every process has written, and give the directory its name."""
     directory = partial(path)
-    files = {name: (directory / name).stat().st_size for name in _files(tensors)}
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
     if len(_files(weights)) > 1:
         _write(directory / MODEL_INDEX, json.dumps(_index(weights), indent=1).encode())
@@ -116,8 +115,8 @@ def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
     return f"{kind}-{owners.index(rank) + 1:05d}-of-{len(owners):05d}.safetensors"
 
 
-def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Json:
-    """Write a file of tensors; returns each one's entry in the document."""
+def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[Json, int]:
+    """Write a file of tensors; returns each one's entry in the document, and the file's size."""
     file = partial(path) / name
     entries: Json = {}
     # Takes memory of the host for all that are elsewhere, or not contiguous, at once.
@@ -144,8 +143,9 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Json:
     file.chmod(mode)  # safetensors' own is for the owner alone
     with file.open("rb") as written:
         os.fsync(written.fileno())
+        size = os.fstat(written.fileno()).st_size
     sync_directory(file.parent)
-    return entries
+    return entries, size
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -305,8 +305,7 @@ class Board:
         """Whether all others know it, but for a culprit that lives no more."""
         now = monotonic()
         return all(
-            beat.knows
-            or (r == cause.rank and (cause.gone or now - beat.heard > 3 * self.interval))
+            beat.knows or (r == cause.rank and (cause.gone or now - beat.heard > 3 * self.interval))
             for r, beat in enumerate(self.beats)
             if r != self.rank
         )

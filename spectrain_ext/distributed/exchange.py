@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import partial, remove
 
 T = TypeVar("T")
 
@@ -24,6 +27,15 @@ class Watched(Protocol):
 
     def together(self, what: str) -> AbstractContextManager[None]: ...
     def busy(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Move(NamedTuple):
+    """A file that one process has and another one is to have."""
+
+    name: str
+    size: int
+    source: int
+    target: int
 
 
 class Peers:
@@ -93,6 +105,46 @@ class Peers:
                 raise ConnectionError(f"the processes have lost one another: {lost}") from lost
         return found
 
+    def move(self, moves: Sequence[Move], directory: Path) -> None:
+        """Send files out of a directory that each process has for itself, all at the same time.
+
+        A file has its name when it is there as a whole. All processes give the same moves.
+        """
+        if not moves:
+            return
+        doing, what = f"sending files of {directory.name}", str(directory)
+        own = [
+            (k, m, directory / m.name, m.target == self.rank)
+            for k, m in enumerate(moves)
+            if self.rank in (m.source, m.target)
+        ]
+        contents: list[Tensor] = []
+
+        def begin() -> None:
+            for _, m, path, comes in own:
+                contents.append(_mapped(_room(path, m.size) if comes else path, m.size, comes))
+
+        def end() -> None:
+            for path in (path for _, _, path, comes in own if comes):
+                partial(path).rename(path)
+
+        self.settled(begin, doing, what)
+        try:
+            works = [
+                dist.irecv(content, self._global(m.source), group=self._group, tag=k)
+                if comes
+                else dist.isend(content, self._global(m.target), group=self._group, tag=k)
+                for content, (k, m, _, comes) in zip(contents, own, strict=True)
+            ]
+            for work in filter(None, works):
+                work.wait()
+        except RuntimeError as lost:
+            raise ConnectionError(f"the processes have lost one another: {lost}") from lost
+        self.settled(end, doing, what)
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
     def _attempted(
         self, make: Callable[[], T], doing: str
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
@@ -117,3 +169,18 @@ class Peers:
         return [
             body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
         ]
+
+
+def _mapped(path: Path, size: int, shared: bool) -> Tensor:
+    return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
+
+
+def _room(path: Path, size: int) -> Path:
+    """Make a partial file of that size: without room an OSError here, and no signal later."""
+    remove(partial(path))  # of a move that did not end
+    handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    finally:
+        os.close(handle)
+    return partial(path)

@@ -64,6 +64,7 @@ def test_checkpoints_beside_none(
     path = tmp_path / "checkpoint.json"
     small = "--width 8 --rounds 2 --every 2 --directory"
     arguments = ["bench_checkpoint.py", *small.split(), str(tmp_path), "--json", str(path)]
+    monkeypatch.setattr(bench_checkpoint.memory, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", arguments)
     bench_checkpoint.main()
     rounds = json.loads(path.read_text())["seconds"]
@@ -71,6 +72,19 @@ def test_checkpoints_beside_none(
     ratios = [each["saved"] / each["not drained"] for each in rounds]
     assert f"| saved | {sum(ratios) / 2:.2f} |" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_single_saves_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_checkpoint.memory, "ROOT", tmp_path)
+    small = "bench_checkpoint.py --widths 8 16 --rounds 2 --directory"
+    monkeypatch.setattr(sys, "argv", [*small.split(), str(tmp_path)])
+    bench_checkpoint.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2 * 2
+    assert [line.split("|")[2].strip() for line in lines[2:]] == ["disk", "memory"] * 2
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.processes

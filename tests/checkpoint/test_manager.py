@@ -273,9 +273,10 @@ def test_leftovers_are_tidied_up(tmp_path):
     [
         ({"every_minibatches": 0}, "every_minibatches: expected at least 1, got 0"),
         ({"every_seconds": -1.0}, r"every_seconds: expected at least 0, got -1\.0"),
+        ({"memory_every": 0}, "memory_every: expected at least 1, got 0"),
         ({"keep": 0}, "keep: expected at least 1, got 0"),
     ],
-    ids=["minibatches", "seconds", "keep"],
+    ids=["minibatches", "seconds", "memory", "keep"],
 )
 def test_bad_arguments(tmp_path, changed, match):
     with pytest.raises(ValueError, match=match):
