@@ -184,7 +184,8 @@ class _Sparse:
         self._updates = 0
         # A part of the weights as they were, and what waits for its mean over all replicas.
         self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self._dealt: tuple[int, Tensor] | None = None  # the round, and the order of the blocks
+        # The round, the order of the blocks, and where in it the shorter one is, -1: there is none.
+        self._dealt: tuple[int, Tensor, int] | None = None
         self._parts = min(ceil(1 / asked.share), max(1, len(weights)))
         wanted = len(weights) // (self._parts * self._LEAST_BLOCKS)
         self._block = min(max(1, wanted), self._LARGEST_BLOCK)
@@ -195,11 +196,15 @@ class _Sparse:
         if self._dealt is None or self._dealt[0] != number:
             mixed = mixed_seed(mixed_seed(self._asked.seed, self._stage), number)
             draw = torch.Generator().manual_seed(mixed)
-            blocks = ceil(len(self._moves) / self._block)
-            self._dealt = number, torch.randperm(blocks, generator=draw)
-        own = self._dealt[1][turn :: self._parts]
-        whole = own[own < len(self._moves) // self._block]
-        return _Part(self._block, whole.to(self._moves.device), len(whole) < len(own))
+            blocks, rest = divmod(len(self._moves), self._block)
+            order = torch.randperm(blocks + (rest > 0), generator=draw)
+            short = int((order == blocks).int().argmax()) if rest else -1
+            self._dealt = number, order.to(self._moves.device), short
+        _, order, short = self._dealt
+        own, place = order[turn :: self._parts], short // self._parts
+        end = short >= 0 and short % self._parts == turn
+        whole = torch.cat([own[:place], own[place + 1 :]]) if end else own  # no wait for a device
+        return _Part(self._block, whole, end)
 
     def before(self, weights: Tensor) -> None: ...
 

@@ -104,7 +104,7 @@ class SparseOracle(AveragingOracle):
 
 def part_of(update, share, size, stage, seed=0):
     """Which weights have their turn at an update: of each part 16 blocks or more."""
-    parts = min(math.ceil(1 / share), size)
+    parts = min(math.ceil(1 / share), max(1, size))
     blocks = torch.arange(size).split(min(max(1, size // (16 * parts)), 1024))
     for index in (stage, update // parts):
         mixed = (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % 2**64

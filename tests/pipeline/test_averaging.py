@@ -135,7 +135,7 @@ def test_the_parts_of_the_weights_take_turns():
         assert torch.cat(turns[:parts]).tolist() != torch.cat(turns[parts:]).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 11, 64 * 3 + 1, 2000, 4 * 16 * 1024 + 5, 4 * 16 * 1030])
+@pytest.mark.parametrize("size", [0, 1, 11, 64 * 3 + 1, 2000, 4 * 16 * 1024 + 5, 4 * 16 * 1030])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_replicas_exchange_every_weight_once_a_round(size, delay):
     """Of one weight, of several and of 1,024 in a block, with and without a shorter one behind."""
