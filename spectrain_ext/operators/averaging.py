@@ -173,7 +173,7 @@ class _Part(NamedTuple):
 
 
 class _Sparse:
-    # Single weights, gathered and scattered one by one, took 4.5 ms of a core for an exchange of 2^20
+    # Single weights, gathered and scattered one by one, took 4.5 ms of a core an exchange of 2^20
     # weights and 98 ms of 2^24; blocks of 1,024 take 0.46 and 3.9 ms (share 0.05, median of 41 in
     # turns), of 256 or 4,096 from 0.23 to 0.27 and from 3.0 to 4.7. Parts have at least 16 of them,
     # to be of a size.
