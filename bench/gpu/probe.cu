@@ -1,16 +1,17 @@
-// How the kernels' choices do on this device: blocks per multiprocessor, vectors in flight, grid,
-// cache hints, conversions to 16 bits, bytes of parameters. Prints a line of JSON per choice, so
-// that what was measured survives a failure; probe.py reads them.
+// How the kernels' choices do on this device: elements of a vector, blocks per multiprocessor,
+// vectors in flight, grid, cache hints, conversions to 16 bits, bytes of parameters. Prints a line
+// of JSON per choice, so that what was measured survives a failure; probe.py reads them.
 //
 //   nvcc -std=c++17 -arch=sm_90 -fmad=false -Icsrc -o probe bench/gpu/probe.cu && ./probe 26 11
 //
-// It asks of body.h no more than Body<Rule, Policy>::run, LaunchPolicy and (but for
+// It asks of body.h no more than Body<Rule, Policy>, LaunchPolicy, VectorOf and (but for
 // -DPROBE_OWN_PACKS=0) what a Pack is.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/cuda/body.h"
@@ -41,22 +42,32 @@ template <class T>
 struct Narrow<Passing<T>> {
   SPECTRAIN_HD static Passing<T> from(acc_t<T> x) { return {Narrow<T>::from(x)}; }
 };
+#if defined(__CUDA_ARCH__)
+// An access, as the type that loads and stores with hints take.
+template <int Bytes>
+using Hinted = std::conditional_t<Bytes == 16, uint4, uint2>;
+#endif
+
 template <class T, int N>
-struct alignas(16) Pack<Passing<T>, N> {
-  static constexpr int n_quads = N * sizeof(T) / sizeof(uint4);
+struct alignas(access_bytes<T, N>) Pack<Passing<T>, N> {
+  static constexpr int n_accesses = N * sizeof(T) / access_bytes<T, N>;
   Passing<T> element[N];
   SPECTRAIN_HD void load(const Passing<T>* from) {
 #if defined(__CUDA_ARCH__)
-    uint4 quad[n_quads];
-    for (int q = 0; q < n_quads; ++q) quad[q] = __ldcs(reinterpret_cast<const uint4*>(from) + q);
-    memcpy(element, quad, sizeof(element));
+    using Access = Hinted<access_bytes<T, N>>;
+    Access access[n_accesses];
+    for (int i = 0; i < n_accesses; ++i) {
+      access[i] = __ldcs(reinterpret_cast<const Access*>(from) + i);
+    }
+    memcpy(element, access, sizeof(element));
 #endif
   }
   SPECTRAIN_HD void store(Passing<T>* to) const {
 #if defined(__CUDA_ARCH__)
-    uint4 quad[n_quads];
-    memcpy(quad, element, sizeof(element));
-    for (int q = 0; q < n_quads; ++q) __stcs(reinterpret_cast<uint4*>(to) + q, quad[q]);
+    using Access = Hinted<access_bytes<T, N>>;
+    Access access[n_accesses];
+    memcpy(access, element, sizeof(element));
+    for (int i = 0; i < n_accesses; ++i) __stcs(reinterpret_cast<Access*>(to) + i, access[i]);
 #endif
   }
 };
@@ -101,11 +112,11 @@ struct Pack<Paired, N> {
           : "=r"(word[i])
           : "f"(element[2 * i + 1]), "f"(element[2 * i]));
     }
-    static_assert(N % 8 == 0, "whole 16-byte accesses");
-    for (int q = 0; q < N / 8; ++q) {
-      reinterpret_cast<uint4*>(to)[q] =
-          make_uint4(word[4 * q], word[4 * q + 1], word[4 * q + 2], word[4 * q + 3]);
-    }
+    static_assert(N == 4 || N == 8, "one access");
+    using Access = Words<2 * N>;
+    Access access;
+    memcpy(&access, word, sizeof(access));
+    *reinterpret_cast<Access*>(to) = access;
 #endif
   }
 };
@@ -117,8 +128,9 @@ struct Pack<Paired, 1> {
 #endif
 
 // Whatever arguments body.h asks its policy with.
-template <int Blocks, int InFlight>
+template <int Blocks, int InFlight, VectorOf Of>
 struct Tuned : LaunchPolicy {
+  static constexpr VectorOf vector_of = Of;
   template <class... A>
   SPECTRAIN_HD static constexpr int unroll(A...) {
     return InFlight;
@@ -261,9 +273,10 @@ Parameters<typename Rule::Args, Bytes> parameters(int set, int outs, int64_t n) 
 }
 
 // A policy of a rule: with a persistent grid and with a block for every chunk.
-template <class Rule, int Blocks, int InFlight>
+template <class Rule, int Blocks, int InFlight, VectorOf Of = LaunchPolicy::vector_of>
 void policy(const char* name, const char* variant, int outs) {
-  const auto kernel = probe<Rule, Tuned<Blocks, InFlight>, kSmall, Blocks>;
+  using Policy = Tuned<Blocks, InFlight, Of>;
+  const auto kernel = probe<Rule, Policy, kSmall, Blocks>;
   cudaFuncAttributes attributes;
   int resident = 0;
   if (failed(cudaFuncGetAttributes(&attributes, kernel), name)) return;
@@ -286,29 +299,37 @@ void policy(const char* name, const char* variant, int outs) {
             &t))
       return;
     printf(
-        "{\"name\": \"%s\", \"variant\": \"%s\", \"blocks\": %d, \"in_flight\": %d, \"grid\": "
-        "\"%s\", "
+        "{\"name\": \"%s\", \"variant\": \"%s\", \"vector\": %d, \"blocks\": %d, "
+        "\"in_flight\": %d, \"grid\": \"%s\", "
         "\"registers\": %d, \"local_bytes\": %zu, \"resident\": %d, \"bytes\": %.0f, "
         "\"median_us\": %.2f, \"best_us\": %.2f, \"gb_per_s\": %.1f}\n",
-        name, variant, Blocks, InFlight, persistent ? "persistent" : "chunk", attributes.numRegs,
-        attributes.localSizeBytes, resident, bytes, t.median_us, t.best_us,
-        bytes / t.median_us / 1e3);
+        name, variant, Body<Rule, Policy>::vector, Blocks, InFlight,
+        persistent ? "persistent" : "chunk", attributes.numRegs, attributes.localSizeBytes,
+        resident, bytes, t.median_us, t.best_us, bytes / t.median_us / 1e3);
     fflush(stdout);
   }
 }
 
-template <class Rule>
+template <class Rule, VectorOf Of = LaunchPolicy::vector_of>
 void policies(const char* name, int outs) {
-  policy<Rule, 4, 1>(name, "plain", outs);
-  policy<Rule, 4, 2>(name, "plain", outs);
-  policy<Rule, 3, 1>(name, "plain", outs);
-  policy<Rule, 3, 2>(name, "plain", outs);
-  policy<Rule, 2, 1>(name, "plain", outs);
-  policy<Rule, 2, 2>(name, "plain", outs);
-  policy<Rule, 5, 1>(name, "plain", outs);
-  policy<Rule, 5, 2>(name, "plain", outs);
-  policy<Rule, 6, 1>(name, "plain", outs);
-  policy<Rule, 6, 2>(name, "plain", outs);
+  policy<Rule, 4, 1, Of>(name, "plain", outs);
+  policy<Rule, 4, 2, Of>(name, "plain", outs);
+  policy<Rule, 3, 1, Of>(name, "plain", outs);
+  policy<Rule, 3, 2, Of>(name, "plain", outs);
+  policy<Rule, 2, 1, Of>(name, "plain", outs);
+  policy<Rule, 2, 2, Of>(name, "plain", outs);
+  policy<Rule, 5, 1, Of>(name, "plain", outs);
+  policy<Rule, 5, 2, Of>(name, "plain", outs);
+  policy<Rule, 6, 1, Of>(name, "plain", outs);
+  policy<Rule, 6, 2, Of>(name, "plain", outs);
+}
+
+// What mixes widths, by the widest stream and by the narrowest.
+template <class Rule>
+void mixed_policies(const char* name, int outs) {
+  static_assert(mixed<Rule>, "else both are the same");
+  policies<Rule, VectorOf::widest>(name, outs);
+  policies<Rule, VectorOf::narrowest>(name, outs);
 }
 
 // The same with another way of access, where registers allow two or four blocks.
@@ -380,8 +401,10 @@ int main(int argc, char** argv) {
   using B = BFloat16;
   policies<SgdMomentum<F, F, F, F>>("SGD step + 2 predictions, fp32", 2);
   policies<AdamStep<F, F, F, F>>("AdamW step + 2 predictions, fp32", 2);
-  policies<AdamStep<F, B, F, B>>("AdamW step + 1 prediction, mixed", 1);
-  policies<SgdMomentum<F, B, F, B>>("SGD step + 1 prediction, mixed", 1);
+  mixed_policies<AdamStep<F, B, F, B>>("AdamW step + 1 prediction, mixed", 1);
+  mixed_policies<SgdMomentum<F, B, F, B>>("SGD step + 1 prediction, mixed", 1);
+  mixed_policies<AdamStep<B, B, F, B>>("AdamW step + 1 prediction, bf16 with fp32 state", 1);
+  mixed_policies<SgdPredict<F, F, B>>("predict, fp32 to bf16", 0);
   policies<SgdPredict<F, F, F>>("predict, fp32", 0);
 #if PROBE_OWN_PACKS
   using PF = Passing<F>;

@@ -116,18 +116,22 @@ def _operators(part: Part) -> list[str]:
 def _probe(part: Part) -> list[str]:
     rows = (part.get("probe", {}).get("result") or {}).get("rows", [])
     lines = [
-        "| what | variant | blocks | in flight | grid | registers | local bytes | median us "
-        "| best us | GB/s |",
-        "|---|---|--:|--:|---|--:|--:|--:|--:|--:|",
+        "| what | variant | elements | blocks | in flight | grid | registers | local bytes "
+        "| median us | best us | GB/s |",
+        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
     # The fastest first, of every rule.
     names = list(dict.fromkeys(row["name"] for row in rows))
     for row in sorted(rows, key=lambda r: (names.index(r["name"]), r.get("median_us", 0.0))):
         if "median_us" not in row:
             continue
-        keys = ("name", "variant", "blocks", "in_flight", "grid", "registers", "local_bytes")
-        cells = [str(row.get(key, "")) for key in keys]
-        cells += [str(row.get(key, "")) for key in ("median_us", "best_us", "gb_per_s")]
+        cells = [
+            str(row.get(key, ""))
+            for key in (
+                *("name", "variant", "vector", "blocks", "in_flight", "grid", "registers"),
+                *("local_bytes", "median_us", "best_us", "gb_per_s"),
+            )
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines + [f"- {row['name']}: {row['error']}" for row in rows if "error" in row]
 

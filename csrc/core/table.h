@@ -8,6 +8,7 @@
 // thousand short ones are balanced alike.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "config.h"
@@ -18,7 +19,7 @@ namespace spectrain {
 struct Row {
   int64_t size;          // elements
   uint32_t first_chunk;  // of the whole table
-  uint8_t head;          // elements before every stream is 16-byte aligned
+  uint8_t head;          // elements before every stream is aligned, see aligned_head
   uint8_t flags;         // kAligned, kFirstStep
   uint16_t setting;      // which of the launch's settings applies: its parameter group's
 };
@@ -75,6 +76,22 @@ struct TableView {
     return {begin, end < row.size ? end : row.size};
   }
 };
+
+// Elements until `vector` elements of every stream are aligned to what one access of them takes, 16
+// bytes or all that they are; or -1 if they never are together. A vector is the period.
+inline int aligned_head(void* const* pointers, const int* widths, size_t n_streams, int vector) {
+  for (int head = 0; head < vector; ++head) {
+    bool aligned = true;
+    for (size_t s = 0; s < n_streams; ++s) {
+      const int bytes = vector * widths[s] < 16 ? vector * widths[s] : 16;
+      const auto at = reinterpret_cast<uintptr_t>(pointers[s]) +
+                      static_cast<uintptr_t>(head) * static_cast<uintptr_t>(widths[s]);
+      aligned = aligned && at % static_cast<uintptr_t>(bytes) == 0;
+    }
+    if (aligned) return head;
+  }
+  return -1;
+}
 
 inline uint32_t chunks_of(int64_t size, int head) {
   const int64_t body = size - head;

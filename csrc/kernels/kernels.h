@@ -84,6 +84,7 @@ struct CudaKernel {
   const char* (*launch_resident)(const TableView&, Settings, const void* arguments, int device,
                                  void* stream) = nullptr;
   int setting_bytes = 0;  // of one setting as the kernel takes it
+  int vector = 1;         // elements of a row that are accessed at once, where they are aligned
 };
 
 }  // namespace spectrain

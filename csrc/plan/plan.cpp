@@ -16,6 +16,9 @@ constexpr int64_t kStreamOutputBytes = 4 << 20;
 // Resolved tables kept per plan: a training loop uses two or three kinds of call.
 constexpr size_t kMaxResolved = 16;
 
+// Elements that rows are aligned to on the CPU: 16 bytes of the narrowest type.
+constexpr int kCpuVector = 8;
+
 // What a table is put at, and written in units of, on a device.
 constexpr size_t kTableAlignment = 16;
 
@@ -25,19 +28,6 @@ char* aligned(void* pointer) {
 }
 
 char* offset(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }
-
-// Elements until every stream is 16-byte aligned, or -1 if they never are together. Eight elements
-// are the period of the narrowest type.
-int aligned_head(void* const* pointers, const std::vector<int>& widths, size_t n_streams) {
-  for (int head = 0; head < 8; ++head) {
-    bool aligned = true;
-    for (size_t s = 0; s < n_streams; ++s) {
-      aligned &= reinterpret_cast<uintptr_t>(offset(pointers[s], head * widths[s])) % 16 == 0;
-    }
-    if (aligned) return head;
-  }
-  return -1;
-}
 
 template <class Condition>
 bool any_term(const Plan::Terms& terms, Condition holds) {
@@ -195,7 +185,8 @@ Plan::Tables Plan::build(const Request& request) const {
     uint64_t n_chunks = 0;
     for (size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
-      const int head = aligned_head(&table.pointers[r * n_streams], table.widths, n_arrays);
+      const int head = aligned_head(&table.pointers[r * n_streams], table.widths.data(), n_arrays,
+                                    device_.cuda ? table.cuda.vector : kCpuVector);
       if (head >= 0) row.flags |= kAligned;
       row.head = static_cast<uint8_t>(std::max(head, 0));
       row.first_chunk = static_cast<uint32_t>(n_chunks);

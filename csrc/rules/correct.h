@@ -89,4 +89,9 @@ struct Corrected : Base {
   }
 };
 
+template <class Rule>
+constexpr bool is_corrected = false;
+template <class Base, template <class> class By, class S, class Stale>
+constexpr bool is_corrected<Corrected<Base, By, S, Stale>> = true;
+
 }  // namespace spectrain

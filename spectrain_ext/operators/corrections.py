@@ -17,7 +17,7 @@ from torch import Tensor
 from .expressions import Expression
 from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative, number
 
-_TINY = torch.finfo(torch.float64).tiny
+_FAR_LONGER = 1e8  # than a momentum: the angle with it is known to eight digits
 
 # Of a step that reads stale weights, for one group: strength, decay, root, eps; csrc/core/setting.h
 # says what they are to each correction.
@@ -252,17 +252,23 @@ class AdaptiveBraking(StepCorrection):
         return numbers.term()
 
     def brake_(
-        self, gradients: Sequence[Tensor], momenta: Sequence[Tensor], maximize: bool = False
+        self,
+        gradients: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        apart: Tensor,  # the lengths of gradients - momenta, in float64
+        maximize: bool = False,
     ) -> None:
         """Scale gradients in place, each by its angle with the momentum before this step.
 
-        The momentum of a step that maximizes is of negated gradients.
+        All lie on one device. The momentum of a step that maximizes is of negated gradients.
         """
         strength = -self.strength if maximize else self.strength
-        for g, v in zip(gradients, momenta, strict=True):
-            wide = torch.promote_types(g.dtype, torch.float32)
-            a, b = g.to(wide), v.to(wide)
-            along = (a * b).sum(dtype=torch.float64)
-            norms = torch.linalg.vector_norm(a, dtype=torch.float64)
-            norms = norms * torch.linalg.vector_norm(b, dtype=torch.float64)
-            g.mul_(1.0 - strength * along / norms.clamp_min(_TINY))
+        g, v = (
+            torch.stack(torch._foreach_norm(list(these), 2, dtype=torch.float64))
+            for these in (gradients, momenta)
+        )
+        # By the law of cosines, which rounding puts off by 1e-16*(g/v + v/g): nothing beside v
+        # where that is the longer one; next to a far longer g it has no angle.
+        cosines = ((g * g + v * v - apart * apart) / (2.0 * g * v)).clamp_(-1.0, 1.0)
+        cosines = cosines.where((g > 0.0) & (g < _FAR_LONGER * v), 0.0)
+        torch._foreach_mul_(list(gradients), list((1.0 - strength * cosines).unbind()))

@@ -20,6 +20,7 @@ from spectrain_ext.operators.corrections import (
     as_correction,
     stale_correction,
 )
+from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
@@ -41,6 +42,12 @@ from .state import (
 
 StateDict = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """The same numbers, of that dtype and memory layout; not a copy where they have it."""
+    same = x.dtype == like.dtype and x.stride() == like.stride()
+    return x if same else torch.empty_like(like).copy_(x)
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,13 +304,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Scale the gradients of all parameters that have a momentum."""
         key = self._parameters.rule.buffers[0]
         for group in self.param_groups:
-            found = [
-                (p.grad, self.state[p][key])
-                for p in group["params"]
-                if p.grad is not None and self.state.get(p, {}).get(key) is not None
-            ]
+            found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+            for p in group["params"]:
+                momentum = self.state.get(p, {}).get(key)
+                if p.grad is not None and momentum is not None:
+                    found.setdefault(p.device, []).append((p.grad, momentum))
             with torch.no_grad():
-                braking.brake_([g for g, _ in found], [v for _, v in found], group["maximize"])
+                for pairs in found.values():
+                    gradients, momenta = zip(*pairs, strict=True)
+                    each, _ = distance(momenta, [[_laid_out(g, like=v) for g, v in pairs]])
+                    braking.brake_(gradients, momenta, each[0], group["maximize"])
 
     def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
         outs = None if sink is None else sink.outs

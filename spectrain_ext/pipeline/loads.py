@@ -308,14 +308,14 @@ class Loads:
 
 
 def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients together, 0-d, in float32 or wider."""
-    norms = [
-        torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad.dtype))
-        for p in params
-        if p.grad is not None
-    ]
-    if not norms:
+    """The 2-norm of all gradients together, 0-d, in float32 or wider; one launch per dtype."""
+    gradients = [p.grad for p in params if p.grad is not None]
+    if not gradients:
         return torch.zeros((), device=device)
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        alike = [g for g in gradients if g.dtype == dtype]
+        norms += torch._foreach_norm(alike, 2, dtype=_wide(dtype))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

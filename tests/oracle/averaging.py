@@ -103,10 +103,11 @@ class SparseOracle(AveragingOracle):
 
 
 def part_of(update, share, size, stage, seed=0):
-    """Which weights have their turn at an update."""
-    parts = min(math.ceil(1 / share), size)
+    """Which weights have their turn at an update: of each part 16 blocks or more."""
+    parts = min(math.ceil(1 / share), max(1, size))
+    blocks = torch.arange(size).split(min(max(1, size // (16 * parts)), 1024))
     for index in (stage, update // parts):
         mixed = (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % 2**64
         seed = (mixed ^ (mixed >> 31)) % 2**63
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-    return order[update % parts :: parts]
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([blocks[block] for block in order[update % parts :: parts]])

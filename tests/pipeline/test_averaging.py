@@ -127,10 +127,52 @@ def test_plain_averaging_of_sgd_is_the_sum_of_gradients():
 
 
 def test_the_parts_of_the_weights_take_turns():
-    parts = [part_of(t, 0.3, 11, stage=1) for t in range(8)]
-    for half in (parts[:4], parts[4:]):
-        assert sorted(torch.cat(half).tolist()) == list(range(11))
-    assert torch.cat(parts[:4]).tolist() != torch.cat(parts[4:]).tolist()
+    for share, size, parts in ((0.3, 11, 4), (0.3, 64 * 3 + 1, 4), (0.05, 20 * 16 * 1024 + 7, 20)):
+        turns = [part_of(t, share, size, stage=1) for t in range(2 * parts)]
+        for half in (turns[:parts], turns[parts:]):
+            assert torch.equal(torch.cat(half).sort().values, torch.arange(size))
+            assert max(map(len, half)) - min(map(len, half)) <= max(1, size / parts / 8)
+        assert torch.cat(turns[:parts]).tolist() != torch.cat(turns[parts:]).tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 11, 64 * 3 + 1, 2000, 4 * 16 * 1024 + 5, 4 * 16 * 1030])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_replicas_exchange_every_weight_once_a_round(size, delay):
+    """Of one weight, of several and of 1,024 in a block, with and without a shorter one behind."""
+    share, decay, n = 0.3, 0.6, 2
+    sent = []
+
+    def exchange(own):
+        sent.append(own.clone())
+        at = len(sent) - 1
+        return lambda: [sent[at - at % n + c] for c in range(n)]
+
+    torch.manual_seed(0)
+    rows = [torch.randn(size, dtype=torch.float64) for _ in range(n)]
+    wanted = [row.clone() for row in rows]
+    then, moves = [], [torch.zeros_like(row) for row in rows]
+    made = [st.averaging.Sparse(share, delay, decay).begin(r, exchange, 1) for r in rows]
+    for t in range(10):
+        for c in range(n):
+            step = torch.randn(size, dtype=torch.float64)
+            rows[c] += step
+            wanted[c] += step
+        for averager, row in zip(made, rows, strict=True):
+            averager.made(row)
+        then.append([row.clone() for row in wanted])
+        for averager, row in zip(made, rows, strict=True):
+            moved = averager.after(row)
+            assert moved is row or (moved is None and t < delay)
+        if t >= delay:
+            part, old = part_of(t - delay, share, size, stage=1), then[t - delay]
+            mean = sum(old) / n
+            for w, o, e in zip(wanted, old, moves, strict=True):
+                e[part] = decay * e[part] + (1 - decay) * (w - o)[part]
+                w[part] = mean[part] + e[part]
+        for row, w in zip(rows, wanted, strict=True):
+            torch.testing.assert_close(row, w, rtol=1e-12, atol=1e-12)
+    for t in range(10):
+        assert len(sent[n * t]) == len(part_of(t, share, size, stage=1))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -251,7 +293,12 @@ def test_state_that_does_not_fit():
     assert updates == 3
     made(st.averaging.Sparse(0.5, 2)).load_state(tensors, updates)
     for averaging, given, match in (
-        (st.averaging.Sparse(0.5, 4), tensors, "expected 'own"),
+        (st.averaging.Sparse(0.5, 4), tensors, "expected 'part"),
+        (
+            st.averaging.Sparse(0.5, 2),
+            {key.replace("part", "own"): tensor for key, tensor in tensors.items()},
+            "got parts of single weights, .* only_model=True",
+        ),
         (st.averaging.Elastic(0.5), tensors, "expected 'centre', torch.float32 of shape .* none"),
         (st.averaging.Elastic(0.5), {"centre": torch.zeros(4)}, r"got torch.float32 of shape \(4,"),
         (st.averaging.Elastic(0.5), {"centre": torch.zeros(5) * 1j}, "got torch.complex64"),

@@ -18,9 +18,11 @@ from helpers.pipeline_cases import (
 )
 from oracle.methods import hybrid as defined
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, recipe_clip, second_order
+from spectrain_ext.pipeline.loads import gradient_norm
 
 
 @pytest.mark.parametrize("method", ["sync", "1f1b", "vanilla", "spectrain", "second-order"])
@@ -128,3 +130,40 @@ def test_what_is_refused():
     refused(TypeError, "clip_norm: expected a number, got str", clip_norm="1")
     bad = dataclasses.replace(find_method("vanilla"), name="bad", clip=lambda place: place.stage)
     refused(ValueError, "clip of 'bad' for stage 0 of 3: expected a number > 0, got 0", method=bad)
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what is dispatched to a device: on a GPU each is a launch, or a few."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "limit"),
+    [([torch.float32], 3), ([torch.bfloat16], 3), ([torch.bfloat16, torch.float64], 4)],
+)
+def test_the_norm_of_many_gradients_takes_few_launches(dtypes, limit):
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.empty(n, dtype=d)) for n in (0, 1, 700) for d in dtypes * 20]
+    for p in params[1:]:
+        p.grad = torch.randn(p.shape).to(p.dtype)
+    with Dispatched() as counted:
+        norm = gradient_norm(params, torch.device("cpu"))
+    assert counted.count <= limit
+    exact = torch.cat([p.grad.double() for p in params[1:]]).norm()
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
+    assert norm.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
+def test_the_norm_of_large_16_bit_gradients_does_not_overflow():
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    p.grad = torch.full((4,), 60_000.0, dtype=torch.float16)
+    assert gradient_norm([p], torch.device("cpu")).item() == pytest.approx(119_968.0, rel=1e-3)
+    assert gradient_norm([], torch.device("cpu")).item() == 0.0
+    q = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    q.grad = torch.tensor([3 + 4j, 0j], dtype=torch.complex64)
+    assert gradient_norm([q], torch.device("cpu")).abs().item() == pytest.approx(5.0)

@@ -20,6 +20,7 @@ from helpers.pipeline_cases import (
 )
 from oracle.methods import METHODS
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spectrain_ext as st
 from spectrain_ext import corrections
@@ -369,4 +370,53 @@ def test_braking_is_the_same_up_and_down():
             (sign * (p**4).sum()).backward()
             opt.step()
         found.append(p.detach().clone())
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts torch's operators that compute: on a GPU each is a launch, or a few."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_braking_many_parameters_takes_no_more_operators():
+    counts = []
+    for n in (2, 40):
+        params = [nn.Parameter(torch.zeros(3)) for _ in range(n)]
+        made = sgd()(params)
+        made.bind(None, {key: {p: torch.zeros(3) for p in params} for key in made.buffer_keys})
+        made.correct(corrections.AdaptiveBraking(0.5))
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(3)
+            with Dispatched() as counted:
+                made.step()
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("longer", [1e-30, 1e-9, 1e-3, 1.0, 1e3, 1e7, 1e9, 1e30])
+def test_braking_of_vectors_of_any_length(longer, dtype):
+    """As by the very product, to the precision of what is added to the momentum."""
+    torch.manual_seed(0)
+    v, g = torch.randn(2, 50, dtype=torch.float64).to(dtype)
+    g = longer * g
+    cosine = torch.cosine_similarity(v.double(), g.double() / longer, dim=0)
+    expected = (1.0 - 0.5 * cosine * (longer < 1e8)) * g.double()
+    apart, _ = st.distance([v], [[g]])
+    corrections.AdaptiveBraking(0.5).brake_([g], [v], apart[0])
+    atol = (1e-6 if dtype is torch.float32 else 1e-8) * longer + 1e-15
+    torch.testing.assert_close(g.double(), expected, rtol=0.0, atol=atol)
+
+
+def test_what_is_zero_or_not_finite_is_not_braked():
+    for gradient, momentum in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (float("inf"), 1.0)):
+        g, v = torch.full((3,), gradient), torch.full((3,), momentum)
+        apart, _ = st.distance([v], [[g]])
+        corrections.AdaptiveBraking(0.5).brake_([g], [v], apart[0])
+        assert torch.equal(g, torch.full((3,), gradient))

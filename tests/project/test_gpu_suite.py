@@ -27,7 +27,7 @@ _NCU = """==PROF== Connected
 "1","9","spectrain::run_table","GPU Speed Of Light","Duration","us","8.25"
 """
 _PROBE = """echo '{"name": "device", "device": "none"}'
-echo '{"name": "predict, fp32", "variant": "plain", "blocks": 4, "median_us": 2.0, "best_us": 1.0}'
+echo '{"name": "predict, fp32", "variant": "plain", "vector": 8, "blocks": 4, "median_us": 2.0}'
 """
 
 
@@ -97,7 +97,7 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     }
     assert "us of its own per action" in text and "Two GPUs: not measured." in text
     assert "`spectrain::run_table`: DRAM Throughput [%] 12.5; Duration [us] 7.25" in text
-    assert "| predict, fp32 | plain | 4 |" in text and "No table" not in text
+    assert "| predict, fp32 | plain | 8 | 4 |" in text and "No table" not in text
     # What the tools that are stand-ins would have run.
     for part in ("small", "large"):
         options = ["--record", "x", "--rehearse", "--part", part]

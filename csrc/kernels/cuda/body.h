@@ -11,37 +11,62 @@ struct Lane {
   uint32_t block, thread, blocks, threads;
 };
 
+// Of which stream a vector is 16 bytes; it is as many elements of every other one. Rows that mix
+// widths (a 16-bit copy beside float32 masters and state) are accessed
+// - by the narrowest, 8 elements at a time: 16-bit streams in one access, float32 streams in two,
+//   whose 16 bytes lie 32 apart from thread to thread, so that every sector is touched twice;
+// - by the widest, 4 at a time: every access of a warp is contiguous, 8 bytes a thread of 16-bit
+//   streams. One more access of each of those for 8 elements, and a term's coefficients are loaded
+//   for half as many.
+enum class VectorOf { narrowest, widest };
+
 // 256 threads. A thread has two vectors of every stream in flight where they are small, else one;
 // and one where the numbers of a step are double and have to fit 64 registers, too.
 // Divisions (Adam) call a slow path whose registers must not spill: 128 of them then, 64 otherwise.
+// Rows that mix widths fit 64 then, too, where the table is in the parameters: of AdamW with
+// bfloat16 gradients and outputs a multiprocessor of sm_90 (nvcc 13.0) loads 56 KB at once by 4
+// blocks of 59 registers; by the narrowest stream it was as much by 2 blocks of 90, half as many
+// warps to hide the divisions. With a resident table there are 70, 3 blocks and 42 KB (92, 2 and 56
+// KB). Times were not measured: bench/gpu/probe.cu has both.
 struct LaunchPolicy {
   static constexpr int threads = 256;
+  static constexpr VectorOf vector_of = VectorOf::widest;
   static constexpr int unroll(int elements_of_all_streams, bool wide_step) {
     return elements_of_all_streams <= 12 && !wide_step ? 2 : 1;
   }
-  static constexpr int blocks_per_multiprocessor(bool divides) { return divides ? 2 : 4; }
+  static constexpr int blocks_per_multiprocessor(bool divides, bool mixed_in_parameters) {
+    return divides && !mixed_in_parameters ? 2 : 4;
+  }
 };
 
-struct alignas(16) Quad {
-  uint32_t word[4];
+// What one access loads or stores.
+template <int Bytes>
+struct alignas(Bytes) Words {
+  uint32_t word[Bytes / sizeof(uint32_t)];
 };
+using Quad = Words<16>;
 
-// N elements that are loaded and stored 16 bytes at a time.
+// Bytes of one access of N elements, which are what they have to be aligned to.
 template <class T, int N>
-struct alignas(16) Pack {
-  static_assert(N * sizeof(T) % sizeof(Quad) == 0, "whole 16-byte accesses");
-  static constexpr int n_quads = N * sizeof(T) / sizeof(Quad);
+constexpr int access_bytes = N * sizeof(T) < sizeof(Quad) ? N * sizeof(T) : sizeof(Quad);
+
+// N elements that are loaded and stored 16 bytes at a time, or all at once where they are fewer.
+template <class T, int N>
+struct alignas(access_bytes<T, N>) Pack {
+  using Access = Words<access_bytes<T, N>>;
+  static_assert(N * sizeof(T) % sizeof(Access) == 0, "whole accesses");
+  static constexpr int n_accesses = N * sizeof(T) / sizeof(Access);
   T element[N];
 
   SPECTRAIN_HD void load(const T* from) {
-    Quad quad[n_quads];
-    for (int q = 0; q < n_quads; ++q) quad[q] = reinterpret_cast<const Quad*>(from)[q];
-    memcpy(element, quad, sizeof(element));
+    Access access[n_accesses];
+    for (int i = 0; i < n_accesses; ++i) access[i] = reinterpret_cast<const Access*>(from)[i];
+    memcpy(element, access, sizeof(element));
   }
   SPECTRAIN_HD void store(T* to) const {
-    Quad quad[n_quads];
-    memcpy(quad, element, sizeof(element));
-    for (int q = 0; q < n_quads; ++q) reinterpret_cast<Quad*>(to)[q] = quad[q];
+    Access access[n_accesses];
+    memcpy(access, element, sizeof(element));
+    for (int i = 0; i < n_accesses; ++i) reinterpret_cast<Access*>(to)[i] = access[i];
   }
 };
 
@@ -70,27 +95,33 @@ struct Packs {
 template <class Rule, int N, int I>
 struct Packs<Rule, N, I, true> {};
 
-// The element count of a vector access: 16 bytes of the narrowest stream or output.
-template <class Rule, int I = 0>
-constexpr int narrowest() {
-  if constexpr (I == Rule::Streams::size) {
-    if constexpr (Rule::has_outs) {
-      return sizeof(typename Rule::OutType);
+// Bytes of an element of the narrowest, or of the widest, of a rule's streams and outputs.
+template <class Rule, VectorOf Of, int I = 0>
+constexpr int element_bytes() {
+  constexpr auto of = [](int a, int b) { return (a < b) == (Of == VectorOf::narrowest) ? a : b; };
+  if constexpr (I < Rule::Streams::size) {
+    constexpr int own = sizeof(typename stream_t<Rule, I>::type);
+    if constexpr (I + 1 == Rule::Streams::size && !Rule::has_outs) {
+      return own;
     } else {
-      return 16;
+      return of(own, element_bytes<Rule, Of, I + 1>());
     }
   } else {
-    constexpr int width = sizeof(typename stream_t<Rule, I>::type);
-    return width < narrowest<Rule, I + 1>() ? width : narrowest<Rule, I + 1>();
+    return sizeof(typename Rule::OutType);
   }
 }
+
+// Whether streams and outputs have elements of different widths.
+template <class Rule>
+constexpr bool mixed =
+    element_bytes<Rule, VectorOf::narrowest>() != element_bytes<Rule, VectorOf::widest>();
 
 template <class Rule, class Policy = LaunchPolicy>
 struct Body {
   using Acc = typename Rule::Acc;
   using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
-  static constexpr int vector = 16 / narrowest<Rule>();
+  static constexpr int vector = sizeof(Quad) / element_bytes<Rule, Policy::vector_of>();
   static constexpr int in_flight = Policy::unroll(
       vector * n_streams, sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides);
   template <int I>
@@ -176,13 +207,13 @@ struct Body {
   }
 
   // Every extra output. Elements are the inner loop, so that several load the coefficients of a
-  // term once: with all eight, or four where outputs are float32, SGD's step spills on sm_120. What
-  // divides has twice the registers.
+  // term once: four where they are one access of the output, else two. With more SGD's step spills
+  // on sm_120 (8 elements) and sm_80 (4 of 16-bit outputs). What divides has room for all.
   template <int N>
   SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
                                 int64_t element) const {
     using T = typename Rule::OutType;
-    constexpr int with_64_registers = N == 8 && sizeof(T) == sizeof(float) ? 2 : N < 4 ? N : 4;
+    constexpr int with_64_registers = N < 4 ? N : N * sizeof(T) == sizeof(Quad) ? 4 : 2;
     constexpr int at_once = Rule::divides ? N : with_64_registers;
     SPECTRAIN_NO_UNROLL
     for (int j = 0; j < args.predictions.n_outs; ++j) {

@@ -62,9 +62,12 @@ __device__ __forceinline__ void run_body(const void* arguments, const TableView&
                   {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
+// Corrected by stale weights, what mixes widths and divides spills 40 bytes of 64 registers on
+// sm_100 and later.
 template <class Rule, size_t Bytes>
-__global__ void __launch_bounds__(LaunchPolicy::threads,
-                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+__global__ void __launch_bounds__(
+    LaunchPolicy::threads,
+    LaunchPolicy::blocks_per_multiprocessor(Rule::divides, mixed<Rule> && !is_corrected<Rule>))
     run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
   run_body<Rule>(table.storage, table.view());
 }
@@ -82,7 +85,7 @@ struct ResidentTable {
 // From shared memory a block reads its arguments alike, wherever they come from.
 template <class Rule>
 __global__ void __launch_bounds__(LaunchPolicy::threads,
-                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides, false))
     run_resident(const __grid_constant__ ResidentTable<typename Rule::Args> table) {
   auto* arguments = reinterpret_cast<uint32_t*>(shared_memory);
   if (table.arguments != nullptr) {
@@ -104,14 +107,15 @@ template <class Rule>
 struct Cuda {
   using Args = typename Rule::Args;
 
-  // As many blocks as the device holds at once, asked for once per device.
+  // As many blocks of a kernel as the device holds at once, asked for once per device.
+  template <auto Kernel>
   static cudaError_t resident_blocks(int device, int* blocks) {
     constexpr int kMaxDevices = 64;
     static std::atomic<int> known[kMaxDevices];
     if (device < kMaxDevices && (*blocks = known[device].load()) > 0) return cudaSuccess;
     int per_multiprocessor = 0, multiprocessors = 0;
-    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &per_multiprocessor, run_table<Rule, kSmallTable>, LaunchPolicy::threads, 0);
+    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
+                                                                      LaunchPolicy::threads, 0);
     if (error != cudaSuccess) return error;
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
@@ -129,8 +133,9 @@ struct Cuda {
   }
 
   // A chunk each, and no more blocks than stay.
+  template <auto Kernel>
   static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
-    const cudaError_t error = resident_blocks(device, blocks);
+    const cudaError_t error = resident_blocks<Kernel>(device, blocks);
     const uint32_t chunks = view.chunk_end - view.chunk_begin;
     if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
     return error;
@@ -138,7 +143,9 @@ struct Cuda {
 
   static const char* launch(const TableView& view, Settings settings, int device, void* stream) {
     int blocks = 0;
-    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
+    if (const cudaError_t error = blocks_for<run_table<Rule, kSmallTable>>(view, device, &blocks)) {
+      return words(error);
+    }
     const bool small = ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable;
     return words(small ? launch_with<kSmallTable>(view, settings, blocks, stream)
                        : launch_with<kLargeTable>(view, settings, blocks, stream));
@@ -152,7 +159,9 @@ struct Cuda {
   static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
                                      int device, void* stream) {
     int blocks = 0;
-    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
+    if (const cudaError_t error = blocks_for<run_resident<Rule>>(view, device, &blocks)) {
+      return words(error);
+    }
     ResidentTable<Args> table;
     table.view = view;
     table.arguments = prepared;
@@ -168,7 +177,9 @@ struct Cuda {
                          table.n_words * sizeof(uint32_t)));
   }
 
-  static CudaKernel kernel() { return {&launch, &launch_resident, static_cast<int>(sizeof(Args))}; }
+  static CudaKernel kernel() {
+    return {&launch, &launch_resident, static_cast<int>(sizeof(Args)), Body<Rule>::vector};
+  }
 };
 
 }  // namespace spectrain

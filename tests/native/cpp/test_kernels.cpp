@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/body.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/instances.h"
 #include "rules/rounding.h"
 #include "stand_in/control.h"
 
@@ -32,17 +34,62 @@ namespace {
 int failures = 0;
 long comparisons = 0;
 
+// The vectors of a row that mixes widths which its CUDA kernel does not have: the other policy's.
+struct ByNarrowest : LaunchPolicy {
+  static constexpr VectorOf vector_of = VectorOf::narrowest;
+};
+
+// A kernel's body, every thread of every block in turn. Null where both policies are the same.
+struct HostBody {
+  void (*run)(const TableView&, Settings) = nullptr;
+  int vector = 0;
+};
+template <class Rule>
+struct Narrow {
+  static void run(const TableView& table, Settings settings) {
+    constexpr uint32_t kBlocks = 3;
+    std::vector<typename Rule::Args> args(settings.size);
+    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
+    for (uint32_t block = 0; block < kBlocks; ++block) {
+      for (uint32_t thread = 0; thread < LaunchPolicy::threads; ++thread) {
+        Body<Rule, ByNarrowest>::run(args.data(), table,
+                                     {block, thread, kBlocks, LaunchPolicy::threads});
+      }
+    }
+  }
+  static HostBody kernel() {
+    if constexpr (mixed<Rule>) {
+      return {&run, Body<Rule, ByNarrowest>::vector};
+    } else {
+      return {};
+    }
+  }
+};
+
+HostBody find_narrow(KernelKey key) {
+  HostBody found = find_copy_family<HostBody, Narrow>(key);
+  if (found.run == nullptr) found = find_sgd_family<HostBody, Narrow>(key);
+  if (found.run == nullptr) found = find_adam_family<HostBody, Narrow>(key);
+  return found;
+}
+
 struct Engine {
   const char* name;
   FindCpuKernel cpu;  // null: CUDA
   CpuOptions options = {};
   bool resident = false;
+  bool narrow = false;  // the body alone
+
+  int vector(KernelKey key) const {
+    return cpu != nullptr ? 8 : narrow ? find_narrow(key).vector : find_cuda_kernel(key).vector;
+  }
 };
 
 std::vector<Engine> engines() {
   std::vector<Engine> list = {
       {"CUDA", nullptr},
       {"CUDA, resident table", nullptr, {}, true},
+      {"CUDA, by the narrowest", nullptr, {}, false, true},
       {"baseline", find_kernel_baseline, {false, false}},
       {"baseline, streamed", find_kernel_baseline, {false, true}},
       {"chosen, threads", find_cpu_kernel, {true, false}},
@@ -241,23 +288,16 @@ void run_on_device(const Engine& engine, const Case& c, const Memory& memory, Ta
   }
 }
 
-std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
+std::vector<Row> make_rows(const Case& c, const Memory& m, int vector, uint32_t* n_chunks) {
   std::vector<Row> rows;
+  std::vector<int> widths;
+  for (const DType t : c.streams) widths.push_back(size_of(t));
   *n_chunks = 0;
   for (size_t r = 0; r < c.sizes.size(); ++r) {
-    int head = 0;
-    for (; head < 8; ++head) {
-      bool aligned = true;
-      for (size_t s = 0; s < c.streams.size(); ++s) {
-        const auto at = reinterpret_cast<uintptr_t>(m.pointers[r * c.streams.size() + s]) +
-                        head * size_of(c.streams[s]);
-        aligned = aligned && at % 16 == 0;
-      }
-      if (aligned) break;
-    }
-    const bool found = head < 8;
-    const unsigned flags = (found ? kAligned : 0) | (r % 2 == 1 ? kFirstStep : 0);
-    rows.push_back({c.sizes[r], *n_chunks, static_cast<uint8_t>(found ? head : 0),
+    const int head =
+        aligned_head(&m.pointers[r * widths.size()], widths.data(), widths.size(), vector);
+    const unsigned flags = (head >= 0 ? kAligned : 0) | (r % 2 == 1 ? kFirstStep : 0);
+    rows.push_back({c.sizes[r], *n_chunks, static_cast<uint8_t>(std::max(head, 0)),
                     static_cast<uint8_t>(flags), static_cast<uint16_t>(r / 2 % c.settings.size())});
     *n_chunks += chunks_of(c.sizes[r], rows.back().head);
   }
@@ -306,9 +346,10 @@ void check(const Case& c, uint64_t seed) {
   Memory reference;
   const char* reference_name = nullptr;
   for (const Engine& engine : engines()) {
+    if (engine.narrow && find_narrow(c.key).run == nullptr) continue;
     Memory memory = copy_of(before, c);
     uint32_t n_chunks = 0;
-    const std::vector<Row> rows = make_rows(c, memory, &n_chunks);
+    const std::vector<Row> rows = make_rows(c, memory, engine.vector(c.key), &n_chunks);
     const std::vector<void*> pointers = with_positions(c, memory);
     const TableView view{rows.data(),
                          pointers.data(),
@@ -317,7 +358,9 @@ void check(const Case& c, uint64_t seed) {
                          0,
                          n_chunks,
                          c.options};
-    if (engine.cpu == nullptr) {
+    if (engine.narrow) {
+      find_narrow(c.key).run(view, settings);
+    } else if (engine.cpu == nullptr) {
       run_on_device(engine, c, memory, view, seed);
     } else {
       engine.cpu(c.key)(view, settings, engine.options);
@@ -494,6 +537,44 @@ TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
   check_conversions();
   EXPECT_EQ(failures, 0);
   EXPECT_GT(comparisons, 0);
+}
+
+TEST(Table, RowsAreAlignedToWhatTheirVectorsTake) {
+  alignas(16) static char memory[64];
+  const auto head = [](int vector, std::vector<std::pair<int, int>> streams) {  // offset, width
+    std::vector<void*> pointers;
+    std::vector<int> widths;
+    for (const auto& [offset, width] : streams) {
+      pointers.push_back(memory + offset);
+      widths.push_back(width);
+    }
+    return aligned_head(pointers.data(), widths.data(), widths.size(), vector);
+  };
+  EXPECT_EQ(head(8, {{0, 4}, {0, 2}}), 0);
+  EXPECT_EQ(head(8, {{16, 4}, {8, 2}}), 4);  // 16 bytes of both
+  EXPECT_EQ(head(4, {{16, 4}, {8, 2}}), 0);  // 16 and 8
+  EXPECT_EQ(head(8, {{4, 4}, {2, 2}}), 7);
+  EXPECT_EQ(head(4, {{4, 4}, {2, 2}}), 3);
+  EXPECT_EQ(head(4, {{4, 4}, {10, 2}}), 3);
+  EXPECT_EQ(head(8, {{4, 4}, {10, 2}}), 3);
+  EXPECT_EQ(head(4, {{0, 4}, {2, 2}}), -1);
+  EXPECT_EQ(head(4, {{4, 4}, {8, 2}}), -1);
+  EXPECT_EQ(head(2, {{8, 8}, {24, 8}}), 1);
+}
+
+// A launch and the body have the same policy, and the test above sees both.
+TEST(Kernels, WhatMixesWidthsTakesFourElements) {
+  const auto vectors = [](Operation operation, DType w, DType g, DType s, DType o) {
+    const KernelKey key{operation, w, g, s, o};
+    return std::make_pair(find_cuda_kernel(key).vector, find_narrow(key).vector);
+  };
+  constexpr auto bf16 = DType::bfloat16, f32 = DType::float32, f64 = DType::float64;
+  EXPECT_EQ(vectors(Operation::adam_step, f32, bf16, f32, bf16), std::make_pair(4, 8));
+  EXPECT_EQ(vectors(Operation::sgd_momentum, bf16, bf16, f32, bf16), std::make_pair(4, 8));
+  EXPECT_EQ(vectors(Operation::cast, f32, f32, f32, bf16), std::make_pair(4, 8));
+  EXPECT_EQ(vectors(Operation::adam_step, f32, f32, f32, f32), std::make_pair(4, 0));
+  EXPECT_EQ(vectors(Operation::copy, bf16, bf16, bf16, bf16), std::make_pair(8, 0));
+  EXPECT_EQ(vectors(Operation::swap, f64, f64, f64, f64), std::make_pair(2, 0));
 }
 
 TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
