@@ -75,8 +75,8 @@ class Board:
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
-                "said before; give init_process_group a store whose prefix is "
-                "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
+                "said before; make the group by spectrain_ext.join_ranks(), in the place of "
+                "torch.distributed.init_process_group"
             )
 
     def _forget(self) -> None:

@@ -162,7 +162,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: What studies use of rooms below their faces: replicas in one process are made of the engine's
 #: parts, and processes of a comparison hear of each other as a pipeline's ranks do.
 BEHIND_FACES = {
-    *("distributed.board", "distributed.exchange", "distributed.store"),
+    *("distributed.board", "distributed.exchange"),
     *("method.formulas", "observation.metrics", "operators.averaging"),
     *("pipeline.averaging", "pipeline.batch", "pipeline.losses"),
     *("pipeline.pipeline", "timelines.timeline"),
