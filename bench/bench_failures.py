@@ -206,8 +206,9 @@ def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, An
         for name in list(PHASES)[2:-2]:
             ends[name] = max(e["time"] for e in after if e["event"] == name)
         again = [e for e in after if e["event"] == "minibatch"]
-        ends["first"] = min(e["time"] for e in again)
-        ends["again"] = min(e["time"] for e in again if e["minibatch"] >= at - 1)
+        if any(e["minibatch"] >= at - 1 for e in again):  # else the next fault came before
+            ends["first"] = min(e["time"] for e in again)
+            ends["again"] = min(e["time"] for e in again if e["minibatch"] >= at - 1)
         restored = next(e["minibatches"] for e in after if e["event"] == "restored")
         seconds, before = {}, moment
         for name, end in ends.items():
@@ -223,7 +224,8 @@ def report(found: Sequence[dict[str, Any]]) -> str:
         low, middle, high = quantiles(values, n=4) if len(values) > 1 else [*values] * 3
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-    by_kind = {kind: [each for each in found if each["kind"] == kind] for kind in KINDS}
+    whole = [row for row in found if "again" in row.get("seconds", ())]
+    by_kind = {kind: [row for row in whole if row["kind"] == kind] for kind in KINDS}
     by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
     lines = [
         [words, *(cell([row["seconds"][name] for row in rows]) for rows in by_kind.values())]
@@ -290,8 +292,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--timeout", type=float, default=5.0, help="of the pipeline, in seconds")
-    parser.add_argument("--launcher", default="--shutdown-timeout 2", help="options of torchrun")
+    parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
+    parser.add_argument("--launcher", default="--shutdown-timeout 1", help="options of torchrun")
     parser.add_argument("--script", default=str(ROOT / "examples" / "torchrun.py"))
     parser.add_argument("--directory", help="for checkpoints; else a temporary one")
     parser.add_argument("--json", help="write all faults there")
@@ -300,7 +302,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     document = campaign(parsed())
-    print(report([row for row in document["faults"] if "seconds" in row]))
+    print(report(document["faults"]))
     print(f"{len(document['faults'])} faults, {len(document['failed'])} trainings failed")
 
 
