@@ -56,10 +56,14 @@ class Failing:
             self._fault = None
         self._filler, self._tell = plan["filler"], tell
         self.next = 0  # minibatch whose forward comes
+        self.microbatches, self._forwards = 1, 0
 
     def on_forward(self, module: torch.nn.Module, _: object) -> None:
         fault = self._fault
         if not module.training or not torch.is_grad_enabled():
+            return
+        self._forwards += 1
+        if self._forwards % self.microbatches != 1 % self.microbatches:
             return
         here, self.next = self.next, self.next + 1
         if fault is None or here != fault["minibatch"] or fault["kind"] == "full":
@@ -115,6 +119,7 @@ def told_of(tell: Teller, failing: Failing) -> None:
         tell("data")
         stage.register_forward_pre_hook(failing.on_forward)
         build(self, stage, *given, **more)
+        failing.microbatches = self.places[0].microbatches
         tell("pipeline")
 
     def restored(self: Any) -> Any:
