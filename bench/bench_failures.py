@@ -8,7 +8,7 @@ to the bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
-    python bench/bench_failures.py --launcher "" --timeout 60         # torchrun's own settings
+    python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
 """
 
 from __future__ import annotations
@@ -221,7 +221,9 @@ def report(found: Sequence[dict[str, Any]]) -> str:
     """Median and quartiles of each phase by kind of fault."""
 
     def cell(values: Sequence[float]) -> str:
-        low, middle, high = quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+        low, middle, high = (
+            quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        )
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
     whole = [row for row in found if "again" in row.get("seconds", ())]
@@ -293,7 +295,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
-    parser.add_argument("--launcher", default="--shutdown-timeout 1", help="options of torchrun")
+    parser.add_argument("--launcher", default="", help="options of torchrun")
     parser.add_argument("--script", default=str(ROOT / "examples" / "torchrun.py"))
     parser.add_argument("--directory", help="for checkpoints; else a temporary one")
     parser.add_argument("--json", help="write all faults there")

@@ -28,7 +28,15 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import waiting
 
-from .failures import Beat, Cause, described, most_silent, suspect
+from .failures import (
+    Beat,
+    Cause,
+    described,
+    most_silent,
+    suspect,
+    this_process,
+    wake_stopped,
+)
 from .store import SLOW, connection
 
 FAILED = "failed"  # the first cause, under this key of the store
@@ -289,6 +297,7 @@ class Board:
                 self.cause = cause
                 self._must_end_by = monotonic() + self.grace
                 self._wake.set()
+                wake_stopped(self.beats[cause.rank].process)
             self.changed.notify_all()
 
     def _without_store(self) -> Cause:
@@ -345,6 +354,7 @@ class Board:
             "last": last,
             "complete": self._complete,
             "knows": self.cause is not None,
+            "process": this_process(),
         }
         self._store.set(self._keys[self.rank], json.dumps(said))
 
