@@ -115,7 +115,11 @@ def trained(
             *("--nproc-per-node", str(options.ranks), "--max-restarts", str(len(faults) + 2)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
             *("--local-addr", "127.0.0.1", *shlex.split(options.launcher)),
-            *(str(ROOT / "bench" / "failing_rank.py"), str(folder / "plan"), options.script),
+            *(
+                str(ROOT / "bench" / "failing_rank.py"),
+                str(folder / "plan"),
+                str(ROOT / options.script),
+            ),
             *("--checkpoints", str(checkpoints), "--every", str(options.every)),
             *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
         ]
@@ -242,12 +246,11 @@ def report(found: Sequence[dict[str, Any]]) -> str:
 def campaign(options: argparse.Namespace) -> dict[str, Any]:
     """Trainings with faults beside one without; those that ended otherwise are listed."""
     document: dict[str, Any] = {
-        "command": shlex.join(["python", "bench/bench_failures.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "options": vars(options),
+        "options": {k: v for k, v in vars(options).items() if k not in ("directory", "json")},
         "failed": [],
         "faults": [],
     }
@@ -296,7 +299,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
     parser.add_argument("--launcher", default="", help="options of torchrun")
-    parser.add_argument("--script", default=str(ROOT / "examples" / "torchrun.py"))
+    parser.add_argument("--script", default="examples/torchrun.py", help="from the root")
     parser.add_argument("--directory", help="for checkpoints; else a temporary one")
     parser.add_argument("--json", help="write all faults there")
     return parser.parse_args(arguments)
