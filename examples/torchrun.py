@@ -1,6 +1,10 @@
 """A model over several processes: trained, saved, evaluated; going on where it was stopped.
 
 torchrun --nproc-per-node 2 examples/torchrun.py --checkpoints runs/torchrun
+
+Again with any other number of processes it goes on from the same checkpoint: the cut is made for as
+many stages as there are processes, at most three, and more processes are replicas of these. With
+--max-restarts torchrun does that by itself.
 """
 
 import argparse
@@ -19,10 +23,11 @@ from spectrain_ext.partitioning import cut_at
 arguments = argparse.ArgumentParser(description=__doc__)
 arguments.add_argument("--epochs", type=int, default=3)
 arguments.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+arguments.add_argument("--every", type=int, default=30, help="minibatches from save to save")
+arguments.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
 args = arguments.parse_args()
 
-dist.init_process_group("gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+rank, ranks = st.join_ranks()
 torch.manual_seed(0)  # the same weights everywhere
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
@@ -30,14 +35,17 @@ sampler = ShuffledSampler(1440, batch_size=48, seed=1)  # its order is a functio
 train = DataLoader(data, batch_sampler=sampler)
 test = DataLoader(torch.utils.data.Subset(data, range(1440, len(data))), 64)
 
-blocks = [
-    nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(2 * ranks - 1)
-]
-stages = cut_at([*blocks, nn.Linear(64, 10)], ends=[2 * k + 2 for k in range(ranks)])
+blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(5)]
+blocks.append(nn.Linear(64, 10))
+count = max(n for n in (1, 2, 3) if ranks % n == 0)  # of stages
+stages = cut_at(blocks, ends=[len(blocks) * (k + 1) // count for k in range(count)])
+replicas = ranks // count  # of each stage, rank by rank
 pipe = st.DistributedPipeline(
-    stages[rank],
+    stages[rank // replicas],
     optimizer=lambda parameters: st.optim.AdamW(parameters, lr=2e-3),
     loss_fn=nn.functional.cross_entropy,
+    replicas=replicas,
+    timeout=args.timeout,
 )
 
 
@@ -45,7 +53,9 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(1) == target).float().mean()
 
 
-manager = CheckpointManager(args.checkpoints, pipe, sampler=sampler, every_minibatches=30, keep=2)
+manager = CheckpointManager(
+    args.checkpoints, pipe, sampler=sampler, every_minibatches=args.every, keep=2
+)
 manager.restore()
 while sampler.epoch < args.epochs:
     for _ in manager.run(train):

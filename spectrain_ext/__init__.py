@@ -56,7 +56,7 @@ from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from spectrain_ext import checkpoint, partitioning
-    from spectrain_ext.distributed import DistributedPipeline
+    from spectrain_ext.distributed import DistributedPipeline, join_ranks
     from spectrain_ext.observation import Metrics, Trace
     from spectrain_ext.partitioning import materialize, partition
 
@@ -93,6 +93,7 @@ __all__ = [
     "extrapolate",
     "hybrid",
     "interleaved",
+    "join_ranks",
     "laws",
     "materialize",
     "methods",
@@ -119,6 +120,7 @@ _LATER = {
     "Metrics": "observation",
     "Trace": "observation",
     "checkpoint": "",
+    "join_ranks": "distributed",
     "materialize": "partitioning",
     "partition": "partitioning",
     "partitioning": "",

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from spectrain_ext.distributed import join_ranks
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.exchange import Peers
-from spectrain_ext.distributed.store import store_at
 from spectrain_ext.schedule import Replicas
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
 # How long ranks wait for what another does before training, such as decoding 60,000 images.
 _PATIENCE = timedelta(hours=1)
 # And, with a board, for a rank that does not get on with what it does alone.
@@ -54,7 +53,6 @@ class World:
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self.replicas = Replicas((1,) * size)
         self.tell_others = tell_others
-        self._joined = 0
         self._board: Board | None = None
 
     @staticmethod
@@ -99,44 +97,17 @@ class World:
         if not self.together:
             yield
             return
-        _stay_on_loopback(os.environ, self.size)
         if cuda and torch.cuda.is_available():
             torch.cuda.set_device(self.device("cuda"))
-        self._store = self._found_store(os.environ)
         self._join()
         yield
         # Not after a failure: what is in flight would be waited for.
         dist.destroy_process_group()
 
-    def _found_store(self, environment: Mapping[str, str]) -> Store:
-        """The store at MASTER_ADDR: torchrun's, where it says that it keeps one, or rank 0's."""
-        kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        try:
-            return store_at(address, port, listen=self.first and not kept)
-        except OSError as error:
-            raise OSError(
-                f"MASTER_ADDR and MASTER_PORT: {error}; they must be of rank 0's machine, on which "
-                "it listens there and nowhere else"
-            ) from error
-
     def _join(self) -> None:
-        self._joined += 1
-        # torchrun's store outlives a restart, with what was said before it
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(f"studies/{life}/{self._joined}", self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=_PATIENCE,
-        )
-        self._board = Board(
-            PrefixStore(f"studies/{life}/{self._joined}/board", self._store),
-            self.rank,
-            self.size,
-            _STUCK,
-        )
+        join_ranks(timeout=_PATIENCE)
+        store = PrefixStore("studies", _get_default_store())
+        self._board = Board(store, self.rank, self.size, _STUCK)
         with self._board.run(starts=True):  # until all have come
             pass
 
@@ -221,11 +192,3 @@ class World:
                 dist.recv(received, source)
                 with torch.no_grad():
                     tensor.copy_(received)
-
-
-def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int) -> None:
-    """On one machine nothing needs to be heard outside of it; a user's own choice stands."""
-    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
-    if one_machine or environment["MASTER_ADDR"] in _LOCAL:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(name, "lo")

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_failures
 from table import table
 
 from . import errors, frontier, network, operators, planner, processes, slow_links, trained
@@ -99,6 +100,24 @@ def faults_failed(results: Path) -> str:
     return f"{failed:,}" if failed else "none"
 
 
+_UNDER_TORCHRUN = "2026-11-25-failures/campaign.json"
+
+
+def restarts(results: Path) -> str:
+    """What a failure costs under torchrun, phase by phase."""
+    return bench_failures.report(read(results, _UNDER_TORCHRUN)["faults"])
+
+
+def restarts_count(results: Path) -> str:
+    """How many faults that was measured with."""
+    return f"{len(read(results, _UNDER_TORCHRUN)['faults'])}"
+
+
+def restarts_failed(results: Path) -> str:
+    """In how many trainings they changed a bit, or what else went wrong."""
+    return f"{len(read(results, _UNDER_TORCHRUN)['failed']) or 'none'}"
+
+
 def read(results: Path, path: str) -> Any:
     return json.loads((results / path).read_text())
 
@@ -128,6 +147,9 @@ FIGURES: dict[str, Callable[..., str]] = {
     "planner.factors": planner.factors,
     "processes.torch": processes.over_torch,
     "python.threads": stage_threads,
+    "restarts": restarts,
+    "restarts.count": restarts_count,
+    "restarts.failed": restarts_failed,
     "slow-links": slow_links.best,
     "slow-links.gain": slow_links.gain,
     "slow-links.microbatches": slow_links.by_microbatches,

@@ -30,7 +30,15 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.errors import RankError, StageError, report_note
 from spectrain_ext.interrupts import held_back, waiting
 
-from .failures import Beat, Cause, described, most_silent, suspect
+from .failures import (
+    Beat,
+    Cause,
+    described,
+    most_silent,
+    suspect,
+    this_process,
+    wake_stopped,
+)
 from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
 from .store import SLOW, connection
 
@@ -88,8 +96,8 @@ class Board:
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
-                "said before; give init_process_group a store whose prefix is "
-                "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
+                "said before; make the group by spectrain_ext.join_ranks(), in the place of "
+                "torch.distributed.init_process_group"
             )
 
     def _forget(self) -> None:
@@ -320,6 +328,7 @@ class Board:
                     self.cause = self._report.begin(cause, part, self.beats, now + self.grace / 2)
                     self._wake.set()
                     self._abort()
+                    wake_stopped(self.beats[cause.rank].process)
         with self.changed:
             self.changed.notify_all()
             assert self.cause is not None
@@ -417,6 +426,7 @@ class Board:
             "complete": self._complete,
             "knows": knows,
             "reported": knows and self._report.reported,
+            "process": this_process(),
         }
         self._store.set(self._keys[self.rank], json.dumps(said))
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -37,6 +42,7 @@ class Beat(NamedTuple):
     complete: int = 0  # words that all have said, as far as it has heard
     knows: bool = False  # of a failure, and has told what belongs in its report
     reported: bool = False  # has written that, or knows that it has been
+    process: Sequence[Any] = ()  # as ``this_process`` says
 
     @staticmethod
     def read(text: bytes, heard: float) -> Beat:
@@ -54,6 +60,26 @@ class Beat(NamedTuple):
 
 def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def this_process() -> list[Any]:
+    """Its host, who started it there, and its number."""
+    return [socket.gethostname(), os.getppid(), os.getpid()]
+
+
+def wake_stopped(process: Sequence[Any]) -> None:
+    """Let a process go on that was stopped (SIGSTOP) here, so that it can end as the others do.
+
+    Only one that the same launcher has started. It does not hear torchrun's SIGTERM while it is
+    stopped, and SIGKILL comes 30 s later, whatever ``--shutdown-timeout`` says (torch 2.13).
+    """
+    host, launcher, _ = this_process()
+    if list(process[:2]) != [host, launcher]:
+        return
+    with suppress(OSError):  # it has ended, or there is no such file on this system
+        about = Path(f"/proc/{process[2]}/stat").read_text().rpartition(")")[2].split()
+        if about[:2] == ["T", str(launcher)]:
+            os.kill(process[2], signal.SIGCONT)
 
 
 def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:

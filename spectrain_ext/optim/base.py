@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -68,6 +69,17 @@ def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
         return func(self, *args, **kwargs)
 
     return step
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers, without what has its compiler leave the method alone.
+
+    That imports the compiler: 1.0 s of each process that makes an optimizer (torch 2.13). Where
+    nobody has imported it, nobody compiles.
+    """
+    if "torch._dynamo" in sys.modules or not hasattr(method, "__wrapped__"):
+        return method
+    return partial(method.__wrapped__, cast(Any, method).__self__)
 
 
 def _exclusive(method: F) -> F:
@@ -134,7 +146,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._refuse_while_predicted("add_param_group")
         if self._parameters.binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
-        super().add_param_group(param_group)
+        _plain(super().add_param_group)(param_group)
         try:
             self._check_group(len(self.param_groups) - 1)
         except Exception:
@@ -151,6 +163,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
             seen[p] = i
             check_dtypes(where, p.dtype, self._momentum_dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        _plain(super().zero_grad)(set_to_none)
 
     @_exclusive
     def __getstate__(self) -> dict[str, Any]:
@@ -186,7 +202,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         the whole buffer it is a view of into the file.
         """
         with self._owners_turn():
-            result: StateDict = super().state_dict()
+            result: StateDict = _plain(super().state_dict)()
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
@@ -214,7 +230,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
             with self._owners_turn():
-                super().load_state_dict(state_dict)
+                _plain(super().load_state_dict)(state_dict)
         finally:
             self._loading = None
             handle.remove()

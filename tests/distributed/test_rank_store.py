@@ -7,8 +7,12 @@ import tempfile
 from datetime import timedelta
 
 import pytest
+from helpers import rank_programs
 from helpers.cli_programs import listening
+from helpers.ranks import run_ranks
 
+from spectrain_ext.distributed import join_ranks
+from spectrain_ext.distributed import store as store_module
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.store import connection, store_at
 
@@ -79,3 +83,57 @@ def test_what_cannot_be_listened_on_is_named():
         store_at("192.0.2.1", 29500, listen=True)
     with pytest.raises(OSError, match=r"no-such-host\.invalid, port 0: "):
         store_at("no-such-host.invalid", 0, listen=True)
+
+
+@pytest.mark.processes
+def test_ranks_meet_whatever_the_store_has_of_earlier_starts():
+    """Of other numbers of ranks, some of which went no further than to come."""
+    kept = store_at("127.0.0.1", 0, listen=True)
+    for start, ranks in enumerate((3, 2, 4, 1)):
+        found = run_ranks(rank_programs.joined, ranks, kept.port, start)
+        assert found == [(rank, ranks, float(start * ranks)) for rank in range(ranks)]
+        run_ranks(rank_programs.joining, 1, kept.port, 2)  # rank 2, that nobody answers
+
+
+def test_who_has_not_come_is_named(monkeypatch):
+    kept = store_at("127.0.0.1", 0, listen=True)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "WORLD_SIZE": "2"}
+    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for rank, said in (("0", "rank 1 of 2 has not come"), ("1", "rank 1 has had no answer")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(TimeoutError, match=rf"{said}.* within 0\.3 s"):
+            join_ranks(timeout=timedelta(seconds=0.3))
+
+
+def test_what_no_launcher_has_set_is_named(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="expected WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the"):
+        join_ranks()
+
+
+def test_an_address_that_is_not_here_is_named(monkeypatch):
+    given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=r"MASTER_ADDR and .* on 192\.0\.2\.1, port 29500: "):
+        join_ranks()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "4"}, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ],
+    ids=["far", "one-machine", "local", "chosen"],
+)
+def test_one_machine_stays_on_loopback(environment, expected):
+    given = dict(environment)
+    store_module._stay_on_loopback(given, 4)
+    assert given.get("GLOO_SOCKET_IFNAME") == expected

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
+import bench_failures
 import pytest
 import torch
 from helpers import checkpoint_programs
@@ -19,6 +23,12 @@ from spectrain_ext.checkpoint import load
 pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[1]
+EXAMPLE = TESTS.parent / "examples" / "torchrun.py"
+# Python's own path entry for a script is its folder: the package comes from where it is here.
+HERE = {
+    **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+}
 
 
 def example():
@@ -36,16 +46,10 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     command = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
     command += " --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1"
     arguments = [str(TESTS / "helpers" / "killed_once.py"), str(script), "1", "17", "killed-at"]
-    # Python's own path entry for a script is its folder: the package comes from where it is here.
-    path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [*command.split(), *arguments],
         cwd=tmp_path / "killed",
-        env={
-            **os.environ,
-            **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            "TMPDIR": str(tmp_path),  # for the report of the failure
-        },
+        env={**os.environ, **HERE, "TMPDIR": str(tmp_path)},  # for the report of the failure
         capture_output=True,
         text=True,
         timeout=240,
@@ -71,3 +75,63 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
 def test_a_store_that_outlives_a_restart_is_refused():
     for reason in run_ranks(checkpoint_programs.same_store, 2):
         assert reason.startswith("the process group's store has outlived a restart")
+
+
+def test_the_example_goes_on_with_any_number_of_processes(tmp_path):
+    """Stages move, and replicas come and go."""
+    pytest.importorskip("sklearn")
+    for epochs, ranks in enumerate((2, 3, 4, 2), start=1):
+        arguments = ("--checkpoints", str(tmp_path), "--epochs", str(epochs))
+        printed = run_script(EXAMPLE, ranks, *arguments, folder=tmp_path)
+        assert re.findall(r"epoch (\d+): ", printed) == [str(epochs)]
+
+
+@pytest.mark.nightly
+def test_a_machine_that_is_lost_is_done_without(tmp_path):
+    """Two launchers with a process each; of one both are killed."""
+    pytest.importorskip("sklearn")
+    kept = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = f"{sys.executable} -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1"
+    command += " --max-restarts 3 --rdzv-backend c10d --local-addr 127.0.0.1"
+    command += f" --rdzv-endpoint 127.0.0.1:{kept.port}"
+    command += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1"
+    command += f" {EXAMPLE} --checkpoints {tmp_path} --epochs 12 --every 10 --timeout 5"
+    said, says = os.pipe()
+    launchers = [
+        subprocess.Popen(command.split(), env={**os.environ, **HERE}, stdout=says) for _ in range(2)
+    ]
+    os.close(says)
+
+    def end(launcher):
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        for pid in (launcher.pid, *map(int, ranks)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    late = Timer(240.0, lambda: [end(each) for each in launchers])
+    late.start()
+    seen = []
+    with open(said) as lines:
+        for line in lines:
+            seen += re.findall(r"^epoch (\d+): ", line)
+            if seen[-1:] == ["1"]:
+                end(launchers[1])
+            if seen[-1:] == ["12"]:
+                break
+        late.cancel()
+        end(launchers[0])
+    for each in launchers:
+        each.wait()
+    assert seen[-1] == "12"
+    latest = tmp_path / (tmp_path / "latest").read_text().strip()
+    assert (latest / "model.safetensors").exists()  # of one process
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_random_faults_cost_no_bit(seed, tmp_path):
+    pytest.importorskip("sklearn")
+    given = f"--campaign 8 --minibatches 300 --seed {seed} --directory {tmp_path}"
+    found = bench_failures.campaign(bench_failures.parsed(given.split()))
+    assert found["failed"] == []
+    assert all(0 <= row["lost"] <= 10 for row in found["faults"])

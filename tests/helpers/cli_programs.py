@@ -65,6 +65,7 @@ def joined(rank, ranks, port):
     """The world that torchrun would make."""
     if dist.is_initialized():
         dist.destroy_process_group()  # of the test: the world makes its own
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = World(rank, ranks, rank)
     with world.joined(cuda=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spectrain_ext.distributed import connections, ends
+from spectrain_ext.distributed import connections, ends, join_ranks
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic, open_links
+from spectrain_ext.distributed.store import _met
 from spectrain_ext.errors import RankError
 from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
@@ -310,3 +311,25 @@ def partitions(rank, ranks, blocks):
     except ValueError as error:
         return str(error)
     return parts.cut.ends, [block.seconds for block in parts.profile.blocks]
+
+
+def joined(rank, ranks, port, start):
+    """Who this rank is, by a store that other starts have used, and what all sum up there."""
+    dist.destroy_process_group()  # of the test
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if rank == 0 and ranks > 1:  # the others find what was there before
+        store.wait([f"{start} has begun"])
+    store.set(f"{start} has begun", "")
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ.update(given, WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True")
+    found = join_ranks(timeout=timedelta(seconds=60))
+    total = torch.tensor(float(start))
+    dist.all_reduce(total)
+    return (*found, total.item())
+
+
+def joining(rank, ranks, port, as_rank):
+    """A rank that nobody waits for."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with suppress(TimeoutError):
+        _met(store, as_rank, as_rank + 1, timedelta(seconds=0.1))

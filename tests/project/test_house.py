@@ -137,6 +137,29 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     assert not heavy & set(loaded)
 
 
+@pytest.mark.processes
+def test_training_and_saving_do_not_import_torchs_compiler(tmp_path: Path) -> None:
+    """As torch's own optimizers do when they are made; each restart would wait for it."""
+    program = f"""
+import sys, torch
+from torch import nn
+import spectrain_ext as st
+
+for make in (st.optim.SGD, st.optim.Adam, st.optim.AdamW, st.optim.Muon, st.optim.SOAP):
+    stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipe = st.Pipeline(stages, lambda p: make(p, lr=0.1), nn.functional.mse_loss)
+    manager = st.checkpoint.CheckpointManager({str(tmp_path)!r} + make.__name__, pipe)
+    for _ in manager.run([(torch.randn(8, 4), torch.randn(8, 4))] * 3):
+        pass
+    manager.save()
+    manager.restore()
+    pipe.optimizers[0].zero_grad()
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
 def test_whatever_users_are_given_is_documented() -> None:
     rooms = [st, st.checkpoint, st.optim, st.partitioning]
     given = {name: getattr(room, name) for room in rooms for name in room.__all__}
@@ -162,7 +185,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: What studies use of rooms below their faces: replicas in one process are made of the engine's
 #: parts, and processes of a comparison hear of each other as a pipeline's ranks do.
 BEHIND_FACES = {
-    *("distributed.board", "distributed.exchange", "distributed.store"),
+    *("distributed.board", "distributed.exchange"),
     *("method.formulas", "observation.metrics", "operators.averaging"),
     *("pipeline.averaging", "pipeline.batch", "pipeline.losses"),
     *("pipeline.pipeline", "timelines.timeline"),

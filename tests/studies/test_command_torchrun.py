@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from helpers import cli_programs
 from helpers.ranks import Ranks, free_port, run_ranks
 
-from studies import world as world_module
 from studies.__main__ import main
 from studies.errors import OptionError
 from studies.settings import settle
@@ -252,12 +251,6 @@ def test_it_listens_on_loopback_only() -> None:
         assert len(found) >= (2 if rank == 0 else 1)  # the store, and gloo
 
 
-def test_an_address_that_is_not_here_is_named() -> None:
-    environment = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
-    with pytest.raises(OSError, match=r"on 192\.0\.2\.1, port 29500: "):
-        World(0, 2)._found_store(environment)
-
-
 def test_a_rank_that_is_gone_ends_those_that_wait_for_it() -> None:
     ends = Ranks(cli_programs.talk_to_nobody, 2).join()
     assert ends[1].code == 7
@@ -302,19 +295,3 @@ def test_the_world_is_torchruns(
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert world.device("cuda") == (f"cuda:{number}" if world.together else "cuda")
     assert world.device("cuda:3") == "cuda:3"
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "2"}, None),
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "4"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
-    ],
-    ids=["far", "one-machine", "local", "chosen"],
-)
-def test_one_machine_stays_on_loopback(environment: dict[str, str], expected: str | None) -> None:
-    given = dict(environment)
-    world_module._stay_on_loopback(given, 4)
-    assert given.get("GLOO_SOCKET_IFNAME") == expected

@@ -1,0 +1,315 @@
+"""What a failure costs under torchrun, phase by phase, and whether the weights are the same after.
+
+A training in three processes (examples/torchrun.py) is saved every few minibatches. In every start
+of its ranks but the last one a random rank fails at a random minibatch: it is killed (SIGKILL),
+stopped (SIGSTOP), raises an exception, or cannot save, as the disk is full. torchrun starts all
+ranks again, which go on from the newest checkpoint. At the end all weights and all state must be,
+to the bit, those of a training without failures.
+
+    python bench/bench_failures.py                                    # 12 faults in one training
+    python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
+    python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import selectors
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from table import table
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("kill", "stop", "exception", "full")
+#: What follows a fault: the events that end each phase, and whether the first rank or the last one
+#: ends it.
+PHASES = {
+    "heard": "another rank hears of it",
+    "ended": "the last rank has ended",
+    "started": "torchrun has started all again",
+    "torch": "Python and torch are there",
+    "package": "the package is imported",
+    "script": "what else the script imports",
+    "group": "the process group",
+    "data": "the script's data",
+    "pipeline": "the pipeline",
+    "restored": "the checkpoint is restored",
+    "first": "the first minibatch",
+    "again": "the minibatch where the fault was",
+}
+PER_TRAINING = 20
+_TMPFS = 8 * 2**20  # bytes
+
+Event = dict[str, Any]
+Fault = dict[str, Any]
+
+
+def planned(draw: random.Random, count: int, options: argparse.Namespace) -> list[Fault]:
+    """Faults of all kinds alike, each between two other saves, so that all that was lost is made up
+    for before the next one."""
+    kinds = [options.kinds[n % len(options.kinds)] for n in range(count)]
+    draw.shuffle(kinds)
+    saves = sorted(draw.sample(range(options.minibatches // options.every), count))
+    moments = [options.every * n + draw.randrange(options.every) for n in saves]
+    return [
+        {
+            "kind": kind,
+            "rank": draw.randrange(options.ranks),
+            "minibatch": minibatch,
+            "delay": draw.random() * 0.03,  # seconds after its forward has begun
+        }
+        for kind, minibatch in zip(kinds, moments, strict=True)
+    ]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """A file that fills the disk that ``folder`` is on; None where nobody can be given a disk."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "tmpfs", str(folder)], capture_output=True
+    )
+    if mounted.returncode:
+        yield None
+        return
+    try:
+        yield folder / "filler"
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def trained(
+    folder: Path, faults: Sequence[Fault], options: argparse.Namespace
+) -> tuple[list[Event], dict[str, Tensor]]:
+    """One training under torchrun: what happened, and what its last checkpoint has."""
+    folder.mkdir()
+    with (
+        small_disk(folder / "disk") as filler,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard,
+    ):
+        heard.bind(str(folder / "socket"))
+        plan = {"socket": str(folder / "socket"), "faults": faults}
+        plan["filler"] = None if filler is None else str(filler)
+        (folder / "plan").write_text(json.dumps(plan))
+        checkpoints = folder / "disk" / "checkpoints"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(options.ranks), "--max-restarts", str(len(faults) + 2)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *("--local-addr", "127.0.0.1", *shlex.split(options.launcher)),
+            *(
+                str(ROOT / "bench" / "failing_rank.py"),
+                str(folder / "plan"),
+                str(ROOT / options.script),
+            ),
+            *("--checkpoints", str(checkpoints), "--every", str(options.every)),
+            *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
+        ]
+        path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+        with (folder / "printed").open("w") as printed:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                events = listened(heard, process)
+            finally:
+                process.kill()
+        if process.wait():
+            raise RuntimeError(
+                f"{folder}: torchrun ended with {process.returncode}:\n" + tail(folder)
+            )
+        latest = checkpoints / (checkpoints / "latest").read_text().strip()
+        found: dict[str, Tensor] = {}
+        for each in latest.glob("*.safetensors"):
+            found |= load_file(each)
+        return events, found
+
+
+def differing(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """All weights and states with other bits; but for the generators of processes, which every
+    iteration of a DataLoader asks for a seed, the one after a restart as well."""
+    assert weights.keys() == expected.keys()
+    return [
+        name
+        for name, value in expected.items()
+        if not name.startswith("random.process")
+        and not torch.equal(
+            weights[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
+        )
+    ]
+
+
+def tail(folder: Path) -> str:
+    return (folder / "printed").read_text()[-6000:]
+
+
+def listened(heard: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Event]:
+    """All that ranks tell until the launcher has ended, and when each of them ended."""
+    events: list[Event] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(heard, selectors.EVENT_READ)
+        ended = os.pidfd_open(launcher.pid)
+        selector.register(ended, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == ended:
+                    os.close(ended)
+                    return events
+                if key.fileobj is not heard:
+                    events.append({**key.data, "event": "ended", "time": time.monotonic()})
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    continue
+                event = json.loads(heard.recv(65536))
+                events.append(event)
+                if event["event"] == "begun":
+                    who = {name: event[name] for name in ("rank", "start", "pid")}
+                    with suppress(OSError):  # it has ended meanwhile
+                        selector.register(os.pidfd_open(event["pid"]), selectors.EVENT_READ, who)
+                        events.append({**who, "event": "started", "time": begun_at(event["pid"])})
+
+
+def begun_at(pid: int) -> float:
+    """When a process began, on this clock, to a hundredth of a second."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    since = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return ticks / os.sysconf("SC_CLK_TCK") - since
+
+
+def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Of every fault the seconds of each phase after it, and the minibatches lost."""
+    found = []
+    for n, fault in enumerate(faults):
+        here = [event for event in events if event["start"] == n]
+        after = [event for event in events if event["start"] == n + 1]
+        moment, at = next((e["time"], e["minibatch"]) for e in here if e["event"] == "fault")
+        others = [e for e in here if e["rank"] != fault["rank"] and e["time"] >= moment]
+        ends = {"heard": min(e["time"] for e in others if e["event"] in ("heard", "ended"))}
+        ends["ended"] = max(e["time"] for e in here if e["event"] == "ended")
+        for name in list(PHASES)[2:-2]:
+            ends[name] = max(e["time"] for e in after if e["event"] == name)
+        again = [e for e in after if e["event"] == "minibatch"]
+        if any(e["minibatch"] >= at - 1 for e in again):  # else the next fault came before
+            ends["first"] = min(e["time"] for e in again)
+            ends["again"] = min(e["time"] for e in again if e["minibatch"] >= at - 1)
+        restored = next(e["minibatches"] for e in after if e["event"] == "restored")
+        seconds, before = {}, moment
+        for name, end in ends.items():
+            seconds[name], before = round(end - before, 4), end
+        found.append({**fault, "lost": at - 1 - restored, "seconds": seconds})
+    return found
+
+
+def report(found: Sequence[dict[str, Any]]) -> str:
+    """Median and quartiles of each phase by kind of fault."""
+
+    def cell(values: Sequence[float]) -> str:
+        low, middle, high = (
+            quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        )
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+    whole = [row for row in found if "again" in row.get("seconds", ())]
+    by_kind = {kind: [row for row in whole if row["kind"] == kind] for kind in KINDS}
+    by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
+    lines = [
+        [words, *(cell([row["seconds"][name] for row in rows]) for rows in by_kind.values())]
+        for name, words in PHASES.items()
+    ]
+    sums = [cell([sum(row["seconds"].values()) for row in rows]) for rows in by_kind.values()]
+    lost = [f"{median(row['lost'] for row in rows):.0f}" for rows in by_kind.values()]
+    lines += [["all", *sums], ["minibatches lost", *lost]]
+    return table("|>".join(["seconds, median and quartiles", *by_kind]), lines)
+
+
+def campaign(options: argparse.Namespace) -> dict[str, Any]:
+    """Trainings with faults beside one without; those that ended otherwise are listed."""
+    document: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "options": {k: v for k, v in vars(options).items() if k not in ("directory", "json")},
+        "failed": [],
+        "faults": [],
+    }
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        folder, left, training = Path(name), options.campaign, 0
+        began = time.monotonic()
+        _, expected = trained(folder / "undisturbed", [], options)
+        document["undisturbed_s"] = round(time.monotonic() - began, 2)
+        while left:
+            faults = planned(
+                random.Random(options.seed + training), min(left, PER_TRAINING), options
+            )
+            began = time.monotonic()
+            try:
+                events, weights = trained(folder / str(training), faults, options)
+                if unequal := differing(weights, expected):
+                    raise RuntimeError(f"training {training}: unequal {', '.join(unequal)}")
+                rows = costs(events, faults)
+            except (RuntimeError, StopIteration, ValueError) as error:
+                document["failed"].append({"training": training, "reason": str(error)})
+                rows = [dict(fault) for fault in faults]
+                print(f"training {training}: {error}", flush=True)
+            took = time.monotonic() - began
+            print(f"training {training}: {len(faults)} faults, {took:.0f} s", flush=True)
+            document["faults"] += [{"training": training, **row} for row in rows]
+            left, training = left - len(faults), training + 1
+            if options.json:
+                written(options.json, document)
+    return document
+
+
+def written(path: str, document: dict[str, Any]) -> None:
+    """JSON with a fault a line."""
+    rows = ",\n".join(json.dumps(row) for row in document["faults"])
+    text = json.dumps({**document, "faults": []}, indent=1)
+    Path(path).write_text(text.replace('"faults": []', f'"faults": [\n{rows}\n ]') + "\n")
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--campaign", type=int, default=12, help="so many faults, in trainings of 20"
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
+    parser.add_argument("--launcher", default="", help="options of torchrun")
+    parser.add_argument("--script", default="examples/torchrun.py", help="from the root")
+    parser.add_argument("--directory", help="for checkpoints; else a temporary one")
+    parser.add_argument("--json", help="write all faults there")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    document = campaign(parsed())
+    print(report(document["faults"]))
+    print(f"{len(document['faults'])} faults, {len(document['failed'])} trainings failed")
+
+
+if __name__ == "__main__":
+    main()
