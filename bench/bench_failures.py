@@ -8,6 +8,7 @@ to the bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
+    python bench/bench_failures.py --campaign 100 --every 50 --memory-every 5   # and copies in memory
     python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
 """
 
@@ -123,6 +124,8 @@ def trained(
             *("--checkpoints", str(checkpoints), "--every", str(options.every)),
             *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
         ]
+        if options.memory_every:
+            command += ["--memory-every", str(options.memory_every)]
         path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
         with (folder / "printed").open("w") as printed:
             process = subprocess.Popen(
@@ -297,6 +300,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--memory-every", type=int, help="copies in memory beside the saves")
     parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
     parser.add_argument("--launcher", default="", help="options of torchrun")
     parser.add_argument("--script", default="examples/torchrun.py", help="from the root")

@@ -137,10 +137,10 @@ def told_of(tell: Teller, failing: Failing) -> None:
         failing.before_save()
         return save(self, *given)
 
-    def learnt(self: Any, cause: Any) -> None:
+    def learnt(self: Any, cause: Any) -> Any:
         if self.cause is None:
             tell("heard", cause=str(cause))
-        learn(self, cause)
+        return learn(self, cause)
 
     st.join_ranks = joined
     st.DistributedPipeline.__init__ = built  # type: ignore[method-assign, assignment]

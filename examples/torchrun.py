@@ -24,6 +24,7 @@ arguments = argparse.ArgumentParser(description=__doc__)
 arguments.add_argument("--epochs", type=int, default=3)
 arguments.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
 arguments.add_argument("--every", type=int, default=30, help="minibatches from save to save")
+arguments.add_argument("--memory-every", type=int, help="and to a copy in the hosts' memory")
 arguments.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
 args = arguments.parse_args()
 
@@ -54,7 +55,12 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 manager = CheckpointManager(
-    args.checkpoints, pipe, sampler=sampler, every_minibatches=args.every, keep=2
+    args.checkpoints,
+    pipe,
+    sampler=sampler,
+    every_minibatches=args.every,
+    memory_every=args.memory_every,
+    keep=2,
 )
 manager.restore()
 while sampler.epoch < args.epochs:
@@ -63,4 +69,5 @@ while sampler.epoch < args.epochs:
     scores = pipe.evaluate(test, {"accuracy": accuracy})  # on every rank the same
     if rank == 0:
         print(f"epoch {sampler.epoch}: {100 * scores['accuracy']:.1f} %")
+manager.save()  # the end, and that of copies in memory
 dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import bench_failures
@@ -101,6 +101,7 @@ def faults_failed(results: Path) -> str:
 
 
 _UNDER_TORCHRUN = "2026-11-25-failures/campaign.json"
+_WITH_COPIES = "2026-11-25-failures/copies.json"
 
 
 def restarts(results: Path) -> str:
@@ -108,14 +109,37 @@ def restarts(results: Path) -> str:
     return bench_failures.report(read(results, _UNDER_TORCHRUN)["faults"])
 
 
+def restarts_lost(results: Path) -> str:
+    """What is lost with saves to the disk alone, and with copies in memory between them."""
+    lines = []
+    for run in (read(results, _UNDER_TORCHRUN), read(results, _WITH_COPIES)):
+        options, faults = run["options"], run["faults"]
+        copies = options.get("memory_every")
+        seconds = [sum(row["seconds"].values()) for row in faults if "again" in row["seconds"]]
+        lost = [row["lost"] for row in faults]
+        lines.append(
+            [
+                f"every {options['every']} minibatches",
+                f"every {copies}" if copies else "none",
+                f"{len(faults)}",
+                f"{mean(lost):.1f}, {max(lost)}",
+                f"{median(seconds):.1f}",
+            ]
+        )
+    heads = "saves|copies in memory|>failures|>minibatches lost: mean, most|>seconds, median"
+    return table(heads, lines)
+
+
 def restarts_count(results: Path) -> str:
-    """How many faults that was measured with."""
-    return f"{len(read(results, _UNDER_TORCHRUN)['faults'])}"
+    """How many faults all of that was measured with."""
+    runs = (read(results, path) for path in (_UNDER_TORCHRUN, _WITH_COPIES))
+    return f"{sum(len(run['faults']) for run in runs)}"
 
 
 def restarts_failed(results: Path) -> str:
     """In how many trainings they changed a bit, or what else went wrong."""
-    return f"{len(read(results, _UNDER_TORCHRUN)['failed']) or 'none'}"
+    runs = (read(results, path) for path in (_UNDER_TORCHRUN, _WITH_COPIES))
+    return f"{sum(len(run['failed']) for run in runs) or 'none'}"
 
 
 def read(results: Path, path: str) -> Any:
@@ -150,6 +174,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "restarts": restarts,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
+    "restarts.lost": restarts_lost,
     "slow-links": slow_links.best,
     "slow-links.gain": slow_links.gain,
     "slow-links.microbatches": slow_links.by_microbatches,
