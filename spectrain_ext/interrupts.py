@@ -117,15 +117,17 @@ class waiting:
     """Inside, this process waits for others, and a Ctrl-C comes through."""
 
     __slots__ = ("_before",)
-    _before: bool
+    _before: bool | None  # None in another thread, whose waits no signal ends
 
     def __enter__(self) -> None:
-        if _in_main_thread():
+        self._before = STATE.waits if _in_main_thread() else None
+        if self._before is not None:
             boundary()
-        self._before, STATE.waits = STATE.waits, True
+            STATE.waits = True
 
     def __exit__(self, *_: object) -> None:
-        STATE.waits = self._before
+        if self._before is not None:
+            STATE.waits = self._before
 
 
 def _in_main_thread() -> bool:

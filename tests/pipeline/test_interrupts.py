@@ -6,6 +6,7 @@ import contextlib
 import random
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from itertools import count
@@ -22,6 +23,7 @@ from helpers.interrupting import (
 )
 
 import spectrain_ext as st
+from spectrain_ext.interrupts import deferred, waiting
 
 # xgrad is for one stage; and what learning rates begin with is told by no weights and no momentum.
 METHODS = [name for name in st.methods() if name not in ("xgrad", "pipemare-t1", "pipemare")]
@@ -317,6 +319,27 @@ def test_a_second_one_is_not_deferred(handler):
         list(pipe.run(case.data))
     assert "went on" not in seen
     case.check(pipe)
+
+
+def test_another_thread_that_waits_lets_nothing_through(handler):
+    handler(signal.default_int_handler)
+    entered, end, seen = threading.Event(), threading.Event(), []
+
+    def wait():
+        with waiting():
+            entered.set()
+            end.wait()
+
+    thread = threading.Thread(target=wait)
+    with pytest.raises(KeyboardInterrupt), deferred():
+        thread.start()
+        entered.wait()
+        signal.raise_signal(signal.SIGINT)
+        seen.append("went on")
+        end.set()
+        thread.join()
+        seen.append("to the end")
+    assert seen == ["went on", "to the end"]
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
