@@ -8,7 +8,7 @@ to the bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
-    python bench/bench_failures.py --campaign 100 --every 50 --memory-every 5   # and copies in memory
+    python bench/bench_failures.py --campaign 100 --every 50 --memory-every 5  # copies in memory
     python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
 """
 

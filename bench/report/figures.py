@@ -101,12 +101,26 @@ def faults_failed(results: Path) -> str:
 
 
 _UNDER_TORCHRUN = "2026-11-25-failures/campaign.json"
+_BEFORE = "2026-11-25-failures/before.json"
 _WITH_COPIES = "2026-11-25-failures/copies.json"
 
 
 def restarts(results: Path) -> str:
     """What a failure costs under torchrun, phase by phase."""
     return bench_failures.report(read(results, _UNDER_TORCHRUN)["faults"])
+
+
+def restarts_before(results: Path) -> str:
+    """Seconds of a failure, by kind, with the package as it was and as it is."""
+    lines = []
+    for name, path in (("before", _BEFORE), ("now", _UNDER_TORCHRUN)):
+        faults = [row for row in read(results, path)["faults"] if "again" in row["seconds"]]
+        by_kind = [
+            [sum(row["seconds"].values()) for row in faults if row["kind"] == kind]
+            for kind in bench_failures.KINDS
+        ]
+        lines.append([name, *(f"{median(seconds):.1f} ({len(seconds)})" for seconds in by_kind)])
+    return table("seconds, median (of how many)|>" + "|>".join(bench_failures.KINDS), lines)
 
 
 def restarts_lost(results: Path) -> str:
@@ -172,6 +186,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "processes.torch": processes.over_torch,
     "python.threads": stage_threads,
     "restarts": restarts,
+    "restarts.before": restarts_before,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
     "restarts.lost": restarts_lost,
