@@ -29,6 +29,7 @@ _logger = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
 NAME = re.compile(r"minibatch-[0-9]{8,18}")
+_KEY = re.compile(r"[0-9a-f]{32}")  # a folder's name: nothing else is taken from another process
 _IDENTITY = "memory"  # beside the checkpoints on the disk: whose copies are theirs
 _LOOKING = "looking into the hosts' memory"
 
@@ -156,6 +157,8 @@ class Memory:
             return _host(_root()), self._follows(make) if self._peers.rank == 0 else ""
 
         found = self._peers.settled(mine, _LOOKING, str(ROOT))
+        if not _KEY.fullmatch(found[0][1]):
+            raise CheckpointError(f"{ROOT}: expected a key of process 0, got {found[0][1]!r}")
         names = [host for host, _ in found]
         self.hosts = [list(dict.fromkeys(names)).index(name) for name in names]
         self._place = _root() / own / found[0][1]
@@ -250,6 +253,8 @@ def _newest(said: Sequence[Mapping[str, Any]], place: Path) -> Copy | None:
     copies: dict[tuple[int, str], Copy] = {}
     for host, every in enumerate(said):
         for name, (digest, sizes, here) in every.items():
+            if not NAME.fullmatch(name):
+                continue
             copy = Copy(place / name, sizes, [set() for _ in said])
             copies.setdefault((int(name[10:]), digest), copy).there[host].update(here)
     whole = [key for key, copy in copies.items() if set().union(*copy.there) == copy.sizes.keys()]

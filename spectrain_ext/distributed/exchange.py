@@ -122,6 +122,8 @@ class Peers:
 
         def begin() -> None:
             for _, m, path, comes in own:
+                if path.name != m.name or m.name.startswith("."):  # others may have said it
+                    raise ValueError(f"{m.name!r} is no name of a file")
                 contents.append(_mapped(_room(path, m.size) if comes else path, m.size, comes))
 
         def end() -> None:

@@ -15,6 +15,7 @@ from helpers.memory_programs import MINIBATCHES
 from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointManager, load, memory, storage
+from spectrain_ext.distributed.exchange import Move, Peers
 from spectrain_ext.errors import CheckpointError
 
 
@@ -64,6 +65,24 @@ def test_stopped_between_saves_goes_on_from_memory(tmp_path, shm, stop, begun, a
         "memory",
         "minibatch-00000006",
     ]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", "..", "", ".x"])
+def test_no_name_that_another_process_says_leads_out_of_a_directory(tmp_path, name):
+    directory = tmp_path / "copies" / "one"
+    directory.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="no name of a file"):
+        Peers(None).move([Move(name, 8, 0, 0)], directory)
+    assert memory._newest([{name: ("digest", {}, [])}], directory) is None
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_key_of_another_process_that_is_a_path_is_not_used(tmp_path, shm, monkeypatch):
+    monkeypatch.setattr(memory.Memory, "_follows", lambda self, make: "../../elsewhere")
+    manager = CheckpointManager(tmp_path / "checkpoints", pipeline(2), memory_every=1)
+    assert manager.restore() is None
+    assert not manager._memory.usable
 
 
 def test_the_newest_copy_stays_until_the_disk_has_one(tmp_path, shm):
