@@ -286,7 +286,8 @@ class RankConnections(Connections):
         return self._board.run(messages=self._counts)
 
     def _counts(self) -> list[tuple[str, dict[str, int]]]:
-        ends = (*self._senders.values(), *self._receivers.values())
+        ends: list[RemoteSender | RemoteReceiver] = [*self._senders.values()]
+        ends += self._receivers.values()
         return [(end.link.name, end.counts()) for end in ends]
 
     def order(

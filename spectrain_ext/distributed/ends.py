@@ -69,10 +69,6 @@ class _End:
         self._capacity = 0  # of a frame, for the body
         self._error: BaseException | None = None
 
-    def counts(self) -> dict[str, int]:
-        """Of messages, for a report; any thread may ask."""
-        raise NotImplementedError
-
     def _start(self, name: str, work: Callable[[], None]) -> None:
         """Have a thread do this; the rank's own hears of its error."""
 
@@ -136,6 +132,7 @@ class RemoteReceiver(_End):
         self._arrived: deque[_Framed | None] = deque()  # None: the end
 
     def counts(self) -> dict[str, int]:
+        """Of messages, for a report; any thread may ask."""
         heard = self._heard
         posted, used = self._posted - heard, heard - len(self._arrived)
         return {"received": heard, "used": used, "receives posted": posted}
