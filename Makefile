@@ -133,8 +133,8 @@ $(GPU_TOOLS)/.made: pyproject.toml
 # --- the environment: each step leaves a stamp, so that a second call does nothing -----------------------------------
 
 $(VENV)/.made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "Python 3.10 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{time.monotonic() - began:.0f} s")
     if options.json:
         about = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": f"python bench/bench_plan.py{more}",
             "device": "cpu",
             "cpu": cpu_name(),

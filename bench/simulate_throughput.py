@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -461,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(folder, options.models)
         return 0
     about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python bench/simulate_throughput.py bench/results/{folder.name}",
         "torch": torch.__version__,
         "spectrain_ext": st.__version__,

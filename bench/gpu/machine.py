@@ -35,7 +35,7 @@ _TOOLS = {
 def environment() -> dict[str, Any]:
     """What can be found out without the package and without touching the device."""
     info: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": platform.machine(),
         "system": platform.release(),
         "cores": os.cpu_count(),

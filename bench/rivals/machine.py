@@ -20,7 +20,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     """Device, versions and date; no paths and no names of hosts."""
     build = _C.build_info()
     info: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": "cpu" if device == "cpu" else "cuda",
         "cpu": cpu_name(),
         "cores": cores(),

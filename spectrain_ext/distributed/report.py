@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -186,7 +186,7 @@ def _write(
 def _lines(
     rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Beat]
 ) -> Iterator[str]:
-    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield f"A pipeline over {len(beats)} processes has failed."
     yield f"First cause: rank {cause.rank}, {cause.reason}"
     yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."

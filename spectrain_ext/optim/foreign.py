@@ -257,4 +257,4 @@ def _note(error: BaseException, name: str) -> None:
         f"the step of {name} was cut short: of the stage's true weights and optimizer state some "
         "may have been updated and others not"
     )
-    vars(error).setdefault("__notes__", []).append(text)  # add_note, for Python 3.10 as well
+    error.add_note(text)

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Campaign:
     def _write(self) -> None:
         outcomes = Counter(row[2] for rows in self._known.values() for row in rows.values())
         document: dict[str, Any] = {
-            "date": datetime.now(timezone.utc).date().isoformat(),
+            "date": datetime.now(UTC).date().isoformat(),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "cores": os.cpu_count(),

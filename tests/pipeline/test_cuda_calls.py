@@ -259,8 +259,7 @@ def test_the_first_cause_is_seen_after_a_device_has_failed(monkeypatch, recomput
     drawn = torch.default_generator.get_state()
     with pytest.raises(st.StageError, match="loss: ArithmeticError: the first cause") as found:
         list(pipe.run(data, trace=Watching()))
-    if hasattr(found.value, "__notes__"):  # Python 3.11
-        assert "device-side assert" in found.value.__notes__[0]
+    assert "device-side assert" in found.value.__notes__[0]
     assert set(left) == own  # none is the caller's current stream
     assert torch.equal(torch.default_generator.get_state(), drawn)
     with pytest.raises(RuntimeError, match="device-side assert"):  # the true weights are not there

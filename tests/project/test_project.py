@@ -4,17 +4,13 @@ import os
 import re
 import stat
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import spectrain_ext as st
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
