@@ -1,4 +1,4 @@
-"""The fused operators on lists of arrays, prepared plans, the laws of prediction, corrections."""
+"""Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
 
 from . import averaging, corrections, laws
 from .expressions import Scalar

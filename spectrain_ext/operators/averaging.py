@@ -1,8 +1,7 @@
-"""Averaging: how replicas that each train by their own gradients are kept together, as values.
+"""Averages the weights of replicas that each train on their own gradients.
 
-x_i are the true weights of replica i, all of one stage's in a row; r is the number of replicas.
-Every replica keeps what is said here, and comes to the same bits as the others: sums over replicas
-are made in their order.
+x_i are the true weights of replica i of one stage, concatenated; r is the number of replicas. Sums
+over replicas are made in rank order, so that all replicas compute the same bits.
 """
 
 from __future__ import annotations
@@ -20,43 +19,43 @@ from spectrain_ext.rng import mixed_seed
 
 from .numbers import non_negative
 
-#: Begins to send a message, which may be written afterwards, to all replicas; what it returns waits
-#: for theirs, in their order.
+#: Starts sending a tensor to all replicas; the tensor may be overwritten afterwards. Call the
+#: result to wait for the tensors of all replicas, in order.
 Exchange = Callable[[Tensor], Callable[[], Sequence[Tensor]]]
 
 
 class Averaging(Protocol):
-    """A way to average; a value, the same on all replicas."""
+    """Protocol of an averaging method: a value that is the same on all replicas."""
 
     __slots__ = ()
 
     def begin(self, weights: Tensor, exchange: Exchange, stage: int) -> Averager:
-        """What one replica does, and keeps, from these weights on: one-dimensional, its own."""
+        """Return one replica's averager, starting from its own one-dimensional weights."""
 
 
 class Averager(Protocol):
-    """One replica's part; every replica calls the same methods in the same order."""
+    """State of one replica; all replicas call the same methods in the same order."""
 
     def before(self, weights: Tensor) -> None:
-        """An update of these weights is about to be made; nothing waits here."""
+        """Called before an update; does not wait."""
 
     def made(self, weights: Tensor) -> None:
-        """It has been made, with this result; nothing waits here either."""
+        """Called after the update with the new weights; does not wait."""
 
     def after(self, weights: Tensor) -> Tensor | None:
-        """Returns what the weights are then, None: what they are; the others' are waited for.
+        """Wait for other replicas and return the averaged weights; None keeps the current ones.
 
-        The tensor that is given may be written.
+        The argument may be overwritten.
         """
 
     def average(self, weights: Tensor) -> Callable[[], Tensor]:
-        """What is evaluated, of these weights and the others', which are waited for by the call."""
+        """Start computing the weights to evaluate; call the result to wait for them."""
 
     def state(self) -> tuple[dict[str, Tensor], int]:
-        """All that it keeps; and its updates so far."""
+        """Return all tensors of the state, and the number of updates."""
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from there; ValueError if that does not fit."""
+        """Restore a state; ValueError if it does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +146,19 @@ class Sparse(Averaging):
 
 
 class _Part(NamedTuple):
-    """Places of weights in a row, by blocks."""
+    """A part of the concatenated weights, in blocks."""
 
-    size: int  # weights of a block
-    blocks: Tensor  # numbers of whole ones
-    end: bool  # with what is left of the row behind whole blocks
+    size: int  # weights per block
+    blocks: Tensor  # indices of whole blocks
+    end: bool  # whether it includes the shorter last block
 
     def of(self, row: Tensor) -> Tensor:
-        """A copy of these weights."""
+        """Return a copy of these weights."""
         whole = self._whole(row).index_select(0, self.blocks).reshape(-1)
         return torch.cat([whole, row[self._ends(row) :]]) if self.end else whole
 
     def put(self, row: Tensor, weights: Tensor) -> None:
-        """Make the row have these weights there."""
+        """Write these weights into the row."""
         n = len(self.blocks) * self.size
         self._whole(row).index_copy_(0, self.blocks, weights[:n].view(-1, self.size))
         if self.end:
@@ -173,26 +172,25 @@ class _Part(NamedTuple):
 
 
 class _Sparse:
-    # Single weights, gathered and scattered one by one, took 4.5 ms of a core an exchange of 2^20
-    # weights and 98 ms of 2^24; blocks of 1,024 take 0.46 and 3.9 ms (share 0.05, median of 41 in
-    # turns), of 256 or 4,096 from 0.23 to 0.27 and from 3.0 to 4.7. Parts have at least 16 of them,
-    # to be of a size.
+    # One exchange on one core (share 0.05, median of 41 alternating runs): single weights took
+    # 4.5 ms for 2^20 weights and 98 ms for 2^24; blocks of 1,024 take 0.46 and 3.9 ms; blocks of
+    # 256 or 4,096 take 0.23 to 0.27 and 3.0 to 4.7 ms. At least 16 blocks keep parts equally large.
     _LEAST_BLOCKS, _LARGEST_BLOCK = 16, 1024
 
     def __init__(self, asked: Sparse, weights: Tensor, exchange: Exchange, stage: int) -> None:
         self._asked, self._exchange, self._stage = asked, exchange, stage
         self._moves = torch.zeros_like(weights)
         self._updates = 0
-        # A part of the weights as they were, and what waits for its mean over all replicas.
+        # A part of the former weights, and a call that waits for its mean over all replicas.
         self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        # The round, the order of the blocks, and where in it the shorter one is, -1: there is none.
+        # The round, the order of its blocks, and the shorter block's place in it (-1: none).
         self._dealt: tuple[int, Tensor, int] | None = None
         self._parts = min(ceil(1 / asked.share), max(1, len(weights)))
         wanted = len(weights) // (self._parts * self._LEAST_BLOCKS)
         self._block = min(max(1, wanted), self._LARGEST_BLOCK)
 
     def _part(self, update: int) -> _Part:
-        """Places of the weights; nothing but the update says which."""
+        """Return the part that an update averages; it depends only on the update's number."""
         number, turn = divmod(update, self._parts)
         if self._dealt is None or self._dealt[0] != number:
             mixed = mixed_seed(mixed_seed(self._asked.seed, self._stage), number)
@@ -204,7 +202,7 @@ class _Sparse:
         _, order, short = self._dealt
         own, place = order[turn :: self._parts], short // self._parts
         end = short >= 0 and short % self._parts == turn
-        whole = torch.cat([own[:place], own[place + 1 :]]) if end else own  # no wait for a device
+        whole = torch.cat([own[:place], own[place + 1 :]]) if end else own  # no device sync
         return _Part(self._block, whole, end)
 
     def before(self, weights: Tensor) -> None: ...
@@ -253,7 +251,7 @@ class _Sparse:
 
 
 def fitting(tensors: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
-    """The tensor of that name; ValueError if there is none of that shape and kind of numbers."""
+    """Return the tensor of that name; ValueError if it is missing or has another shape or kind."""
     found = tensors.get(key)
     if found is None or found.shape != like.shape or found.is_complex() != like.is_complex():
         got = "none" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
@@ -263,7 +261,7 @@ def fitting(tensors: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In order, so that all replicas, and any way that they sent, come to the same bits."""
+    """Add in order, so that all replicas compute the same bits by any transport."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -274,11 +272,11 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
     return _sum(parts).div_(len(parts))
 
 
-# Weights in a row.
+# Concatenated weights.
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all elements, in the widest dtype, at least float32."""
+    """Return a copy of all elements in one row, in the widest dtype, at least float32."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -286,6 +284,6 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def taken_apart(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Its elements in these shapes."""
+    """Yield the row's elements in the shapes of `like`."""
     for part, tensor in zip(row.split([t.numel() for t in like]), like, strict=True):
         yield part.view(tensor.shape)

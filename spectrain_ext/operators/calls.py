@@ -1,4 +1,4 @@
-"""What the native plan takes for a call: lists of arrays; numbers and laws, made terms."""
+"""Translates the arguments of a call for the native plan: arrays, hyperparameters and laws."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
 
 
 class SupportsDLPack(Protocol):
-    """An array of any framework that speaks DLPack: CuPy, NumPy, JAX."""
+    """An array of any framework with DLPack: CuPy, NumPy, JAX."""
 
     def __dlpack__(self, *, stream: Any = ...) -> Any:
-        """A capsule that describes the array's memory."""
+        """Return a capsule that describes the array's memory."""
 
 
 class SupportsCudaArray(Protocol):
-    """An array on a CUDA device of a framework older than DLPack."""
+    """A CUDA array of a framework without DLPack."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What describes the array's memory."""
+        """Description of the array's memory."""
 
 
 Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
@@ -46,7 +46,7 @@ _DLPACK_CUDA = 2  # kDLCUDA
 
 
 class StepOptions(TypedDict, total=False):
-    """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent."""
+    """Options of a step, see `sgd_step_`; None means absent."""
 
     # csrc/bindings/options.cpp reads them by these names.
     grad_scale: Array | None
@@ -57,8 +57,8 @@ class StepOptions(TypedDict, total=False):
 
 
 def is_array(value: object) -> bool:
-    """Whether an argument is one array and not a sequence of them."""
-    if isinstance(value, (list, tuple)):  # the common cases first: they are told without a look
+    """Return whether an argument is one array and not a sequence of arrays."""
+    if isinstance(value, (list, tuple)):  # the common cases first: they need no further check
         return False
     if isinstance(value, Tensor):
         return True
@@ -72,7 +72,7 @@ def is_array(value: object) -> bool:
 
 
 def framework_of(array: object) -> str:
-    """Which of NumPy and CuPy an array is of, maybe by a class of its own; else nothing."""
+    """Return "numpy" or "cupy" for their arrays and subclasses, else an empty string."""
     for base in type(array).__mro__:
         framework = base.__module__.partition(".")[0]
         if framework in ("numpy", "cupy"):
@@ -81,25 +81,25 @@ def framework_of(array: object) -> str:
 
 
 def dtype_of(array: Any) -> object:
-    """Its dtype in its framework's words; that of a buffer, which has none, in torch's."""
+    """Return the dtype of the array's framework, or torch's for a plain buffer."""
     if hasattr(array, "dtype"):
         return array.dtype
     return {"e": torch.float16, "f": torch.float32, "d": torch.float64}[memoryview(array).format]
 
 
 def device_of(array: Any) -> torch.device:
-    """Where an array lies, of whatever framework."""
+    """Return the device of an array of any framework."""
     if isinstance(array, Tensor):
         return array.device
     if not hasattr(array, "__dlpack_device__"):
-        cuda = hasattr(array, "__cuda_array_interface__")  # of the device that is current
+        cuda = hasattr(array, "__cuda_array_interface__")  # it does not tell: the current device
         return torch.device("cuda" if cuda else "cpu")
     kind, index = array.__dlpack_device__()
     return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
 
 
 class Lists:
-    """The arguments of one call, each of the kind of the first: one array, or a sequence."""
+    """The array arguments of one call: all single arrays, or all sequences."""
 
     def __init__(self, params: object, name: str, *, writes: bool) -> None:
         self.single = is_array(params)
@@ -110,13 +110,13 @@ class Lists:
         self._first = name
         self.params: tuple[object, ...] = self._tuple(params)
         self._lists = [(Role.PARAMS, name, writes, self.params)]
-        self._stepped: list[bool] | None = None  # whether a tensor has a gradient, in a step
+        self._stepped: list[bool] | None = None  # in a step: which tensors have a gradient
 
     def _tuple(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
 
     def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
-        """Take one more argument and return its arrays."""
+        """Add an argument and return its arrays."""
         one = is_array(value) or not isinstance(value, Iterable)
         if one is not self.single:
             kind = "one tensor" if self.single else "a sequence of tensors"
@@ -130,19 +130,19 @@ class Lists:
         return arrays
 
     def bump(self, untouched: Role | None = None) -> None:
-        """Tell autograd what was written; an `untouched` list was to be, and was left alone."""
+        """Bump the version counters of written tensors, except those of the `untouched` role."""
         written: list[object] = []
         for role, _, writes, arrays in self._lists:
             if not writes or role is untouched:
                 continue
             if self._stepped is None or role is Role.OUT:
                 written += arrays
-            else:  # a step leaves alone what has no gradient
+            else:  # a step does not write tensors without a gradient
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
     def new_like_params(self, stream: Any) -> list[Any]:
-        """New arrays like the first argument's, whose memory is free for work on the stream."""
+        """Return new arrays like the first argument's, allocated for use on the stream."""
         with torch.no_grad():
             return [self._like(i, array, stream) for i, array in enumerate(self.params)]
 
@@ -151,7 +151,7 @@ class Lists:
             with current(stream, value.device):
                 return torch.empty_like(value)
         framework = framework_of(value)
-        if framework == "numpy":  # a plain array where it is memory-mapped or the like
+        if framework == "numpy":  # a plain array, even for memory-mapped ones
             return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
         if framework == "cupy":
             cupy = cast(Any, sys.modules["cupy"])
@@ -166,7 +166,7 @@ class Lists:
         )
 
     def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
-        """Validate all arguments and build the native plan they make."""
+        """Validate all arguments and build a native plan."""
         return _C.Plan(self._lists, self._checked_groups(groups), self.single)
 
     def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
@@ -188,7 +188,7 @@ class Lists:
 
 
 def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
-    # What torch allocates for another stream may still be in use when the call's writes it.
+    # Memory that torch allocates for another stream may still be in use when this one writes it.
     if stream is None or device is None or device.type != "cuda":
         return nullcontext()
     handle = _C.stream_handle(stream)
@@ -198,7 +198,7 @@ def current(stream: Any, device: torch.device | None) -> AbstractContextManager[
 
 
 def bump_versions(*lists: Sequence[object]) -> None:
-    """Tell autograd that tensors were written in place, as torch's own operators do."""
+    """Bump autograd's version counters of tensors that were written in place."""
     tensors = [t for arrays in lists for t in arrays if isinstance(t, Tensor)]
     if not tensors:
         return
@@ -212,17 +212,17 @@ def bump_versions(*lists: Sequence[object]) -> None:
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
-# Terms; Adam's eps of every parameter group; the program that computes both.
+# Terms; Adam's eps of every parameter group; the program that computes both on the device.
 Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
-# Settings; whether there is momentum; what is predicted into which out.
+# Settings; whether there is momentum; outputs with the terms of their predictions.
 Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
-SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # `Sgd` takes it
+SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
 
 
 class SgdNumbers(TypedDict, total=False):
-    """The numbers of SGD as keywords: fields of ``numbers.Sgd``."""
+    """SGD's hyperparameters as keywords: fields of ``numbers.Sgd``."""
 
     lr: float
     momentum: float | None
@@ -235,7 +235,7 @@ class SgdNumbers(TypedDict, total=False):
 
 
 class AdamStep(StepOptions, total=False):
-    """The numbers of Adam as keywords, fields of ``numbers.Adam``, beside a step's options."""
+    """Adam's hyperparameters as keywords (fields of ``numbers.Adam``), and a step's options."""
 
     lr: float
     betas: tuple[float, float]
@@ -260,12 +260,12 @@ def sgd_prediction(
     decoupled_weight_decay: bool = False,
     ema: bool = False,
 ) -> Prediction:
-    """A prediction under SGD with the same numbers for all groups."""
+    """Translate a prediction under SGD with the same hyperparameters for all groups."""
     rate = non_negative("lr", lr)
     if type(weight_decay) is not float:
         weight_decay = non_negative("weight_decay", weight_decay)
     plain = momentum is None and not weight_decay and not nesterov
-    if plain and isinstance(steps, (int, float)):  # the common case, without a detour
+    if plain and isinstance(steps, (int, float)):  # the common case, made fast
         distance = rate * horizon("steps", steps)
         terms = [[Term(1.0, distance)] if distance else []] * n_groups
         if type(distance) is float:
@@ -283,7 +283,7 @@ def sgd_prediction(
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
-    """A prediction without a step; ValueError where it needs the gradient."""
+    """Translate a prediction without a step; ValueError if it needs the gradient."""
     terms = list(map(terms_of, laws, groups))
     for group in terms:
         for term in group:
@@ -302,14 +302,14 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
 def step_arguments(
     groups: Numbers, predict: Sequence[Horizons | None]
 ) -> tuple[Step, Program | None]:
-    """A step that also predicts; ValueError where its numbers do not go together."""
+    """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     return lower(_step(groups, predict))
 
 
 def sgd_step_arguments(
     row: SgdRow, n_groups: int, predict: Sequence[Horizons | None]
 ) -> tuple[Step, Program | None]:
-    """The same of SGD with the same numbers for all groups."""
+    """Translate a step of SGD with the same hyperparameters for all groups."""
     if _PLAIN.issuperset(map(type, row)) and (
         len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
     ):
@@ -319,7 +319,7 @@ def sgd_step_arguments(
 
 @lru_cache(maxsize=256)
 def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
-    """Plain numbers: a training loop gives the same ones at most of its steps."""
+    """Cache plain numbers: most steps of a training loop have the same ones."""
     return _step([Sgd(*row)] * n_groups, predict)
 
 

@@ -1,8 +1,8 @@
-"""Corrections: what a step does to a gradient that other weights than the newest have given.
+"""Corrections of gradients that were computed with stale weights.
 
-Notation: W the weights that are updated, W_stale those that the gradient was computed with, g the
-gradient (scaled and clipped, -g to maximize), v the momentum, d what the momentum takes: g with the
-L2 penalty.
+Notation: W the weights that are updated, W_stale the weights that the gradient was computed with, g
+the gradient (scaled and clipped; -g to maximize), v the momentum, d the gradient with the L2
+penalty, which the momentum accumulates.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch import Tensor
 from .expressions import Expression
 from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative, number
 
-_FAR_LONGER = 1e8  # than a momentum: the angle with it is known to eight digits
+_FAR_LONGER = 1e8  # a gradient longer than the momentum by this factor has no measurable angle
 
-# Of a step that reads stale weights, for one group: strength, decay, root, eps; csrc/core/setting.h
-# says what they are to each correction.
+# Strength, decay, root and eps of one group; csrc/core/setting.h gives their meaning.
 Coefficients: TypeAlias = tuple[float, float, float, float]
 
 
 class Correction:
-    """A correction of a step's gradient, as a value."""
+    """A correction of a step's gradient."""
 
     __slots__ = ()
-    reads_stale: ClassVar[bool] = False  # the weights that the gradient was computed with
-    buffers: ClassVar[tuple[str, ...]] = ()  # keys of its own state, shaped like the parameters
+    reads_stale: ClassVar[bool] = False  # whether it reads the weights of the gradient
+    buffers: ClassVar[tuple[str, ...]] = ()  # keys of its state tensors, shaped like the parameters
 
 
 class StaleCorrection(Correction):
-    """A correction that is a part of the step's own pass, and reads the stale weights there."""
+    """A correction inside the step's kernel, which reads the stale weights."""
 
     __slots__ = ()
     reads_stale: ClassVar[bool] = True
@@ -41,8 +40,8 @@ class StaleCorrection(Correction):
     def coefficients(
         self,
         numbers: Sgd | Adam,
-        largest_lr: float,  # that the weights have been updated with, this step's included
-        averaged: int,  # updates whose squares are in the buffer
+        largest_lr: float,  # the largest learning rate so far, this step's included
+        averaged: int,  # updates in the average
     ) -> Coefficients:
         raise NotImplementedError
 
@@ -86,7 +85,7 @@ class GapAware(StaleCorrection):
         object.__setattr__(self, "decay", fraction("decay", self.decay))
 
     def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        """Strength 0, which is P = 1, where there is no average yet or no rate."""
+        """Return strength 0 (P = 1) as long as there is no average or no learning rate."""
         if averaged < 1 or (isinstance(numbers, Sgd) and largest_lr == 0.0):
             return 0.0, self.decay, 0.0, 0.0
         root: float = (1.0 - self.decay**averaged) ** -0.5
@@ -96,7 +95,7 @@ class GapAware(StaleCorrection):
 
 
 def stale_correction(correction: object) -> StaleCorrection:
-    """The same, if it is one that reads stale weights; TypeError."""
+    """Return the correction if it reads stale weights; otherwise TypeError."""
     if isinstance(correction, StaleCorrection):
         return correction
     raise TypeError(
@@ -108,10 +107,10 @@ def stale_correction(correction: object) -> StaleCorrection:
 def coefficients_of(
     correction: object,
     groups: Sequence[Sgd] | Sequence[Adam],
-    largest_lr: float | None,  # of all groups; None: the step's own
-    averaged: int,  # of all groups
+    largest_lr: float | None,  # for all groups; None: the step's own
+    averaged: int,  # for all groups
 ) -> tuple[bool, list[Coefficients]] | None:
-    """What the native step takes of every group: whether there is an average, and coefficients."""
+    """Return whether there is an average, and the coefficients of every group."""
     if correction is None:
         return None
     stale = stale_correction(correction)
@@ -129,22 +128,22 @@ def coefficients_of(
 
 
 class StepCorrection(Correction):
-    """A correction in a step's coefficients, which costs nothing; here they are the plain ones."""
+    """A correction that only changes the step's coefficients, at no cost; by default unchanged."""
 
     __slots__ = ()
 
     def sgd(self, numbers: Sgd) -> Term:
-        """The step under SGD; ValueError for numbers that it is not defined for."""
+        """Return the step under SGD; ValueError if it is undefined for these hyperparameters."""
         return numbers.term()
 
     def adam(self, numbers: Adam) -> Term:
-        """The step under Adam, AdamW and NAdam; ValueError likewise."""
+        """Return the step under Adam, AdamW and NAdam; ValueError if it is undefined."""
         raise ValueError(f"{self} is defined for SGD")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCorrection(StepCorrection):
-    """What an object of anybody's says of the step, by ``sgd`` and ``adam`` of its own."""
+    """A user's object with ``sgd`` and ``adam`` methods."""
 
     rule: Corrected
 
@@ -159,7 +158,7 @@ class OwnCorrection(StepCorrection):
 
 
 def as_correction(value: Any) -> Correction:
-    """A correction as it is, or made of an object with ``sgd`` and ``adam``; TypeError."""
+    """Return a correction, or wrap an object with ``sgd`` and ``adam``; else TypeError."""
     if isinstance(value, Correction):
         return value
     own = not isinstance(value, type)
@@ -224,7 +223,7 @@ class ErrorFeedback(StepCorrection):
             raise ValueError("NAdam: error feedback is not defined for it")
         if beta1 == 0.0:
             raise ValueError("betas[0]: error feedback needs one, which tells the update before")
-        # The first step has no update before it, nor a bias that could be corrected.
+        # The first step has no previous update.
         before = 0.0 if numbers.step == 1 else numbers.lr / (1.0 - beta1 ** (numbers.step - 1))
         momentum = 2.0 * plain.momentum - before / beta1
         return Term(plain.keep, momentum, before * (1.0 - beta1) / beta1, plain.root)
@@ -255,20 +254,20 @@ class AdaptiveBraking(StepCorrection):
         self,
         gradients: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        apart: Tensor,  # the lengths of gradients - momenta, in float64
+        apart: Tensor,  # norms of gradients - momenta, float64
         maximize: bool = False,
     ) -> None:
-        """Scale gradients in place, each by its angle with the momentum before this step.
+        """Scale each gradient in place by its angle with the momentum before this step.
 
-        All lie on one device. The momentum of a step that maximizes is of negated gradients.
+        All tensors are on one device. With `maximize` the momentum is of negated gradients.
         """
         strength = -self.strength if maximize else self.strength
         g, v = (
             torch.stack(torch._foreach_norm(list(these), 2, dtype=torch.float64))
             for these in (gradients, momenta)
         )
-        # By the law of cosines, which rounding puts off by 1e-16*(g/v + v/g): nothing beside v
-        # where that is the longer one; next to a far longer g it has no angle.
+        # The law of cosines; its rounding error is 1e-16*(g/v + v/g). That is negligible if v is
+        # longer; if g is far longer, no angle is measurable.
         cosines = ((g * g + v * v - apart * apart) / (2.0 * g * v)).clamp_(-1.0, 1.0)
         cosines = cosines.where((g > 0.0) & (g < _FAR_LONGER * v), 0.0)
         torch._foreach_mul_(list(gradients), list((1.0 - strength * cosines).unbind()))

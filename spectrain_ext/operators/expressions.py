@@ -1,8 +1,8 @@
-"""Numbers that are read when a kernel runs: a trace of the arithmetic they go through.
+"""Records arithmetic on numbers that are read only when a kernel runs.
 
-The formulas of `numbers` and `laws` are written once, for floats. Where a number is not known on
-the host, an `Expression` takes its place and records what is done to it; `lower` makes a program of
-the records, which the native half evaluates (csrc/core/program.h) beside the kernel.
+The formulas of `numbers` and `laws` are written once, for floats. For a number that the host does
+not know, an `Expression` records the operations on it. `lower` turns the records into a program
+that the native code evaluates with the kernel (csrc/core/program.h).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Operator: TypeAlias = "Callable[[Expression, Expression | float], float]"
 
 
 def _operators(operation: Opcode) -> tuple[_Operator, _Operator]:
-    """What records an operation on an expression, and on one that is its second operand."""
+    """Return the two methods of a binary operator: the expression on the left, and on the right."""
 
     def forward(self: Expression, other: Expression | float) -> float:
         return _record(operation, self, other)
@@ -47,7 +47,7 @@ def _operators(operation: Opcode) -> tuple[_Operator, _Operator]:
 
 
 def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> float:
-    """The result, which formulas know as a float."""
+    """Return the recorded operation, typed as the float that formulas expect."""
     for operand in (a, b):
         if not isinstance(operand, (Expression, int, float)):
             return NotImplemented
@@ -55,9 +55,9 @@ def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> 
 
 
 class Expression:
-    """A number that is not known on the host, in its place in a formula."""
+    """A number in a formula that the host does not know."""
 
-    # It is true, and unequal to every float: a formula treats it as any that is not special.
+    # It is truthy and unequal to every float, so formulas take no special case for it.
     __slots__ = ("operands", "operation")
 
     def __init__(self, operation: Opcode | None, *operands: Expression | float) -> None:
@@ -80,22 +80,25 @@ class Expression:
 
 
 class Scalar(Expression):
-    """One number in memory, read when the kernel runs and not when it is enqueued.
+    """One number in memory that is read when the kernel runs, not when it is launched.
 
-    It can take the place of `lr`, `momentum`, a horizon, Adam's `step`, `betas[0]` and
-    `mu_product`, and be computed with: ``Scalar(lr) * 0.5``. A CUDA graph that was captured with it
-    sees what the memory holds at each replay. On CUDA a tensor with one element is taken for its
-    Scalar; on the CPU it is read at once, unless it is wrapped.
-
-    The value is not checked: one that is out of range gives what the formula gives.
+    Use it for `lr`, `momentum`, a horizon, Adam's `step`, `betas[0]` or `mu_product`, also in
+    arithmetic: ``Scalar(lr) * 0.5``. A captured CUDA graph reads the memory at each replay. On
+    CUDA a tensor with one element is treated as a Scalar; on the CPU it is read immediately unless
+    wrapped. The value is not checked.
 
     Args:
         tensor: one element of float32, float64 or int64, on the device of the weights; a tensor, or
-            any array with `__dlpack__` or `__cuda_array_interface__`. It is kept alive.
+            an array with `__dlpack__` or `__cuda_array_interface__`. It is kept alive.
 
     Raises:
-        TypeError: it is no such array.
-        ValueError: it has not one element.
+        TypeError: the argument is not such an array.
+        ValueError: the argument does not have exactly one element.
+
+    Example:
+        >>> rate = torch.tensor(0.25)
+        >>> st.predict(torch.ones(1), torch.ones(1), lr=st.Scalar(rate) * 0.5, steps=2)
+        tensor([0.7500])
     """
 
     __slots__ = ("name", "tensor")
@@ -119,7 +122,7 @@ class Scalar(Expression):
             raise ValueError(f"tensor: expected one element, got shape {tuple(self.tensor.shape)}")
 
     def named(self, name: str) -> Scalar:
-        """The same under the name that errors call it."""
+        """Return the same number under another name for error messages."""
         named = Scalar.__new__(Scalar)
         Expression.__init__(named, None)
         named.name, named.tensor = name, self.tensor
@@ -130,7 +133,7 @@ class Scalar(Expression):
 
 
 def traced(name: str, value: object) -> Expression | None:
-    """The expression that an argument is, or stands for; None where it is a number of the host."""
+    """Return the expression for an argument on a device; None for a number of the host."""
     if isinstance(value, Expression):
         return value.named(name) if isinstance(value, Scalar) else value
     if isinstance(value, Tensor):
@@ -146,19 +149,19 @@ def traced(name: str, value: object) -> Expression | None:
 
 
 _INPUT, _CONSTANT, _RESULT = range(3)
-_Place: TypeAlias = tuple[int, int]  # one of the three kinds, and the index among them
+_Place: TypeAlias = tuple[int, int]  # one of the three kinds, and an index within it
 
 
 class _Lowering:
-    """Collects the expressions of one call, each operation on the same numbers once."""
+    """Collects the expressions of one call and shares equal operations."""
 
     def __init__(self) -> None:
-        # Of each kind: the index and what the program has, by what makes it the same.
+        # For each kind: index and program entry, by a key that equal entries share.
         self._tables: tuple[dict[object, tuple[int, Any]], ...] = ({}, {}, {})
-        self._known: dict[int, _Place] = {}  # by id: the expressions outlive this
+        self._known: dict[int, _Place] = {}  # by id; the expressions outlive this object
 
     def add(self, expression: Expression) -> None:
-        """Collect an expression and all it is made of; no recursion, chains may be long."""
+        """Collect an expression and its operands, iteratively because chains may be long."""
         waiting = [expression]
         while waiting:
             now = waiting[-1]
@@ -200,7 +203,7 @@ class _Lowering:
         return self._starts[kind] + index
 
     def program(self) -> Program | None:
-        """The program of all that was added; None where nothing was."""
+        """Return the program of all added expressions, or None."""
         *self._starts, registers = accumulate(map(len, self._tables), initial=0)
         if registers > _C.MAX_REGISTERS:
             raise ValueError("steps: the formulas of numbers on the device are too long")
@@ -209,7 +212,7 @@ class _Lowering:
         return (inputs, constants, code) if self._known else None
 
     def placeholder(self, expression: Expression) -> float:
-        """The NaN that stands for an expression that was added, once all are."""
+        """Return the NaN that stands for an added expression; call after `program`."""
         return _C.placeholder(self._register(self._known[id(expression)]))
 
 
@@ -217,8 +220,8 @@ T = TypeVar("T")
 
 
 def lower(numbers: T) -> tuple[T, Program | None]:
-    """Put placeholders for all expressions in nested lists and tuples, and make their program."""
-    if _C.all_plain(numbers):  # in most calls all are: this is the quick way to know
+    """Replace all expressions in nested lists and tuples by placeholders; return their program."""
+    if _C.all_plain(numbers):  # true in most calls, and fast to check
         return numbers, None
     lowering = _Lowering()
     _mapped(numbers, lowering.add)
@@ -227,8 +230,8 @@ def lower(numbers: T) -> tuple[T, Program | None]:
 
 
 def _mapped(value: object, of: Callable[[Expression], object]) -> object:
-    """The same structure with something else for each expression."""
-    if type(value) is float:  # most of it
+    """Return the same structure with each expression replaced."""
+    if type(value) is float:  # the most frequent case
         return value
     if isinstance(value, Expression):
         return of(value)

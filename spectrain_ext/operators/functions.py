@@ -1,20 +1,20 @@
 """Fused operators on one tensor or a sequence of tensors.
 
-Every operator takes tensors of float16, bfloat16, float32 or float64 (float32 momentum beside
-16-bit weights), all on one device, CPU or CUDA, each dense (any order of dimensions, no gaps). A
-sequence of a few hundred tensors is one kernel launch. On CUDA it works on `stream`, by default the
-caller's current stream. In-place operators bump autograd's version counters like torch's own; use
-a `Plan` to write without that, and to validate only once.
+All tensors of a call are on one device (CPU or CUDA), dense (any order of dimensions, no gaps), and
+of dtype float16, bfloat16, float32 or float64; momentum may be float32 where weights have 16 bits.
+A sequence of a few hundred tensors needs one kernel launch, on `stream` (default: the current CUDA
+stream). In-place operators bump autograd's version counters, as torch's do. A `Plan` validates its
+tensors once and does not bump version counters.
 
-All raise TypeError for what is not a dense tensor of those dtypes, and ValueError where lengths,
-shapes, strides, dtypes or devices differ, memory overlaps or a number is out of range. Errors name
-the argument and the index, and leave every tensor as it was.
+Every operator raises TypeError for arguments that are not dense tensors of these dtypes, and
+ValueError if lengths, shapes, strides, dtypes or devices differ, memory overlaps, or a number is
+out of range. Errors name the argument and the index, and leave all tensors unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -41,14 +41,11 @@ from .laws import Horizon, as_laws
 from .library import traceable
 from .numbers import Adam, Sgd, horizon
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing from Python 3.11 on
-
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
-    """Take `out`, or new tensors with the layout of the parameters."""
+    """Return `out`, or new tensors with the layout of the parameters."""
     if out is None:
         new = lists.new_like_params(stream)
         out = new[0] if lists.single else new
@@ -68,18 +65,24 @@ def predict_(
     nesterov: bool = False,
     stream: Any = None,
 ) -> None:
-    """W <- W - lr*steps*v, in place: the weights expected `steps` updates ahead.
+    """Predict weights in place: W <- W - lr*steps*v, the weights expected `steps` updates ahead.
 
-    SpecTrain (Chen, Yang, Cheng, arXiv 1809.02839), equation 4, with v the momentum buffer.
+    SpecTrain (Chen, Yang, Cheng, arXiv 1809.02839), equation 4; v is the momentum buffer.
 
     Args:
         params: W.
-        momentum_buffers: v, of the same shapes and strides.
+        momentum_buffers: v, with the shapes and strides of `params`.
         lr: learning rate, >= 0.
-        steps: the version difference s (horizon) in updates, >= 0; 0 keeps the bits of W. Or a law
-            of `spectrain_ext.laws`: linear, geometric, future learning rates.
-        momentum, weight_decay, nesterov: what the geometric laws have to know of the optimizer.
-        stream: CUDA stream (anything with `__cuda_stream__`, or a handle); None: the current one.
+        steps: prediction horizon in updates, >= 0; 0 keeps the bits of W. Or a law of
+            `spectrain_ext.laws`.
+        momentum, weight_decay, nesterov: the optimizer's settings, which geometric laws need.
+        stream: CUDA stream (an object with `__cuda_stream__`, or a handle); None: the current one.
+
+    Example:
+        >>> weights, momentum = [torch.ones(3)], [torch.ones(3)]
+        >>> st.predict_(weights, momentum, lr=0.25, steps=2)
+        >>> weights
+        [tensor([0.5000, 0.5000, 0.5000])]
     """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
@@ -102,10 +105,14 @@ def predict(
     out: T | None = None,
     stream: Any = None,
 ) -> T:
-    """Return W - lr*steps*v in `out`, or in new tensors with the layout of the parameters.
+    """Return predicted weights, W - lr*steps*v, in `out` or in new tensors like the parameters.
 
-    See `predict_`. `out` must not share memory with the inputs; beside float32 weights it may be
-    bfloat16 or float16 (working weights of a float32 master).
+    The arguments are those of `predict_`. `out` must not share memory with the inputs. For float32
+    weights it may be bfloat16 or float16 (working weights of float32 master weights).
+
+    Example:
+        >>> st.predict(torch.ones(3), torch.ones(3), lr=0.25, steps=2)
+        tensor([0.5000, 0.5000, 0.5000])
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
@@ -119,7 +126,16 @@ def predict(
 
 @traceable
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
-    """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
+    """Return a bitwise copy of the weights, in `out` or in new tensors of the same layout.
+
+    Example:
+        >>> weights = [torch.ones(2)]
+        >>> kept = st.stash(weights)
+        >>> _ = weights[0].zero_()
+        >>> st.restore_(weights, kept)
+        >>> weights
+        [tensor([1., 1.])]
+    """
     lists = Lists(params, "params", writes=False)
     result = _output(lists, Role.STASHED, out, stream)
     lists.plan().stash(stream)
@@ -129,7 +145,14 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
 
 @traceable
 def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
-    """W <- stashed, bit for bit: the inverse of `stash`."""
+    """Copy stashed weights back, bit for bit: W <- stashed. The inverse of `stash`.
+
+    Example:
+        >>> weights = torch.zeros(2)
+        >>> st.restore_(weights, torch.ones(2))
+        >>> weights
+        tensor([1., 1.])
+    """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=False)
     lists.plan().restore_(stream)
@@ -138,7 +161,14 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
 
 @traceable
 def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
-    """A <-> b, bit for bit, without a third buffer."""
+    """Exchange the contents of `a` and `b`, bit for bit, without a third buffer.
+
+    Example:
+        >>> a, b = torch.zeros(2), torch.ones(2)
+        >>> st.swap_(a, b)
+        >>> a, b
+        (tensor([1., 1.]), tensor([0., 0.]))
+    """
     lists = Lists(a, "a", writes=True)
     lists.add(Role.STASHED, "b", b, writes=True)
     lists.plan().swap_(stream)
@@ -158,7 +188,14 @@ def stash_predict_(
     nesterov: bool = False,
     stream: Any = None,
 ) -> None:
-    """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
+    """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v. See `predict_`.
+
+    Example:
+        >>> weights, kept, momentum = torch.ones(2), torch.empty(2), torch.ones(2)
+        >>> st.stash_predict_(weights, kept, momentum, lr=0.25, steps=2)
+        >>> weights, kept
+        (tensor([0.5000, 0.5000]), tensor([1., 1.]))
+    """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
@@ -192,7 +229,7 @@ def sgd_step_(
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
-    """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
+    """Make one step of torch.optim.SGD and write predictions of the new weights, in one pass.
 
     The arithmetic, with fused multiply-adds::
 
@@ -201,50 +238,55 @@ def sgd_step_(
         W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
         out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
 
-    With `ema` v = momentum*v + (1 - momentum)*d, as the SpecTrain paper writes it; with
-    `decoupled_weight_decay` d = g and W shrinks by 1 - lr*weight_decay before it moves.
+    With `ema`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
+    `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
 
-    Predictions are made from the values as they were stored: the same bits as a later `predict`.
+    Predictions use the stored values, so they have the same bits as a later `predict`.
 
     Args:
         params: W.
-        grads: g, of the parameters' dtype; where an entry is None its tensor is left alone, and its
+        grads: g, of the parameters' dtype. A tensor whose entry is None is not updated, and its
             outs receive W.
-        momentum_buffers: v; may be None where momentum == 0, and is not touched then.
+        momentum_buffers: v; may be None if momentum == 0, and is not touched then.
         lr: learning rate, >= 0.
         momentum: factor of the old buffer, >= 0.
         dampening: dampening of the gradient in the buffer.
         weight_decay: L2 penalty, >= 0.
         nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
-        maximize: step up the gradient.
-        first_step: a bool, or one per tensor: the buffer becomes the gradient, as torch does when
+        maximize: maximize the objective instead of minimizing it.
+        first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
             there is no buffer yet. The old content of the buffer is not used.
-        predict: pairs of a horizon in updates, >= 0, and outputs like the parameters.
-        correction: of g or d, in the same pass, after `clip_factor` and `grad_scale` and before
-            the momentum: one of `spectrain_ext.corrections` that reads `stale`. Weights are
-            float32 or float64 then.
-        stale: the weights that gave g; like the parameters, beside float32 ones bfloat16 or
-            float16 as the gradients. May be an output of `predict`, which is written after it was
-            read.
+        predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
+        correction: a correction of `spectrain_ext.corrections` that reads `stale`. It is applied
+            after `clip_factor` and `grad_scale` and before the momentum. Weights must be float32
+            or float64.
+        stale: the weights that g was computed with: like the parameters, or bfloat16 or float16
+            for float32 parameters. May be an output of `predict`; it is read first.
         gap_averages: of `corrections.GapAware`: A, like the momentum, zeros at first.
         largest_lr: of `corrections.GapAware`: the largest learning rate so far; None: `lr`.
-        averaged: of `corrections.GapAware`: how many steps A has taken up, 0 at the first one.
-        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device,
-            which no host waits for: g is multiplied by clip_factor / grad_scale, and where
-            found_inf is not 0 nothing at all is written: not the weights, not the buffers (a
-            first step stays one), not the outs. The quotient is made in double and rounded to the
-            arithmetic type; torch's fused optimizers divide every gradient, which is the same to
-            the bit where the scale is a power of two, and to rounding otherwise.
+        averaged: of `corrections.GapAware`: how many steps A includes, 0 at the first one.
+        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
+            the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
+            found_inf is not 0, nothing is written: neither weights, buffers (a first step stays
+            one) nor outs. The quotient is computed in double and rounded to the arithmetic type.
+            torch's fused optimizers divide every gradient instead: the same bits if the scale is
+            a power of two, equal up to rounding otherwise.
         zero_grad: set the gradients to zero in the same pass, after the step and its predictions
-            have read them; also where found_inf skips the step, since the next backward
-            accumulates into them. They must then have memory of their own.
-        rounding_seed: round bfloat16 weights stochastically, up or down with a probability
-            proportional to the distance: updates that round to nearest would lose are kept on
-            average, without a float32 master. Buffers and predictions are rounded to nearest, the
-            latter from W as it was rounded. The bits depend on the seed, an int of 64 bits, and on
-            the element's place in the memory of all tensors of the call, one behind the other,
-            alone: the same on every device. Give every step another seed.
+            have read them. Also if found_inf skips the step, because the next backward accumulates
+            into them. The gradients must not share memory.
+        rounding_seed: round bfloat16 weights stochastically, with a probability proportional to
+            the distance, so that small updates survive on average without float32 master weights.
+            Buffers and predictions are rounded to nearest; predictions use the rounded W. The bits
+            depend only on the seed (a 64-bit int) and the element's position in the concatenated
+            tensors of the call; they are the same on every device. Use a new seed for every step.
         stream: CUDA stream; None: the current one.
+
+    Example:
+        >>> weights, gradients, momentum = torch.ones(2), torch.ones(2), torch.zeros(2)
+        >>> ahead = torch.empty(2)
+        >>> st.sgd_step_(weights, gradients, momentum, lr=0.25, momentum=0.5, predict=[(2, ahead)])
+        >>> weights, ahead
+        (tensor([0.7500, 0.7500]), tensor([0.2500, 0.2500]))
     """
     lists = _step_lists(params, grads, options)
     if momentum_buffers is not None:
@@ -288,7 +330,7 @@ def adam_step_(
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
-    """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
+    """Make one step of Adam, AdamW or NAdam and write predictions, in one pass over memory.
 
     The arithmetic of torch.optim, with fused multiply-adds::
 
@@ -300,27 +342,34 @@ def adam_step_(
 
     Args:
         params: W.
-        grads: g; bfloat16 or float16 beside float32 (master) weights. None leaves a tensor alone,
-            and its outs receive W.
-        exp_avgs: m; like W, or float32 beside a 16-bit one.
+        grads: g; bfloat16 or float16 for float32 (master) weights is allowed. A tensor whose entry
+            is None is not updated, and its outs receive W.
+        exp_avgs: m; like W, or float32 for 16-bit weights.
         exp_avg_sqs: u, of the dtype of m.
         lr: learning rate, >= 0.
         step: number of this update, counted from 1.
         betas: (beta1, beta2), each in [0, 1).
         eps: >= 0.
-        weight_decay: L2 penalty, or with `decoupled_weight_decay` AdamW's.
+        weight_decay: L2 penalty, or AdamW's decay with `decoupled_weight_decay`.
         decoupled_weight_decay: AdamW.
-        maximize: step up the gradient.
-        momentum_decay: makes it NAdam (torch's schedule of mu); its usual value is 4e-3.
+        maximize: maximize the objective instead of minimizing it.
+        momentum_decay: selects NAdam (torch's schedule of mu); usually 4e-3.
         mu_product: NAdam's product of mu_1 to mu_step.
-        predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
-            outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
-            the values as they were stored.
+        predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
+            the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
+            the stored values.
         correction, stale, gap_averages, largest_lr, averaged: as in `sgd_step_`.
-        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
+        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step is not counted: the
             next one has the same number.
         zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
+
+    Example:
+        >>> weights, gradients = torch.ones(2), torch.ones(2)
+        >>> m, u, ahead = torch.zeros(2), torch.zeros(2), torch.empty(2)
+        >>> st.adam_step_(weights, gradients, m, u, lr=0.25, step=1, predict=[(1, ahead)])
+        >>> weights, ahead
+        (tensor([0.7500, 0.7500]), tensor([0.5000, 0.5000]))
     """
     lists = _step_lists(params, grads, options)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
@@ -352,10 +401,16 @@ def adam_predict(
     out: T | None = None,
     stream: Any = None,
 ) -> T:
-    """Return the weights `steps` updates of Adam ahead, in `out` or in new tensors.
+    """Return the weights predicted `steps` updates of Adam ahead, in `out` or in new tensors.
 
-    `step` is the number of the last update made. A number of steps is the linear law,
-    W - steps*lr*m_hat/(sqrt(u_hat) + eps) (PipeOptim, 2023); see `adam_step_` for the rest.
+    `step` is the number of the last update made. For a number of steps the result is
+    W - steps*lr*m_hat/(sqrt(u_hat) + eps) (PipeOptim, 2023). See `adam_step_` for the other
+    arguments.
+
+    Example:
+        >>> m, u = torch.tensor([0.1]), torch.tensor([0.001])  # after one step with gradient 1
+        >>> st.adam_predict(torch.ones(1), m, u, lr=0.25, step=1, steps=2)
+        tensor([0.5000])
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
@@ -378,7 +433,12 @@ def extrapolate(
     out: T | None = None,
     stream: Any = None,
 ) -> T:
-    """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
+    """Return W + steps*(W - previous): prediction by weight difference (LWP^w).
+
+    Example:
+        >>> st.extrapolate(torch.tensor([3.0]), torch.tensor([2.0]), steps=2)
+        tensor([5.])
+    """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.STASHED, "previous", previous, writes=False)
     result = _output(lists, Role.OUT, out, stream)
@@ -402,22 +462,27 @@ def distance(
 
 
 def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> tuple[Any, Any]:
-    """How far other versions of the weights are from them, in one pass and without a copy.
+    """Measure the distance of other weight versions from `params`, in one pass without copies.
 
-    With a prediction made s updates ago and the stale weights of that time as `others`, these are
-    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
-    number of elements).
+    Pass a prediction made s updates ago and the stale weights of that time as `others` to get the
+    errors that the SpecTrain paper plots (the paper's are root mean squares: divide by the square
+    root of the number of elements).
 
     Args:
-        params: the weights now; n tensors, or arrays of other frameworks.
+        params: the current weights; n tensors, or arrays of other frameworks.
         others: k lists like the parameters.
         stream: CUDA stream; None: the current one.
 
     Returns:
-        Two float64 tensors on the parameters' device, or NumPy arrays where the first of params is
-        one: the Euclidean norm of others[j][i] - params[i], of shape (k, n), and that of the whole
-        lists, of shape (k,). The sums are made in an order that depends on the shapes only: the
-        same bits on the CPU and on every GPU.
+        Two float64 tensors on the parameters' device, or NumPy arrays if the first parameter is
+        one: the Euclidean norms of others[j][i] - params[i], of shape (k, n), and those of the
+        whole lists, of shape (k,). The order of summation depends only on the shapes, so the bits
+        are the same on the CPU and on every GPU.
+
+    Example:
+        >>> each, total = st.distance([torch.zeros(2)], [[torch.tensor([3.0, 4.0])]])
+        >>> total
+        tensor([5.], dtype=torch.float64)
     """
     norms: Any = _distance(params, others, stream=stream)
     first = params if is_array(params) else next(iter(cast("Sequence[object]", params)), None)
@@ -428,7 +493,7 @@ def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) 
 
 @traceable
 def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
-    """The two in one tensor, which a graph can hold: of shape (k, n + 1)."""
+    """Return both results in one tensor of shape (k, n + 1), which a graph can hold."""
     if isinstance(others, Tensor) or not isinstance(others, Sequence):
         raise TypeError(f"others: expected a sequence of lists, got {type(others).__name__}")
     lists = Lists(params, "params", writes=False)
@@ -436,7 +501,7 @@ def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None)
         lists.add(Role.OUT, f"others[{j}]", other, writes=False) for j, other in enumerate(others)
     ]
     native = lists.plan()
-    # Outputs may be narrower than their parameters, versions may not.
+    # The role OUT allows narrower dtypes; here they must be equal.
     for j, arrays in enumerate(given):
         for i, (array, version) in enumerate(zip(lists.params, arrays, strict=True)):
             wanted, came = dtype_of(array), dtype_of(version)

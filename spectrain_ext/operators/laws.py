@@ -1,7 +1,7 @@
-"""Laws: how the weights some updates ahead follow from the weights, the momentum and the gradient.
+"""Prediction laws: formulas for the weights some updates ahead.
 
-A number of steps given to an operator is the linear law. Notation: W the weights, v
-the momentum buffer (m, u for Adam), d the gradient with weight decay, s the horizon in updates.
+A plain number of steps means the linear law. Notation: W weights, v momentum buffer (m and u for
+Adam), d gradient with weight decay, s horizon in updates.
 """
 
 from __future__ import annotations
@@ -22,26 +22,40 @@ from .numbers import horizon, non_negative, number
 
 
 class Law(Protocol):
-    """A prediction law: the terms that take the present weights to the predicted ones."""
+    """Protocol of a prediction law: the terms that turn current weights into predicted ones.
+
+    Example:
+        >>> class Halfway:  # half the last update, without weight decay
+        ...     def sgd(self, numbers):
+        ...         return [st.laws.Term(1.0, 0.5 * numbers.lr)]
+        ...     def adam(self, numbers):
+        ...         return st.laws.Linear(0.5).adam(numbers)
+        >>> st.predict(torch.ones(1), torch.ones(1), lr=0.5, momentum=0.9, steps=Halfway())
+        tensor([0.7500])
+    """
 
     __slots__ = ()
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """Terms under SGD; none where the prediction is the weights themselves."""
+        """Return the terms under SGD: at most one, none if nothing changes."""
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """Terms under Adam, AdamW and NAdam."""
+        """Return the terms under Adam, AdamW and NAdam."""
 
 
 Horizon: TypeAlias = SupportsFloat | Law
-Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or for each
+Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or one for each
 
 
 @dataclass(frozen=True, slots=True)
 class Linear(Law):
-    """The last update, s times over: W - s*lr*v (SpecTrain, arXiv 1809.02839).
+    """Repeat the last update s times: W - s*lr*v (SpecTrain, arXiv 1809.02839).
 
-    Under Adam W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
+    Under Adam, W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
+
+    Example:
+        >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, steps=st.laws.Linear(2))
+        tensor([0.5000])
     """
 
     steps: float
@@ -61,12 +75,17 @@ class Linear(Law):
 
 @dataclass(frozen=True, slots=True)
 class Geometric(Law):
-    """s more updates whose gradients are zero (FTPipe's msnag, 2021).
+    """Continue with s updates whose gradients are zero (FTPipe's msnag, 2021).
 
-    SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
-    the exact continuation, for a whole s. Adam: for i = 1..s with bias corrections of step t+i,
-    p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps), AdamW with
-    p *= 1 - lr*decay before each; the second moment is not decayed.
+    SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu). With an L2 penalty, decoupled decay or Nesterov
+    momentum: the exact continuation, for a whole s. Adam, for i = 1..s with the bias corrections of
+    step t+i: p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps); AdamW
+    first multiplies p by 1 - lr*decay. The second moment does not decay.
+
+    Example:
+        >>> law = st.laws.Geometric(2)
+        >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, momentum=0.5, steps=law)
+        tensor([0.8125])
     """
 
     steps: float
@@ -89,9 +108,14 @@ class Geometric(Law):
 
 @dataclass(frozen=True, slots=True)
 class FutureRates(Law):
-    """A prediction with the learning rates that the coming updates will have, one for each.
+    """Predict with a known learning rate for each coming update.
 
     ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
+
+    Example:
+        >>> law = st.laws.FutureRates([0.25, 0.125])
+        >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, momentum=0.5, steps=law)
+        tensor([0.6250])
     """
 
     rates: Sequence[float]
@@ -126,12 +150,20 @@ class FutureRates(Law):
 
 @dataclass(frozen=True, slots=True)
 class SecondOrder(Law):
-    """The momentum extrapolated by its last change as well.
+    """Extrapolate the momentum by its last change as well.
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay; lead >= -D. After an update
-    v - v_prev = (gain*d - (1 - mu)*v)/mu, so that the last change costs no state: only the step
-    itself, which has the gradient, can write this prediction. On the first update v_prev is 0
-    (a sum) or the gradient itself (EMA); dampening has no first change of its own.
+    v - v_prev = (gain*d - (1 - mu)*v)/mu, so the law needs no extra state, but only the step, which
+    has the gradient, can write this prediction. On the first update v_prev is 0, or the gradient
+    with EMA momentum.
+
+    Example:
+        >>> weights, gradients, momentum = torch.ones(1), torch.ones(1), torch.zeros(1)
+        >>> ahead = torch.empty(1)
+        >>> predict = [(st.laws.SecondOrder(1), ahead)]
+        >>> st.sgd_step_(weights, gradients, momentum, lr=0.125, momentum=0.5, predict=predict)
+        >>> weights, ahead
+        (tensor([0.8750]), tensor([0.6250]))
     """
 
     delay: float
@@ -166,11 +198,11 @@ class SecondOrder(Law):
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
 
-_linear = lru_cache(maxsize=256)(Linear)  # a training loop asks for the same few at every step
+_linear = lru_cache(maxsize=256)(Linear)  # a training loop uses the same few at every step
 
 
 def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
-    """The law of every parameter group: one for all of them, or a tuple with one for each."""
+    """Return the law of every parameter group, given one for all or a tuple with one for each."""
     if not isinstance(steps, tuple):
         return [as_law(steps, name)] * n_groups
     if len(steps) != n_groups:
@@ -179,7 +211,7 @@ def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law
 
 
 def as_law(steps: Horizon, name: str = "steps") -> Law:
-    """A number of steps as the linear law."""
+    """Return a law unchanged, and a number of steps as the linear law."""
     if isinstance(steps, (int, float)):
         return _linear(horizon(name, steps))
     if hasattr(type(steps), "sgd"):
@@ -188,7 +220,7 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
 
 
 def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
-    """The terms of a law under a rule; under SGD there is at most one."""
+    """Return the terms of a law under an update rule; at most one under SGD."""
     if isinstance(numbers, Adam):
         return law.adam(numbers)
     terms = law.sgd(numbers)
@@ -198,12 +230,12 @@ def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
 
 
 def needs_momentum(law: Law) -> bool:
-    """Whether a law asks for more of SGD than its learning rate."""
+    """Return whether a law needs SGD's momentum and not just its learning rate."""
     return not (isinstance(law, Linear) or (isinstance(law, FutureRates) and law.law == "linear"))
 
 
 def _total(rates: Iterable[float]) -> float:
-    """The sum in order; sum() of newer Pythons compensates, but not what is read on a device."""
+    """Add in order, as on a device; Python 3.12's sum() compensates for rounding."""
     total = 0.0
     for rate in rates:
         total = total + rate
@@ -223,14 +255,14 @@ def _whole(steps: float, under: str) -> int:
     return int(steps)
 
 
-# (W, v) after a zero-gradient update of SGD is a 2x2 matrix times (W, v), row by row here.
+# A zero-gradient update of SGD multiplies (W, v) by a 2x2 matrix, stored row by row.
 Matrix: TypeAlias = tuple[float, float, float, float]
 _IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
 
 
 def _update(numbers: Sgd, lr: float) -> Matrix:
     keep = numbers.keep(lr)
-    pull = numbers.gain * numbers.l2  # what the L2 penalty adds to the buffer, per weight
+    pull = numbers.gain * numbers.l2  # the L2 penalty's contribution to the buffer, per weight
     mu = numbers.momentum
     if numbers.nesterov:  # W moves by pull*W + mu*v
         return keep - lr * (pull + mu * pull), -lr * mu * mu, pull, mu
@@ -247,7 +279,7 @@ def _times(a: Matrix, b: Matrix) -> Matrix:
 
 
 def _continuation(numbers: Sgd, steps: int) -> Term:
-    """A number of zero-gradient updates, by squaring."""
+    """Return the term of several zero-gradient updates, by repeated squaring."""
     result, power = _IDENTITY, _update(numbers, numbers.lr)
     while steps:
         if steps & 1:

@@ -1,23 +1,22 @@
-"""The operators as `torch.ops.spectrain.*`, for graphs: mutation schemas and fake kernels.
+"""Registers the operators as `torch.ops.spectrain.*`, with schemas and fake kernels for graphs.
 
-The schemas take lists of tensors, and numbers that a schema can hold:
+Under torch.compile the package's operators become these (see `traceable`). Called eagerly they are
+slower, because torch's dispatcher visits every tensor. They write the arguments that their schemas
+mark, bump those version counters, and record nothing for autograd. The schemas take lists of
+tensors and plain numbers:
 
-- `lr` is a number, or with `lr_tensor` a tensor of one element that is used instead. A graph is
-  compiled anew for every other number, but not for another value in a tensor.
-- A law of `spectrain_ext.laws` is its name and its numbers: "linear" [s], "geometric" [s],
+- `lr` is a number; `lr_tensor`, a tensor of one element, replaces it. A graph is recompiled for a
+  new number, but not for a new value in a tensor.
+- A law of `spectrain_ext.laws` is a name and numbers: "linear" [s], "geometric" [s],
   "second_order" [delay, lead], "rates:linear" or "rates:geometric" [lr_1, lr_2, ...].
-- What `.out` forms write is called `outs`: torch.compile has ideas of its own about `out`.
-- The predictions of a step are `horizons` and `outs`, prediction after prediction. With `laws` each
-  has a law, "name/count" where it takes `count` entries of `horizons` and not one.
-- No schema says that an argument is written in some calls only: there is no `zero_grad`, which
-  becomes an operation of its own in a graph.
-- The `others` of `distance` are `count` lists, one behind the other. Its result has a row for each,
-  a column for every tensor and one for the whole list.
-- `first_step` has one entry per tensor; without it, none is the first.
-
-They write what their schemas say, bump its version counters, and record nothing for autograd. In a
-function under torch.compile the operators of the package become these of their own accord, by
-`traceable`; called eagerly they are the slower way, as the dispatcher looks at every tensor.
+- Outputs are called `outs`, because torch.compile treats the name `out` specially.
+- The predictions of a step are `horizons` and `outs`, prediction after prediction. `laws` gives
+  each a law, "name/count" if it takes `count` entries of `horizons` instead of one.
+- There is no `zero_grad`, because a schema cannot mark an argument as written in some calls only.
+  It becomes a separate operation in a graph.
+- The `others` of `distance` are `count` concatenated lists. Its result has a row per list and a
+  column per tensor, plus one for the whole list.
+- `first_step` has one entry per tensor; by default none is the first step.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _ADAM_PREDICT = (
 )
 _EXTRAPOLATE = "Tensor[] params, Tensor[] previous, *, float steps"
 
-#: What each operator takes, and writes: the arguments marked "!".
+#: Schemas of all operators; "!" marks written arguments.
 SCHEMAS = (
     f"predict_({_PREDICT.replace('Tensor[]', 'Tensor(a!)[]', 1)}) -> ()",
     f"predict({_PREDICT}) -> Tensor[]",
@@ -78,7 +77,7 @@ SCHEMAS = (
 )
 
 
-# Laws as schemas hold them.
+# Laws in schemas.
 
 _LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
     "geometric": (Geometric, ("steps",)),
@@ -109,7 +108,7 @@ def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
     return law(*numbers)
 
 
-# Arguments as schemas hold them: `_in_graph` makes them so, `_kernel` undoes it.
+# Arguments in schemas: `_in_graph` encodes them, `_kernel` decodes them.
 
 
 def _list(value: Any) -> list[Any]:
@@ -120,8 +119,8 @@ def _list(value: Any) -> list[Any]:
 
 def _rate(lr: float | Tensor) -> dict[str, Any]:
     if not isinstance(lr, Tensor):
-        # A product with a number that changes stays in the graph; a mere number would be a
-        # constant of it, and a schedule of learning rates one compilation a step.
+        # A bare number would become a constant of the graph, and a learning-rate schedule would
+        # recompile at every step. A product stays an operation.
         lr = torch.ones((), dtype=torch.float64) * lr
     return {"lr": 0.0, "lr_tensor": lr}
 
@@ -150,7 +149,7 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
-    """Call an operator, given its arguments by name, as one of a graph."""
+    """Call the registered operator with the arguments of the package's operator."""
     if given.pop("stream", None) is not None:
         raise ValueError("stream: a compiled function works on the current one, expected None")
     if given.pop("correction", None) is not None:
@@ -203,7 +202,7 @@ def _predictions(
 
 
 def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The eager operator, with the schema's arguments made its own."""
+    """Return a kernel that calls the eager operator with the schema's arguments."""
 
     def kernel(first: Sequence[Tensor], *lists: Any, **numbers: Any) -> Any:
         rate = numbers.pop("lr_tensor", None)
@@ -238,12 +237,13 @@ def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bumping(overload: Any) -> Callable[..., None]:
-    """Bump what the schema marks while a graph is traced, whose kernels do not run then."""
+    """Return a kernel that bumps version counters while a graph is traced."""
     arguments = overload._schema.arguments
     written = [(i, argument.name) for i, argument in enumerate(arguments) if argument.is_write]
     tracing = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
-    # So autograd refuses a graph whose backward needs what is overwritten, as in eager calls.
+    # The real kernels do not run during tracing. With the counters bumped, autograd refuses a graph
+    # whose backward needs overwritten values, as it does in eager calls.
     def bump(keys: Any, *args: Any, **kwargs: Any) -> None:
         if torch._C._get_dispatch_mode(tracing) is not None:
             for i, name in written:
@@ -269,17 +269,16 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "Tensor": _new_norms,
 }
 
-_library = torch.library.Library("spectrain", "DEF")  # what it registers goes with it
+_library = torch.library.Library("spectrain", "DEF")  # registrations live as long as it does
 
 
 def _register(schema: str, kernel: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
-    # Without this tag inductor (torch 2.13) copies each argument to give it its strides, and
-    # computes the copy of a gradient anew for a second operator: from weights that the first
-    # has changed by then. It keeps the strides of all that these operators met anyhow.
+    # Without this tag, inductor (torch 2.13) copies each argument to fix its strides, and
+    # recomputes the copy of a gradient for a second operator, from already changed weights.
     _library.define(schema, tags=(torch.Tag.flexible_layout,))
     _library.impl(name, kernel, "CompositeExplicitAutograd")
-    # Nothing is recorded, as by the eager operators: no graph holds a prediction.
+    # As in eager calls, autograd records nothing.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     if schema.endswith("()"):
         packet, _, overload = name.partition(".")
@@ -290,7 +289,7 @@ def _register(schema: str, kernel: Callable[..., Any]) -> None:
 
 
 def traceable(function: Function) -> Function:
-    """Register an operator by its name, and let torch.compile put it into its graphs."""
+    """Register an operator under its name, and use the registered one under torch.compile."""
     name = function.__name__.removeprefix("_")
     for schema in SCHEMAS:
         if schema.startswith((f"{name}(", f"{name}.")):

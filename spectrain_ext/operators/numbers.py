@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step: checked, and made the coefficients that kernels take."""
+"""Checks the hyperparameters of an optimizer step and computes the kernels' coefficients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .expressions import Expression, traced
 
 
 class Term(NamedTuple):
-    """One update, real or predicted: W <- keep*W - (momentum*v + gradient*d) / D.
+    """Coefficients of a real or predicted update: W <- keep*W - (momentum*v + gradient*d) / D.
 
-    v is the momentum buffer, d the gradient with weight decay. D is 1 for SGD, and
+    v is the momentum buffer and d the gradient with weight decay. D is 1 for SGD and
     sqrt(second moment)*root + eps for Adam.
     """
 
@@ -22,12 +22,12 @@ class Term(NamedTuple):
     root: float = 1.0
 
 
-# In the order of _C.SETTING. No NamedTuple: making one takes 0.2 us, and every step makes a few.
+# In the order of _C.SETTING. A NamedTuple would take 0.2 us to create, several times per step.
 Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """A finite float (TypeError, ValueError); what is read when the kernel runs, unchecked."""
+    """Return a finite float, or raise TypeError or ValueError; device values are not checked."""
     result = _float(name, value)
     if type(result) is float and not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
@@ -35,8 +35,8 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def non_negative(name: str, value: SupportsFloat) -> float:
-    """The same, and not negative."""
-    if type(value) is float and 0.0 <= value < math.inf:  # the common case, without a detour
+    """Return a finite float >= 0, see `number`."""
+    if type(value) is float and 0.0 <= value < math.inf:  # the common case, made fast
         return value
     result = _float(name, value)
     if type(result) is float and not 0.0 <= result < math.inf:
@@ -45,18 +45,18 @@ def non_negative(name: str, value: SupportsFloat) -> float:
 
 
 def fraction(name: str, value: SupportsFloat) -> float:
-    """The same, and below 1."""
+    """Return a float in [0, 1), see `number`."""
     result = non_negative(name, value)
     if type(result) is float and result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
 
 
-_WHOLE = 2**53  # up to here every int is a float
+_WHOLE = 2**53  # a float represents every int up to here
 
 
 def horizon(name: str, value: SupportsFloat) -> float:
-    """A number of updates, as `non_negative`; no bool, and the TypeError says what it may be."""
+    """Return a number of updates as a float >= 0; TypeError for bools and non-numbers."""
     if type(value) is float and 0.0 <= value < math.inf:
         return value
     if type(value) is int and 0 <= value <= _WHOLE:
@@ -71,7 +71,7 @@ def horizon(name: str, value: SupportsFloat) -> float:
 
 
 def _float(name: str, value: SupportsFloat) -> float:
-    if isinstance(value, (str, bytes)):  # float() would read them
+    if isinstance(value, (str, bytes)):  # float() would parse them
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not isinstance(value, (int, float)) and (expression := traced(name, value)) is not None:
         return cast(float, expression)
@@ -86,27 +86,27 @@ def _float(name: str, value: SupportsFloat) -> float:
 def _make_non_negative(numbers: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(numbers, name)
-        if type(value) is not float or not 0.0 <= value < math.inf:  # asking is cheaper
+        if type(value) is not float or not 0.0 <= value < math.inf:  # cheaper than setting it
             object.__setattr__(numbers, name, non_negative(name, value))
 
 
 class Corrected(Protocol):
-    """What says the step otherwise, see `corrections`."""
+    """A correction that replaces the step's coefficients, see `corrections`."""
 
     def sgd(self, numbers: Sgd) -> Term:
-        """The step under SGD."""
+        """Return the step under SGD."""
 
     def adam(self, numbers: Adam) -> Term:
-        """The step under Adam, AdamW and NAdam."""
+        """Return the step under Adam, AdamW and NAdam."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum."""
+    """Hyperparameters of SGD with torch's momentum, or with an averaged (EMA) momentum."""
 
-    trust: ClassVar[float] = 1.0  # in the momentum's last change, of a second-order prediction
+    trust: ClassVar[float] = 1.0  # factor of the momentum's last change in predictions
 
-    # Arguments of `spectrain_ext.sgd_step_`, which says what they are.
+    # The arguments of `spectrain_ext.sgd_step_`.
     lr: float
     momentum: float
     dampening: float = 0.0
@@ -115,13 +115,13 @@ class Sgd:
     maximize: bool = False
     decoupled_weight_decay: bool = False
     ema: bool = False
-    correction: Corrected | None = None  # gives the step otherwise
+    correction: Corrected | None = None
 
     def __post_init__(self) -> None:
         _make_non_negative(self, ("lr", "momentum", "weight_decay"))
         if type(self.dampening) is not float or self.dampening != 0.0:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
-        # A momentum that is not known here is taken for one that will do.
+        # The value of an expression is unknown here; assume a valid one.
         momentum = 0.5 if isinstance(self.momentum, Expression) else self.momentum
         if self.nesterov and (momentum <= 0.0 or self.dampening != 0.0):
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
@@ -134,7 +134,7 @@ class Sgd:
 
     @property
     def gain(self) -> float:
-        """The share of the gradient that the buffer takes."""
+        """Factor of the gradient in the momentum buffer."""
         return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
 
     @property
@@ -142,11 +142,11 @@ class Sgd:
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
     def keep(self, lr: float) -> float:
-        """What an update leaves of the weights."""
+        """Return the factor that weight decay leaves of the weights."""
         return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
 
     def term(self) -> Term:
-        """The step without its correction."""
+        """Return the step without its correction."""
         keep = self.keep(self.lr)
         if self.momentum == 0.0:
             return Term(keep, 0.0, self.lr)
@@ -162,22 +162,22 @@ class Sgd:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam, AdamW or NAdam as torch.optim has them."""
+    """Hyperparameters of torch.optim's Adam, AdamW or NAdam."""
 
     has_momentum: ClassVar[bool] = True
 
-    # Arguments of `spectrain_ext.adam_step_`, which says what they are.
+    # The arguments of `spectrain_ext.adam_step_`.
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    # The update that is made now, or (for a prediction alone) the last one made.
-    step: int = 0  # which no update has: it has to be given
+    # The current update, or for a prediction without a step the last one. Required: 0 is invalid.
+    step: int = 0
     decoupled_weight_decay: bool = False
     maximize: bool = False
     momentum_decay: float | None = None
     mu_product: float = 1.0
-    correction: Corrected | None = None  # gives the step otherwise
+    correction: Corrected | None = None
 
     def __post_init__(self) -> None:
         _make_non_negative(self, ("lr", "eps", "weight_decay"))
@@ -193,7 +193,7 @@ class Adam:
             if type(step) is float:
                 if step < 1 or step != int(step):
                     raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-                step = int(step)  # torch keeps it as a float32 tensor
+                step = int(step)  # torch stores it as a float32 tensor
             object.__setattr__(self, "step", step)
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
@@ -201,16 +201,16 @@ class Adam:
             object.__setattr__(self, "mu_product", fraction("mu_product", self.mu_product))
 
     def mu(self, step: float) -> float:
-        """NAdam's momentum of an update (Dozat 2016, with torch's schedule)."""
+        """Return NAdam's momentum at an update (Dozat 2016, torch's schedule)."""
         assert self.momentum_decay is not None
         return self.betas[0] * (1.0 - 0.5 * cast(float, 0.96 ** (step * self.momentum_decay)))
 
     def root(self, step: float) -> float:
-        """The bias correction of the second moment's root."""
+        """Return the bias correction of the second moment's square root."""
         return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
     def rate(self, lr: float, ahead: int = 0) -> float:
-        """What an update multiplies the first moment by, `ahead` updates from now."""
+        """Return the first moment's factor in the update `ahead` updates from now."""
         step = self.step + ahead if ahead else self.step
         if self.momentum_decay is None:
             return lr / (1.0 - self.betas[0] ** step)
@@ -221,11 +221,11 @@ class Adam:
         return lr * following / (1.0 - product * following)
 
     def keep(self, lr: float) -> float:
-        """What an update leaves of the weights."""
+        """Return the factor that weight decay leaves of the weights."""
         return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
 
     def term(self) -> Term:
-        """The step without its correction."""
+        """Return the step without its correction."""
         gradient = 0.0
         if self.momentum_decay is not None:
             gradient = self.lr * (1.0 - self.mu(self.step)) / (1.0 - self.mu_product)

@@ -1,10 +1,10 @@
-"""Plan: lists of tensors that are validated and resolved once, then used many times."""
+"""Operators on fixed lists of tensors, which are validated once and used many times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
 
 from .calls import (
     Gradients,
@@ -26,21 +26,19 @@ from .laws import Horizons, as_laws
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from .calls import AdamStep, Numbers, SgdNumbers
     from .corrections import StaleCorrection
 
 Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
-_NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # `sgd_step_` has by default
+_NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # defaults of `sgd_step_`
 
 
 def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
-    """Have torch.compile break its graph at the methods, and where it may not, say what to do."""
+    """Make torch.compile break its graph at the public methods, or raise an error with advice."""
     for name, method in vars(cls).items():
         if isinstance(method, FunctionType) and not name.startswith("_"):
-            # What torch.compiler.disable sets; its wrapper takes as long as a call of a plan.
+            # As torch.compiler.disable does, whose wrapper takes as long as a call of a plan.
             vars(method)["_torchdynamo_disable"] = True
             vars(method)["_torchdynamo_disable_msg"] = (
                 f"a {cls.__name__} holds addresses, which no graph can. With fullgraph=True call "
@@ -52,55 +50,58 @@ def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
 
 @_out_of_graphs
 class Plan:
-    """The operators of this package, resolved once for fixed tensors.
+    """The operators of this package for fixed tensors.
 
-    A plan validates its tensors, keeps them alive, joins neighbours that are contiguous in every
-    list, and from then on costs one kernel launch and no walk over the tensors per call.
+    A plan validates its tensors, keeps them alive and joins tensors that are contiguous in every
+    list. Each call then costs one kernel launch, without a loop over the tensors.
 
-    It writes to the raw memory and does **not** bump autograd's version counters. That is what it
-    is for: a pipeline changes weights between a forward and its backward on purpose, and autograd
-    must not refuse that backward. In a loop of your own use the module-level operators, unless you
-    know that no graph still needs the values that a plan overwrites.
+    A plan writes to raw memory and does **not** bump autograd's version counters, because a
+    pipeline changes weights between a forward and its backward on purpose. In your own training
+    loop use the module-level operators, unless no graph still needs the overwritten values.
 
-    It keeps the memory that it was given: `model.double()`, `p.data = ...`, `set_` and the like
-    give a parameter another storage, and the old one lives until the plan goes. A call that would
-    work on tensors that have moved since, by these or by `resize_`, `share_memory_` or a resized
-    storage, raises RuntimeError and names the tensor. (Arrays of other frameworks stay where they
-    were lent; replays of a captured CUDA graph do not ask.)
+    `model.double()`, `p.data = ...` and `set_` give a parameter new storage; the plan keeps the old
+    one alive. A call on tensors that have moved since (by these, `resize_`, `share_memory_` or a
+    resized storage) raises RuntimeError and names the tensor. This is not checked for arrays of
+    other frameworks and in replays of a captured CUDA graph.
 
-    Steps and predictions take SGD's numbers as keywords, the same for all parameter groups, or as
-    `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
-    all groups, or a tuple with one for each. Adam's numbers are keywords of `adam_step_`, and
-    `groups` of predictions.
+    Steps and predictions take SGD's hyperparameters as keywords, the same for all parameter groups,
+    or as `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` per group; and one
+    horizon for all groups, or a tuple with one per group. Adam's hyperparameters are keywords of
+    `adam_step_`, and `groups` in predictions.
 
-    In a function under torch.compile a call of a plan breaks the graph; with `fullgraph=True` use
-    the module-level operators, which become a part of it.
-
-    Threads may share a plan: they take turns, and one that calls it from within one of its own
-    calls gets a RuntimeError. It cannot be pickled or copied.
+    A call breaks a torch.compile graph; with `fullgraph=True` use the module-level operators.
+    Threads that share a plan take turns; a call from within a call of the same thread raises
+    RuntimeError. A plan cannot be pickled or copied.
 
     Args:
-        params: the weights W; one tensor or a sequence, float16, bfloat16, float32 or float64, all
-            on one device, each dense (any order of dimensions, no gaps, no overlap).
+        params: the weights W: one tensor or a sequence of float16, bfloat16, float32 or float64,
+            all on one device, each dense (any order of dimensions, no gaps, no overlap).
         momentum_buffers: v, one per parameter, of the same shape and strides, and of the same
-            dtype, or float32 where the parameter has 16 bits.
-        exp_avgs: Adam's first moments, like `momentum_buffers` (the two exclude each other).
-        exp_avg_sqs: Adam's second moments, like `exp_avgs`, and of their dtypes.
-        grads: gradients, entries may be None; bfloat16 or float16 beside float32 (master) weights.
-            Without it `refresh()` reads `params[i].grad`.
+            dtype, or float32 if the parameter has 16 bits.
+        exp_avgs: Adam's first moments, like `momentum_buffers` (give one or the other).
+        exp_avg_sqs: Adam's second moments, like `exp_avgs`, with the same dtypes.
+        grads: gradients; entries may be None; bfloat16 or float16 is allowed for float32 (master)
+            weights. If None, `refresh()` reads `params[i].grad`.
         stashed: where `stash` keeps a version of the weights; like the parameters.
-        outs: a sequence of lists like the parameters; predictions are written there. bfloat16 or
-            float16 beside float32 weights.
+        outs: a sequence of lists like the parameters, for predictions; bfloat16 or float16 is
+            allowed for float32 weights.
         stale: the weights that gradients are computed with, for steps with a correction; like an
             output, and may be one of them.
         gap_averages: the average of `corrections.GapAware`, zeros at first; like the momentum,
-            and of its dtypes.
-        groups: the parameter group of every tensor, from 0; one launch then takes the numbers of
-            all groups. None: one group.
+            with the same dtypes.
+        groups: the parameter group of every tensor, from 0; one launch handles all groups. None:
+            one group.
 
     Raises:
-        TypeError: something is not a dense tensor of a supported dtype.
+        TypeError: an argument is not a dense tensor of a supported dtype.
         ValueError: shapes, strides, dtypes, devices or lengths differ, or memory overlaps.
+
+    Example:
+        >>> weights, momentum, ahead = torch.ones(2), torch.ones(2), torch.empty(2)
+        >>> plan = st.Plan(weights, momentum_buffers=momentum, outs=[ahead])
+        >>> plan.predict(lr=0.25, steps=2)
+        >>> ahead
+        tensor([0.5000, 0.5000])
     """
 
     _watches: ClassVar[bool] = True
@@ -152,11 +153,10 @@ class Plan:
         stream: Any = None,
         **numbers: Unpack[SgdNumbers],
     ) -> None:
-        """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits.
+        """Predict weights in place: W <- W - lr*steps*v (SpecTrain, arXiv 1809.02839).
 
-        `steps` may be a law of `spectrain_ext.laws`. Without `groups` the numbers are `lr`, and for
-        the geometric laws `momentum` and, where there are any, `weight_decay`, `nesterov` and the
-        others of `sgd_step_`.
+        `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
+        and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
         terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict_(terms, eps, stream, program)
@@ -170,7 +170,7 @@ class Plan:
         stream: Any = None,
         **numbers: Unpack[SgdNumbers],
     ) -> None:
-        """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
+        """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
         terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict(terms, eps, self._check_out(out), stream, program)
 
@@ -182,12 +182,12 @@ class Plan:
         stream: Any = None,
         **numbers: Unpack[SgdNumbers],
     ) -> None:
-        """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
+        """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
         terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.stash_predict_(terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
-        """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
+        """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
         steps, program = lower(horizon("steps", steps))
         self._native.extrapolate(steps, self._check_out(out), stream, program)
 
@@ -213,16 +213,16 @@ class Plan:
         stream: Any = None,
         **options: Unpack[StepOptions],
     ) -> None:
-        """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
+        """Make one step of SGD and write predictions; see `spectrain_ext.sgd_step_`.
 
-        Groups with and without momentum exclude each other in one plan.
+        Either all groups have momentum or none.
 
         Args:
-            groups: the numbers of every parameter group; None: `lr`, `momentum` (both needed then)
-                to `ema`, for all of them.
-            predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
-                law of `spectrain_ext.laws` says; None leaves outs[j] alone.
-            correction, largest_lr, averaged: of the gradients, which `stale` have given.
+            groups: the hyperparameters of every parameter group. None: `lr` and `momentum` (both
+                required) to `ema` hold for all of them.
+            predict: the horizon, or law of `spectrain_ext.laws`, of every output:
+                outs[j] <- W' - lr*predict[j]*v'. None does not write outs[j].
+            correction, largest_lr, averaged: as in `spectrain_ext.sgd_step_`.
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
         if len(predict) > self._n_outs:
@@ -254,11 +254,10 @@ class Plan:
         stream: Any = None,
         **options: Unpack[AdamStep],
     ) -> None:
-        """One step of Adam, AdamW or NAdam that also writes predictions; as `sgd_step_`.
+        """Make one step of Adam, AdamW or NAdam and write predictions.
 
-        See `spectrain_ext.adam_step_`; `groups` are the numbers of every parameter group. Without
-        them they are keywords: `lr` and `step`, and where they are not the usual ones `betas` to
-        `mu_product`.
+        See `sgd_step_` and `spectrain_ext.adam_step_`. `groups` are the hyperparameters of every
+        parameter group. Without them `lr` and `step` are required keywords.
         """
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
@@ -271,28 +270,27 @@ class Plan:
     # Versions of the weights.
 
     def stash(self, *, stream: Any = None) -> None:
-        """Stashed <- W, bit for bit."""
+        """Copy the weights, bit for bit: stashed <- W."""
         self._native.stash(stream)
 
     def restore_(self, *, stream: Any = None) -> None:
-        """W <- stashed, bit for bit."""
+        """Copy the stashed weights back, bit for bit: W <- stashed."""
         self._native.restore_(stream)
 
     def swap_(self, *, stream: Any = None) -> None:
-        """W <-> stashed, bit for bit, in place."""
+        """Exchange weights and stashed weights in place, bit for bit."""
         self._native.swap_(stream)
 
     def write_out(self, *, out: int = 0, stream: Any = None) -> None:
-        """outs[out] <- W, rounded where the output is narrower."""
+        """Copy the weights: outs[out] <- W, rounded if the output is narrower."""
         self._native.write_out(self._check_out(out), stream)
 
     def refresh(self, grads: Gradients = None) -> None:
-        """Read the gradients' addresses again, or take other gradients.
+        """Read the gradients' addresses again, or use other gradients.
 
-        After `zero_grad(set_to_none=True)` a backward pass leaves new gradients at new addresses:
-        call this before `sgd_step_`. Without an argument a gradient that was `params[i].grad` when
-        it was given (or when none were given) is read from `params[i].grad` as it is now; any other
-        is the tensor that was given.
+        A backward after `zero_grad(set_to_none=True)` puts gradients at new addresses: call this
+        before `sgd_step_`. Without an argument, gradients that were `params[i].grad` when the plan
+        got them are read from `params[i].grad` again; others stay the given tensors.
         """
         if grads is None:
             self._native.refresh()
@@ -314,8 +312,8 @@ class Plan:
         return prediction(checked, as_laws(steps, self._n_groups))
 
     def _checked(self, groups: Any, rule: type[Sgd] | type[Adam] | None = None) -> Any:
-        """The numbers of every group, all of one rule; None: of any."""
-        # The common case first: asking for a Sequence takes longer than the rest.
+        """Return `groups` if all of them have one type, `rule` if given."""
+        # The common case first: isinstance(..., Sequence) takes longer than everything else.
         if type(groups) is not list and (
             isinstance(groups, str) or not isinstance(groups, Sequence)
         ):
@@ -337,7 +335,7 @@ class Plan:
         return groups
 
     def _adams(self, groups: Sequence[Adam] | None, options: dict[str, Any]) -> list[Adam]:
-        """Take Adam's numbers out of the keywords."""
+        """Remove Adam's hyperparameters from the keywords and return them for every group."""
         numbers = {name: options.pop(name) for name in _OF_ADAM & options.keys()}
         if groups is not None:
             raise _given_twice(name for name in Adam.__slots__ if name in numbers)
