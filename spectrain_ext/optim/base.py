@@ -1,4 +1,4 @@
-"""PredictingOptimizer: what all optimizers share, one fused pass per step, and predictions."""
+"""Base class of the optimizers: a fused step that also writes predictions."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """The same numbers, of that dtype and memory layout; not a copy where they have it."""
+    """Return `x` with the dtype and memory layout of `like`, without a copy if it has them."""
     same = x.dtype == like.dtype and x.stride() == like.stride()
     return x if same else torch.empty_like(like).copy_(x)
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles."""
-    # The range costs as much as the rest of a small step.
+    """Wrap a step in torch's hooks and profiler range only if one of them is in use."""
+    # The profiler range costs as much as the rest of a small step.
     plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
 
     @wraps(func)
@@ -72,10 +72,10 @@ def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's optimizers, without what has its compiler leave the method alone.
+    """Return a method of torch's optimizers without its torch.compiler.disable wrapper.
 
-    That imports the compiler: 1.0 s of each process that makes an optimizer (torch 2.13). Where
-    nobody has imported it, nobody compiles.
+    The wrapper imports the compiler, 1.0 s in each process (torch 2.13). Unless the compiler is
+    imported already, nothing is being compiled.
     """
     if "torch._dynamo" in sys.modules or not hasattr(method, "__wrapped__"):
         return method
@@ -83,7 +83,7 @@ def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exclusive(method: F) -> F:
-    """Let one thread at a time into methods that read or change anything; Ctrl-C waits for them."""
+    """Make a method exclusive to one thread at a time, and defer Ctrl-C until it returns."""
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,26 +94,35 @@ def _exclusive(method: F) -> F:
 
 
 class PredictingOptimizer(Ordered, torch.optim.Optimizer):
-    """Base of the optimizers here: a subclass adds its rule and torch's class of the same name.
+    """Base of this package's optimizers; a subclass adds its rule and torch's class of that name.
 
-    A step is one kernel launch per device for all parameter groups. Optimizers whose groups differ
-    in whether they have momentum at all take one launch for each kind.
+    A step is one kernel launch per device for all parameter groups, or two if some groups have
+    momentum and others do not. Threads that share an optimizer take turns. Torch does not allow one
+    thread to set a ``grad`` while another reads it; the caller must prevent that.
 
-    Threads that share one optimizer take turns: each step or prediction is whole. Torch does not
-    let one thread set a ``grad`` while another reads it; that is left to the caller.
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> with optimizer.predicted(steps=2):
+        ...     print(weight.item())
+        0.25
+        >>> weight.item()
+        0.75
     """
 
-    # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
+    # GradScaler then leaves unscaling and skipping to the step.
     _step_supports_amp_scaling = True
 
-    _rule: Rule  # steps obey that of the parameters, which may have a correction's state
+    _rule: Rule  # steps use the rule of `_parameters`, which may include a correction's state
     _momentum_dtype: torch.dtype | None
     _loading: StateDict | None = None
     _parameters: Parameters
     _launches: Launches
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
-        """Get ready for the parameter groups that torch's constructor is about to add."""
+        """Prepare for the parameter groups that torch's constructor will add."""
         self._turn = RLock()
         self._momentum_dtype = momentum_dtype
         self._begin()
@@ -124,10 +133,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         rule: Rule | None = None,
         correction: Correction | None = None,
     ) -> None:
-        """Forget what was resolved, and go on with this."""
+        """Discard all resolved state and continue with a new binding, rule and correction."""
         rule = type(self)._rule if rule is None else rule
         parameters = Parameters(rule, self._momentum_dtype, binding, correction)
-        # Together: an exception between them would leave two that do not know each other.
+        # In one call: an exception in between would leave two that do not match.
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
@@ -165,7 +174,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             check_dtypes(where, p.dtype, self._momentum_dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Reset all gradients, as in torch."""
         _plain(super().zero_grad)(set_to_none)
 
     @_exclusive
@@ -181,8 +190,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
-        if self._loading is not None:  # before anybody can see the state without
+        """Restore the result of ``__getstate__``, or state from ``load_state_dict``."""
+        if self._loading is not None:  # before the incomplete state is visible
             rule, dtype = self._parameters.rule, self._momentum_dtype
             put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
@@ -196,10 +205,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @_exclusive
     def state_dict(self) -> StateDict:
-        """Return the state as torch's class of this name does, with the same keys.
+        """Return the state with the keys of torch's class of the same name.
 
-        Scalar state, and all state of a bound optimizer, is independent: a saved view would take
-        the whole buffer it is a view of into the file.
+        Scalar state, and all state of a bound optimizer, is copied, because torch.save would write
+        the whole buffer behind a view.
         """
         with self._owners_turn():
             result: StateDict = _plain(super().state_dict)()
@@ -212,18 +221,18 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @_exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state_dict of this class or of torch's class of this name.
+        """Load a state_dict of this class or of torch's class of the same name.
 
-        State is copied. The buffers get ``momentum_dtype`` if that was given; else float32 buffers
-        of a 16-bit parameter stay float32, and any other has the parameter's dtype. A bound
-        optimizer stays bound, and the state takes the dtype of the bound buffers. What does not
-        fit raises (ValueError, TypeError) and changes nothing; RuntimeError while the weights are
-        predicted.
+        State is copied. Buffers get ``momentum_dtype`` if it was given. Otherwise float32 buffers
+        of a 16-bit parameter stay float32, and all others get the parameter's dtype. A bound
+        optimizer stays bound, and its state gets the dtype of the bound buffers. ValueError or
+        TypeError if the state does not fit; nothing changes then. RuntimeError while the weights
+        are predicted.
         """
         self._refuse_while_predicted("load_state_dict")
 
         def take_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
-            if self._loading is None:  # else a hook that an exception left behind has it
+            if self._loading is None:  # else an earlier hook, left by an exception, set it
                 self._loading = given
             return without_state(self._parameters.rule, given)
 
@@ -237,16 +246,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @property
     def buffer_keys(self) -> tuple[str, ...]:
-        """Keys of the state that has a parameter's shape: what ``bind`` wants buffers for."""
+        """Keys of state with the parameter's shape, for which ``bind`` needs buffers."""
         return self._parameters.rule.buffers
 
     @property
     def loose_keys(self) -> tuple[str, ...]:
-        """Keys of the state of any shape, which stays where it is: SOAP's."""
+        """Keys of state with other shapes, which ``bind`` does not move (SOAP)."""
         return self._parameters.rule.loose
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
-        """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
+        """Return the dtype of a parameter's buffers (momentum, moments), present or future."""
         entry, keys = self.state.get(param, {}), self._parameters.rule.all_keys
         buffers = [entry[key] for key in keys if entry.get(key) is not None]
         saved = buffers[0].dtype if buffers else param.dtype
@@ -255,19 +264,17 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` returned, if given.
+        """Update every parameter that has a gradient; return the result of ``closure``.
 
-        Everything is checked before anything is written. Raises RuntimeError while the weights are
-        predicted or for a sparse gradient, ValueError or TypeError for a number out of range or a
-        gradient that does not match its parameter.
+        Everything is checked before anything is written. RuntimeError while the weights are
+        predicted or for a sparse gradient; ValueError or TypeError for a hyperparameter out of
+        range or a gradient that does not match its parameter. As in torch, Ctrl-C can interrupt a
+        step halfway; within a pipeline's run it waits for the end of the step.
 
-        As of torch's, a step may be made in part where a Ctrl-C comes in the middle of it; in a run
-        of a pipeline that waits for its end.
-
-        ``torch.amp.GradScaler`` leaves its work to the step: gradients are divided by its scale in
-        the same pass (and stay scaled themselves), and a step that it skips changes nothing. On
-        CUDA that costs SGD no synchronization but on the first step of a parameter; Adam's count of
-        steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
+        With ``torch.amp.GradScaler`` the step divides gradients by the scale in the same pass (the
+        gradients themselves stay scaled) and skips if they are not finite. On CUDA, SGD
+        synchronizes only at a parameter's first step. Adam counts steps on the host, so it waits
+        for the check, as GradScaler does for other optimizers.
         """
         if (
             self._parameters.rule.scalars
@@ -303,12 +310,12 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         if isinstance(correction, AdaptiveBraking):
             self._brake(correction)
             for launch in launches:
-                launch.read_gradients()  # those of another layout had been copied
+                launch.read_gradients()  # again: those of another layout had been copied
         for launch in launches:
             options: StepOptions = {} if scaling is None else scaling.on(launch.device)
             launch.prepare_step(templates, laws, options, correcting)
 
-        # Nothing is left that could be refused.
+        # From here on nothing can be refused.
         for launch in launches:
             if launch.step(self.state):
                 self._parameters.forget()
@@ -317,7 +324,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._next_write = None
 
     def _brake(self, braking: AdaptiveBraking) -> None:
-        """Scale the gradients of all parameters that have a momentum."""
+        """Scale the gradients of all parameters that have momentum."""
         key = self._parameters.rule.buffers[0]
         for group in self.param_groups:
             found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
@@ -336,12 +343,12 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
     def _correcting(self, correction: Correction) -> Correcting | None:
-        """What reads stale weights, with the largest learning rate so far of every group."""
+        """Return a correction that reads stale weights, with each group's largest learning rate."""
         if not correction.reads_stale:
             return None
         by = stale_correction(correction)
         if not by.buffers:
-            return by, [0.0] * len(self.param_groups)  # it asks for none
+            return by, [0.0] * len(self.param_groups)  # unused
         rates = []
         for index, group in enumerate(self.param_groups):
             try:
@@ -350,20 +357,20 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 raise ValueError(f"parameter group {index}: {by}: {error}") from error
             rates.append(max(now, group.get("gap_rate", 0.0)))
             if group.get("gap_rate") != rates[-1]:
-                group["gap_rate"] = rates[-1]  # the group keeps it: it is state
+                group["gap_rate"] = rates[-1]  # in the group, so that it is saved
         return by, rates
 
     # Prediction in place.
 
     def check_can_predict(self) -> None:
-        """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
+        """Raise ValueError naming the first group whose momentum is 0."""
         self._parameters.numbers(self.param_groups)
         self._parameters.check_momentum(self.param_groups)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False
     ) -> tuple[list[Any], tuple[Law, ...]]:
-        """Read the numbers of every group, and the law of each, which has to go with them."""
+        """Return the hyperparameters and the law of every group, checked against each other."""
         laws = tuple(as_laws(steps, len(self.param_groups)))
         templates = self._parameters.numbers(self.param_groups)
         self._parameters.check_laws(self.param_groups, laws, has_gradient)
@@ -373,22 +380,22 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
-        ``steps >= 0`` counts updates and may be a fraction; or it is a law of
-        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group. Each
-        group is predicted with its current learning rate. The true weights are kept in one more
-        buffer per parameter, in the same pass over memory. Parameters that were never updated stay
-        as they are. Meanwhile ``state_dict``, ``torch.save`` and deepcopy of a module that holds
-        predicted weights raise RuntimeError.
+        ``steps`` is a number of updates (>= 0, may be fractional), a law of
+        ``spectrain_ext.laws`` that needs no gradient, or a tuple of these with one for each group.
+        Each group uses its current learning rate. The true weights are stashed in the same pass, in
+        one more buffer per parameter. Parameters that were never updated do not change. Until
+        :meth:`restore_`, ``state_dict``, ``torch.save`` and deepcopy of a module with predicted
+        weights raise RuntimeError.
 
-        Raises RuntimeError if the weights are predicted already or the optimizer is bound,
-        ValueError for bad ``steps`` or a group whose momentum is 0.
+        RuntimeError if the weights are already predicted or the optimizer is bound. ValueError for
+        invalid ``steps`` or a group whose momentum is 0.
         """
         self._refuse_while_predicted("predict_")
         if self._parameters.binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
         templates, laws = self._laws(steps)
-        # Known before anything is written: an exception leaves what restore_ undoes.
+        # Set before anything is written, so that restore_ can undo a prediction that fails.
         self._predicted = self._resolved(stash=True)
         try:
             for launch in self._predicted:
@@ -401,7 +408,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @_exclusive
     def restore_(self) -> None:
-        """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
+        """Restore the weights that :meth:`predict_` replaced, bit for bit; else RuntimeError."""
         if self._predicted is None:
             raise RuntimeError("restore_: the weights are not predicted, call predict_ first")
         for launch in self._predicted:
@@ -412,10 +419,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @contextmanager
     def predicted(self, steps: Horizons) -> Iterator[None]:
-        """Predict for the length of a ``with`` block, see :meth:`predict_`.
+        """Predict within a ``with`` block, see :meth:`predict_`.
 
-        Run the forward *and* its backward inside: both change the weights' version counters, so a
-        backward outside of the block raises.
+        Run the forward *and* its backward inside: entering and leaving bump the weights' version
+        counters, so a backward outside raises.
         """
         try:
             self.predict_(steps)
@@ -431,23 +438,22 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 "restore_() after predict_()"
             )
 
-    # For a pipeline: weights and state live in its buffers.
+    # For a pipeline, which owns the buffers of weights and state.
 
     @_exclusive
     def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
-        """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
+        """Keep weights and state in the caller's tensors, until :meth:`unbind`.
 
-        From now on :meth:`step` reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
+        :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
         itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``.
-        Where there is only one key, ``buffers`` may be its mapping itself. All have p's shape and
-        device, and one layout: usually views of flat buffers. State that exists is copied in; where
-        there is none the buffers are filled with zeros, so that a prediction before the first step
-        is the weights themselves, as it is of a parameter that requires no gradient now. A bound
-        optimizer does not touch autograd's version counters: who binds it vouches for the order of
-        forwards, backwards and steps.
+        With a single key, ``buffers`` may be its mapping directly. All tensors have p's shape and
+        device, and one layout; usually they are views of flat buffers. Existing state is copied.
+        Without state the buffers become zero, so that a prediction before the first step equals the
+        weights; so does the prediction of a frozen parameter. A bound optimizer does not bump
+        autograd's version counters: the caller orders forwards, backwards and steps.
 
-        Raises RuntimeError if bound already or while the weights are predicted, ValueError for a
-        missing or unsuitable tensor; nothing has changed then.
+        RuntimeError if already bound or while the weights are predicted. ValueError for a missing
+        or unsuitable tensor. Nothing changes then.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
@@ -460,10 +466,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @_exclusive
     def unbind(self) -> None:
-        """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
+        """Move the state to its own storage; RuntimeError if the optimizer is not bound.
 
-        ``master`` and the parameters are left as they are: copying the one to the others is up to
-        the owner.
+        The caller copies ``master`` to the parameters, if needed.
         """
         self._bound("unbind")
         for entry in self.state.values():
@@ -472,15 +477,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._begin()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
-        """Tell whether these buffers are those of the last ``bind``, not undone since."""
+        """Return whether the optimizer is bound to these buffers."""
         binding = self._parameters.binding
         return binding is not None and binding.given is buffers
 
     @_exclusive
     def prediction_sink(self, outs: Views) -> PredictionSink:
-        """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
+        """Prepare outputs for predictions; ``outs[p]`` has the layout and device of p's weights.
 
-        RuntimeError if the optimizer is not bound, ValueError for a missing or unsuitable tensor.
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
         """
         sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
         self._parameters.numbers(self.param_groups)
@@ -488,12 +493,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return sink
 
     def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
-        """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
+        """Let the next :meth:`step` also write the prediction that ``sink.write(steps)`` would.
 
-        Where every parameter has a gradient that costs no further pass over memory. ``steps`` may
-        also be a law that needs the gradient (``SecondOrder``); a parameter without one is then
-        predicted by its unchanged momentum. The step that does it consumes the order; ``None``
-        withdraws it.
+        If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
+        a law that needs the gradient (``SecondOrder``); a parameter without a gradient is then
+        predicted from its unchanged momentum. The request holds for one step; ``None`` cancels it.
         """
         with self._turn:
             if sink is None:
@@ -505,18 +509,18 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     @_exclusive
     def update_in(self, views: Views) -> None:
-        """Update ``views[p]`` from the next step on: the owner has copied the weights there.
+        """Update ``views[p]`` from the next step on; the caller has copied the weights there.
 
-        What was updated before stays as it is. RuntimeError if the optimizer is not bound,
+        The previous tensors do not change any more. RuntimeError if the optimizer is not bound.
         ValueError for a missing or unsuitable tensor.
         """
         self._bound("update_in").update_in(self.param_groups, views, "weights")
 
     @_exclusive
     def read_stale(self, sink: PredictionSink) -> None:
-        """Let a correction find the stale weights in the outs of this sink from the next step on.
+        """Let the correction read stale weights from this sink's outputs from the next step on.
 
-        RuntimeError if the optimizer is not bound, or corrects nothing by stale weights.
+        RuntimeError if the optimizer is not bound or its correction reads no stale weights.
         """
         binding = self._bound("read_stale", sink)
         correction = self._parameters.correction
@@ -527,27 +531,27 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         binding.stale = sink.outs
 
     def check_correction(self, correction: Correction | None) -> None:
-        """Raise ValueError naming the first group that a correction is not defined for."""
+        """Raise ValueError naming the first group for which a correction is undefined."""
         Parameters(self._parameters.rule, correction=correction).numbers(self.param_groups)
 
     @_exclusive
     def correct(
         self, correction: Correction | Corrected | None, stale: PredictionSink | None = None
     ) -> None:
-        """Let all steps from now on, until :meth:`unbind`, obey a correction; None: none.
+        """Apply a correction in all steps until :meth:`unbind`; None removes it.
 
-        ``correction`` is one of ``spectrain_ext.corrections``, or an object with ``sgd`` and
-        ``adam``, which give a step as a ``Term``. What reads stale weights finds them in the outs
-        of ``stale`` when a step comes, which may write the next prediction there
-        (``write_with_next_step``). Braking scales gradients in place. ``GapAware`` has state:
-        ``state[p]["gap_average"]``, kept in ``buffers["gap_average"]`` of ``bind``,
-        ``state[p]["gap_step"]``, how many steps that has taken up, and ``gap_rate`` of the
-        parameter groups, the largest learning rate so far; zeros where it begins.
+        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
+        ``adam`` methods return a step as a ``Term``. A correction of stale weights reads them from
+        the outputs of ``stale`` at each step, which may write the next prediction there
+        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
+        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]`` of ``bind``),
+        ``state[p]["gap_step"]`` (the number of averaged steps), and ``gap_rate`` in the parameter
+        groups (the largest learning rate so far). All start at zero.
 
-        Raises RuntimeError if the optimizer is not bound, TypeError for what is no such correction
-        or weights that are neither float32 nor float64 (a master may be), ValueError without
-        ``stale``, for a missing buffer, or for a group that the correction is not defined for, as
-        ``GapAware`` and braking are not without momentum; nothing has changed then.
+        RuntimeError if the optimizer is not bound. TypeError for an invalid correction, or if it
+        needs true weights of float32 or float64. ValueError without ``stale``, for a missing
+        buffer, or for a group for which the correction is undefined (``GapAware`` and braking need
+        momentum). Nothing changes then.
         """
         binding = self._bound("correct", stale)
         rule = type(self)._rule
@@ -574,7 +578,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         for p, entry in self.state.items():
             if rule.keys == self._parameters.rule.keys or not isinstance(entry, dict):
                 continue
-            if not averages:  # whoever goes on without it keeps it
+            if not averages:  # keep it in storage of its own
                 entry.update(independent(entry, ("gap_average", "gap_step")))
             elif entry.get(rule.buffers[0]) is not None and entry.get("gap_average") is None:
                 entry.update(gap_average=torch.zeros_like(buffers[p][-1]), gap_step=0.0)

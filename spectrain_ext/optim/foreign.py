@@ -1,8 +1,7 @@
-"""Foreign: any optimizer of torch's interface where a stage's storage wants one of the package's.
+"""Adapts any optimizer with torch's interface to the interface that a stage's storage needs.
 
-The optimizer stays the user's own object. It keeps references to the parameters, which therefore
-stay the very same ones: for the length of a step their data is the true weights, and afterwards
-what the stage computes with again.
+The optimizer keeps references to the parameters, so the parameter objects never change. During a
+step their data is the true weights; afterwards it is the stage's working weights again.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-# Private in torch, 2.10 to 2.15; FSDP2 stands on it. A step in place counts as a change of what
-# autograd has saved for the microbatches in flight, whose backwards would then raise; that they
-# meet other weights than their forwards is what a pipeline method is about.
+# Private in torch 2.10 to 2.15; FSDP2 depends on it. A step in place would bump the version
+# counters of tensors that autograd saved for microbatches in flight, and their backwards would
+# raise. A pipeline method changes weights between forward and backward on purpose.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
 
 from spectrain_ext.operators.corrections import Correction
@@ -28,21 +27,21 @@ from .state import Ordered, laid_out_as
 
 
 class Foreign(Ordered):
-    """A user's optimizer as an ``Updater``: its state stays where it puts it, it predicts nothing.
+    """Wraps a user's optimizer as an ``Updater`` that cannot predict and keeps its own state.
 
-    With a master of a wider dtype a parameter and its gradient are of that dtype for the length of
-    a step, and state is until ``unbind``, whatever is loaded.
+    With wider master weights, a parameter and its gradient have that dtype during a step. Optimizer
+    state has it until ``unbind``, also after loading.
     """
 
     buffer_keys = ()
 
-    # The optimizer must read its parameters and their gradients anew in each step, and change them
-    # in place, or give a parameter other data of the same shape.
+    # Requirement: the optimizer reads its parameters and gradients again in each step, and changes
+    # parameters in place or assigns data of the same shape.
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._forget()
-        with suppress(AttributeError):  # of wrappers that never call torch's ``__init__``
-            # Weak: whoever goes on with the optimizer alone would keep a pipeline's buffers.
+        with suppress(AttributeError):  # wrappers that never call torch's ``__init__``
+            # Weak references: the optimizer may outlive the pipeline and its buffers.
             optimizer.register_state_dict_post_hook(_weak(self._copied))
             optimizer.register_load_state_dict_pre_hook(_weak(self._before_load))
             optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
@@ -50,9 +49,9 @@ class Foreign(Ordered):
     def _forget(self) -> None:
         self._given: Mapping[str, Views] | None = None
         self._master: Views | None = None
-        self._wide: dict[Tensor, Tensor] = {}  # what has a wider master: that
+        self._wide: dict[Tensor, Tensor] = {}  # parameters with a wider master, and the master
         self._params: tuple[Tensor, ...] = ()
-        self._known: dict[tuple[int, int], list[_Place]] = {}  # by where weights and parameters are
+        self._known: dict[tuple[int, int], list[_Place]] = {}  # by addresses
         self._loading: dict[str, Any] | None = None
 
     # Binding.
@@ -95,8 +94,8 @@ class Foreign(Ordered):
     # The step.
 
     def step(self) -> None:
-        """Make a step of the optimizer on the true weights."""
-        # A parameter may be in any of several buffers, and its true weights as well.
+        """Run the optimizer's step on the true weights."""
+        # Parameters and true weights may each be in any of several buffers.
         at = id(self._master), self._params[0].data_ptr() if self._params else 0
         if at not in self._known:
             self._known[at] = [_Place.of(p, self._master) for p in self._params]
@@ -134,7 +133,7 @@ class Foreign(Ordered):
             self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo that torch has cast state to its parameters' dtypes; give it their strides."""
+        """Undo torch's cast of state to the parameters' dtypes, and use the parameters' strides."""
         loading, self._loading = self._loading, None
         with self._owners_turn():
             if loading is not None:
@@ -154,17 +153,17 @@ class Foreign(Ordered):
             entry.update(_converted(entry, like))
 
 
-#: What a stage's storage steps, and asks for predictions.
+#: An optimizer as a stage's storage uses it.
 Updater: TypeAlias = PredictingOptimizer | Foreign
 
 
 def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
-    """The optimizer itself if it is one of the package's, which nothing then stands before."""
+    """Return one of this package's optimizers unchanged, and wrap any other."""
     return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
 
 
 def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """State on a GPU that is not in the buffers of ``bind``."""
+    """Return state tensors on a GPU outside the buffers of ``bind``."""
     found = _state_of(optimizer)
     if isinstance(optimizer, PredictingOptimizer):
         found = [e.get(key) for e in optimizer.state.values() for key in optimizer.loose_keys]
@@ -172,16 +171,16 @@ def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
-    return getattr(optimizer, "state", {})  # which a wrapper may keep elsewhere
+    return getattr(optimizer, "state", {})  # a wrapper may keep it elsewhere
 
 
 class _Place(NamedTuple):
-    """Where a parameter is, and where its true weights are: both the same without a master."""
+    """A parameter's working weights and true weights, the same tensor without a master."""
 
     p: Tensor
     own: Tensor
     true: Tensor
-    at: tuple[int, int]  # the addresses of these
+    at: tuple[int, int]  # addresses of `own` and `true`
 
     @classmethod
     def of(cls, p: Tensor, master: Views | None) -> _Place:
@@ -200,22 +199,22 @@ class _Place(NamedTuple):
         p.grad = None if gradient is None else gradient.to(true.dtype)
 
     def leave(self) -> bool:
-        """Whether the optimizer has left its shape alone."""
+        """Restore the working weights; return whether the shape is unchanged."""
         p, own, true, at = self
         fits, now = True, p.data_ptr()
-        if now not in at:  # as after ``p.data = p.data - lr * p.grad``
+        if now not in at:  # for example after ``p.data = p.data - lr * p.grad``
             fits = p.shape == true.shape
             if fits:
                 true.copy_(p.detach())
         if p.dtype != own.dtype:
             p.grad = None
-        if now != at[0] or p.dtype != own.dtype:  # what is empty is at no address
+        if now != at[0] or p.dtype != own.dtype:  # empty tensors have no address
             p.data = own
         return fits
 
 
 def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
-    """A parameter's state, of the dtype that torch gives it where it loads it for ``like``."""
+    """Convert a parameter's state as torch does when loading it for ``like``."""
 
     def of(tensor: Tensor) -> Tensor:
         return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -242,7 +241,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does nothing once the method's object is gone."""
+    """Return a hook that does nothing once the method's object is gone."""
     ref = WeakMethod(method)
 
     def hook(*args: Any) -> Any:

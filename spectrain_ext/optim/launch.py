@@ -1,4 +1,4 @@
-"""Launch: what a step does: some parameters on one device, and the kernel that updates them."""
+"""Groups parameters into kernel launches, and runs steps and predictions on them."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from .parameters import Kinds, Parameters, Views
 from .rule import Group, Rule, Scalars
 from .state import State, empty_like
 
-# What corrects a step, and the largest learning rate of every group.
+# A correction, and the largest learning rate of every group.
 Correcting: TypeAlias = tuple[StaleCorrection, Sequence[float]]
 
-_STILL = Linear(0)  # the law of weights that were never updated, or are frozen
+_STILL = Linear(0)  # for weights that were never updated or are frozen
 _gradient = attrgetter("grad")
 
 
 class _Plan(Plan):
-    """The plan of a Launch, which keeps the memory and looks after the addresses itself."""
+    """The plan of a Launch, which itself keeps the memory alive and checks the addresses."""
 
     _watches = False
 
 
 class Cohort(NamedTuple):
-    """Parameters of one group that have been updated equally often: the same numbers apply."""
+    """Parameters of one group with the same number of updates, so that they share coefficients."""
 
     group: int
     started: bool
-    moves: bool  # False: they are frozen, and keep their momentum for later
+    moves: bool  # False: frozen; the momentum is kept for later
     rows: list[int]
 
 
 class _Prepared(NamedTuple):
-    """A native call, and what it was prepared from, beside the cohorts and the plan of a Launch."""
+    """A cached native call and the arguments it was prepared from."""
 
-    # A training loop makes the same call at nearly every step: preparing it took a third of a small
+    # Most steps of a training loop make the same call, and preparing it took a third of a small
     # step of SGD.
-    templates: Sequence[Any]  # the very same list for as long as no number is read anew
+    templates: Sequence[Any]  # the same list object as long as no hyperparameter changes
     laws: tuple[Law, ...] | None
-    lasts: bool  # it serves once more: no step counts, and no law reads what may change
+    lasts: bool  # reusable: no step counts and no numbers that may change
     call: Callable[[], None]
     after: Sequence[Scalars] = ()  # the scalar state of every cohort after a step
 
@@ -60,19 +60,19 @@ class _Prepared(NamedTuple):
 
 
 class Launch:
-    """The tensors of a few parameters of one device, resolved once, and what is done with them."""
+    """One kernel launch: parameters of one device and rule, resolved once."""
 
     def __init__(
         self,
         parameters: Parameters,
         positions: Sequence[int],  # ascending
-        with_buffers: bool,  # the rule's numbers need them
+        with_buffers: bool,  # whether the rule needs them
         outs: Views | None = None,  # where predictions are written
         *,
-        stash: bool = False,  # weights are kept while they are predicted
+        stash: bool = False,  # for predictions in place
     ) -> None:
         self.parameters = parameters
-        self.rule = parameters.rules[positions[0]]  # they all have the same
+        self.rule = parameters.rules[positions[0]]  # the same for all
         self.params = params = [parameters.params[i] for i in positions]
         self.device = params[0].device
         self._positions = positions
@@ -84,9 +84,8 @@ class Launch:
         if with_buffers:
             self._buffers = list(zip(*map(parameters.buffers_of, positions), strict=True))
         self._stashed = [empty_like(p, p.dtype) for p in params] if stash else None
-        # The plan has raw addresses, and a parameter can get another storage at any time
-        # (``p.data = ...``, ``module.to()``), as its state can get another buffer: so ``Launches``
-        # asks this before every use.
+        # The plan holds raw addresses, but parameters can get new storage (``p.data = ...``,
+        # ``module.to()``) and state new buffers. ``Launches`` calls this before every use.
         self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
 
         keys = [parameters.cohort(i) for i in positions]
@@ -111,20 +110,20 @@ class Launch:
         self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []
-        self._rest: tuple[list[bool], Launch] | None = None  # of what is not active
+        self._rest: tuple[list[bool], Launch] | None = None  # for rows that are not active
         self._step: _Prepared | None = None
         self._prediction: _Prepared | None = None
-        self._replaced = False  # whether a prediction has taken the weights' place
+        self._replaced = False  # whether predictions have replaced the weights
 
     # Gradients.
 
     def read_gradients(self) -> None:
-        """Hand the parameters' gradients to the plan, and note which rows have one."""
+        """Pass the parameters' gradients to the plan and record which rows have one."""
         grads = tuple(map(_gradient, self.params))
         try:
             self._all_active = self.native.set_gradients(grads, False)
         except (TypeError, ValueError, RuntimeError):
-            # A hook or a caller may leave one of another layout than its parameter: that is copied.
+            # A hook or the caller may set a gradient with another layout: copy it.
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
@@ -133,7 +132,7 @@ class Launch:
             self._active = [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
-        self.native.forget_gradients()  # so that ``zero_grad`` really frees their memory
+        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
 
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -157,16 +156,16 @@ class Launch:
     def updated(self) -> tuple[Tensor, ...]:
         return tuple(self.params if self._all_active else compress(self.params, self._active))
 
-    # What runs. `templates`: the numbers of every parameter group, as the rule read them.
+    # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
     def prepare_step(
         self,
         templates: Sequence[Any],
-        laws: tuple[Law, ...] | None,  # of every group, by which outs are written; None: none are
+        laws: tuple[Law, ...] | None,  # for the outs, of every group; None: no outs
         options: StepOptions,
-        correcting: Correcting | None,  # the same for as long as there is this launch
+        correcting: Correcting | None,  # constant during the lifetime of this launch
     ) -> None:
-        """Prepare what updates the rows that have a gradient; all errors come from here."""
+        """Prepare the update of rows that have a gradient; raises all errors of a step."""
         if not options and self._step is not None and self._step.serves(templates, laws):
             return
         rule = self.rule
@@ -177,13 +176,13 @@ class Launch:
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             own = [laws[cohort.group] for cohort in self.cohorts]
-            if rule.is_for_matrices:  # whose first update is no change
+            if rule.is_for_matrices:  # their first update has no previous one
                 own = [
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
             predict = (tuple(own),)
-        if rule.is_for_matrices:  # divides by the scale itself; no step is left out here
+        if rule.is_for_matrices:  # `_make_updates` divides by the scale; skips were handled before
             self._scale, options = options.get("grad_scale"), {}
         correction = None
         if correcting is not None:
@@ -203,7 +202,7 @@ class Launch:
         self._step = _Prepared(templates, laws, lasts, call, after)
 
     def step(self, state: State) -> bool:
-        """Make the step that was prepared; returns whether rows now belong to other cohorts."""
+        """Run the prepared step; return whether rows have changed their cohorts."""
         step = self._step
         assert step is not None
         if self.rule.is_for_matrices:
@@ -216,7 +215,7 @@ class Launch:
 
     @torch.no_grad()
     def _make_updates(self, step: _Prepared, state: State) -> None:
-        """Hand the plan the changes of the updates, which the kernel takes for gradients."""
+        """Pass the changes of the updates to the plan as gradients."""
         assert self._buffers is not None
         changes: list[Tensor | None] = [None] * len(self.params)
         for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
@@ -239,7 +238,7 @@ class Launch:
     def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
         if self._buffers is None:
             return False
-        # The first buffer is the gradient, undampened; an average goes on from 0.
+        # torch's first buffer is the undampened gradient; an EMA starts at 0.
         pairs = zip(self.cohorts, groups, strict=True)
         starts = [not cohort.started and not numbers.ema for cohort, numbers in pairs]
         if all(starts) or not any(starts):
@@ -247,18 +246,18 @@ class Launch:
         return [starts[n] for n in self._assignment]
 
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Write the outs that a step with laws does not."""
+        """Write the outs that the step's kernel has not written."""
         if self._buffers is None:
             self.native.write_out(0, None)
         elif not self._all_active and any(map(terms_of, laws, templates)):
-            # The step gives a row without a gradient its weights, not their prediction.
+            # For a row without a gradient the step wrote the weights, not a prediction.
             if self._rest is None or self._rest[0] != self._active:
                 idle = [i for i, on in zip(self._positions, self._active, strict=True) if not on]
                 self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
             self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
 
     def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
-        """Give the rows that a step has updated the scalar state after it; start state."""
+        """Store the scalar state of updated rows; create state at their first update."""
         counts = bool(self.rule.scalars)
         if self._all_active and self.started and not counts:
             return False
@@ -278,7 +277,7 @@ class Launch:
         return changed
 
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Write the outs."""
+        """Write predictions to the outs."""
         known = self._prediction
         if known is None or not known.serves(templates, laws):
             call = partial(self.native.write_out, 0, None)
@@ -290,14 +289,14 @@ class Launch:
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Keep the weights and replace them by their prediction, unless that is the weights."""
+        """Stash the weights and replace them by predictions, unless the laws change nothing."""
         if any(map(terms_of, laws, templates)):
             terms, eps, program = self._prediction_now(templates, laws)
             self.native.stash_predict_(terms, eps, None, program)
             self._replaced = True
 
     def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
-        """By the numbers of the cohorts as their last update left them."""
+        """Return a prediction from the hyperparameters of each cohort's last update."""
         rule = self.rule
         numbers: list[Any] = []
         own: list[Law] = []
@@ -310,12 +309,12 @@ class Launch:
         return prediction(numbers, own)
 
     def restore(self) -> bool:
-        """Write the stashed weights back; returns whether they had been replaced."""
+        """Write the stashed weights back; return whether they had been replaced."""
         if not self._replaced:
             return False
         if self.in_place():
             self.native.restore_(None)
-        else:  # the parameters have another storage by now
+        else:  # the parameters have new storage
             for param, kept in zip(self.params, self._stashed or (), strict=True):
                 param.detach().copy_(kept)
         self._replaced = False
@@ -323,27 +322,27 @@ class Launch:
 
 
 def _is_plain(law: Law) -> bool:
-    """Whether an equal law is the same: other laws, and other numbers, may read what changes."""
+    """Return whether a law has plain numbers only, so that equal laws give equal predictions."""
     if type(law) is SecondOrder:
         return type(law.delay) is float and type(law.lead) is float
     return type(law) is Linear and type(law.steps) is float
 
 
 def _without_gradient(law: Law) -> Law:
-    """The law for a parameter that has no gradient now: its momentum did not change."""
+    """Return the law for a parameter without a gradient, whose momentum did not change."""
     return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law
 
 
 class _Resolved(NamedTuple):
-    of: tuple[object, ...]  # known by their addresses, and kept: no others come to lie there
+    of: tuple[object, ...]  # keys by address; kept alive so that no address is reused
     kinds: Kinds
     version: int
-    idle: list[Tensor]  # parameters that need no launch as yet
+    idle: list[Tensor]  # parameters that need no launch yet
     launches: list[Launch]
 
 
 class Launches:
-    """The launches of an optimizer, one for each device and kind of group, kept while true."""
+    """Caches an optimizer's launches, one per device and kind of group, while they are valid."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -357,8 +356,8 @@ class Launches:
         *,
         stash: bool = False,
     ) -> list[Launch]:
-        """The launches of a step, or of a prediction in place, which has a stash."""
-        # Resolved on first use: until then the owner may still move the parameters into a buffer.
+        """Return the launches of a step, or of a prediction in place (`stash`)."""
+        # Resolved at the first use: before it, the owner may move the parameters into a buffer.
         parameters = self.parameters
         kinds, binding = parameters.kinds, parameters.binding
         version = parameters.look(groups, state)
@@ -381,7 +380,7 @@ class Launches:
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
         ):
             if binding is None:
-                parameters.forget()  # parameters may have moved: their state follows them
+                parameters.forget()  # parameters may have moved, and their state with them
                 version = parameters.look(groups, state)
             known = self._known[key] = self._made(places, version, stash)
         return known.launches
@@ -393,7 +392,7 @@ class Launches:
         for i, p in enumerate(parameters.params):
             kind = kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
-            # Of a bound optimizer all have a launch: it may write their outs.
+            # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
                 found.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
             else:
@@ -406,10 +405,10 @@ class Launches:
 
 
 class Scaling(NamedTuple):
-    """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``."""
+    """Attributes that GradScaler sets on an optimizer during ``step``."""
 
-    grad_scale: Tensor | None  # divides gradients; None where they have been unscaled already
-    found_inf: Tensor | None  # not 0 where a gradient is not finite, and no step is to be made
+    grad_scale: Tensor | None  # divides gradients; None: they are already unscaled
+    found_inf: Tensor | None  # not 0: a gradient is not finite, skip the step
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
@@ -418,11 +417,11 @@ class Scaling(NamedTuple):
         return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
 
     def skips(self, launches: Sequence[Launch]) -> bool:
-        """Whether the step is not to be made, where the host knows, or must and waits for it."""
+        """Return whether to skip the step; waits for the device only if the host must know."""
         found = self.found_inf
         if found is None:
             return False
-        # A count lives on the host, and so does what a first step starts: both have to know.
+        # Step counts and first steps are tracked on the host.
         asks = any(each.parameters.rule.scalars or not each.started for each in launches)
         return (asks or found.device.type == "cpu") and bool(found.item())
 

@@ -1,4 +1,4 @@
-"""MatrixUpdate: what the numbers of Muon and SOAP share: whole updates of matrices, as an SGD."""
+"""Expresses the updates of Muon and SOAP as steps of SGD, so that all prediction laws apply."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixUpdate(Sgd):
-    """An update as that of SGD: of momentum 1, with the change of the update for a gradient.
+    """A matrix update as SGD with momentum 1, whose gradient is the change of the update.
 
-    The buffer of that SGD is then the last update itself: every law of SGD predicts along it, and
-    the second-order law by its last change as well.
+    SGD's buffer is then the last update, so every law of SGD predicts along it, and the
+    second-order law uses its last change.
     """
 
-    # All of the last change is too much: the norm of such an update is about the same whatever the
-    # gradient's. With half, training by Muon with gradients 1, 2 or 4 updates late ended below none
-    # of it and the difference law, and from 2 on below all of it; with 7 seeds differ as much as
-    # these do (bench/muon_laws.py). By SOAP none, half and all are alike within a seed's noise.
+    # Half the last change: the norm of such an update hardly depends on the gradient's. With half,
+    # Muon with gradients 1, 2 or 4 updates late ended with a lower loss than with none of the
+    # change or the difference law, and from 2 on lower than with all of it. At 7 updates seeds
+    # differ by as much (bench/muon_laws.py). For SOAP none, half and all differ less than seeds.
     trust: ClassVar[float] = 0.5
 
     def loose(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Keys and shapes of a matrix's state that is in no buffer of ``bind``."""
+        """Return keys and shapes of a matrix's state outside the buffers of ``bind``."""
         return {}
 
     def update(
         self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
-        """Update momentum and loose state; return the update of this step, like the weight."""
+        """Update momentum and other state; return this step's update, shaped like the weight."""
         raise NotImplementedError

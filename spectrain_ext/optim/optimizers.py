@@ -1,4 +1,4 @@
-"""SGD, Adam, AdamW, NAdam, Muon: torch.optim's, in one fused pass, with predictions; SOAP."""
+"""Implements torch.optim's SGD, Adam, AdamW, NAdam and Muon, and SOAP, with predictions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from spectrain_ext.operators.corrections import Correction
 from . import rule
 from .base import PredictingOptimizer
 
-_EXTRAS = ("ema", "decoupled_weight_decay")  # of SGD, that torch's has not
+_EXTRAS = ("ema", "decoupled_weight_decay")  # options of SGD that torch's does not have
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
-    """Stochastic gradient descent with momentum that can predict the weights some updates ahead.
+    """Stochastic gradient descent with momentum, which can predict weights some updates ahead.
 
-    Arguments, parameter groups, ``state_dict`` and results are ``torch.optim.SGD``'s; checkpoints
-    load in both directions. A step is one launch per device for all groups (two where some groups
-    have momentum and others have none). The arithmetic is float32 for weights of at most 32 bits
-    (16-bit weights and momentum are rounded once per step, where torch's unfused step rounds after
-    every operation) and float64 for float64.
+    Arguments, parameter groups, ``state_dict`` and results are those of ``torch.optim.SGD``;
+    checkpoints load in both directions. A step is one kernel launch per device for all groups (two
+    if some groups have momentum and others do not). The arithmetic is float64 for float64 weights
+    and float32 for all others. 16-bit weights and momentum are rounded once per step, while torch's
+    unfused step rounds after every operation.
 
     Args:
         params: parameters, named parameters or parameter groups: float32, float64, float16 or
@@ -41,21 +41,30 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         fused: accepted for compatibility, without effect.
         momentum_dtype: dtype of the momentum buffers; None means the parameter's. 16-bit parameters
             may have ``torch.float32`` momentum.
-        ema: averaged momentum, ``v = momentum*v + (1 - momentum)*g`` from ``v = 0``, as the
-            SpecTrain paper writes it; needs ``0 < momentum < 1`` and no dampening.
-        decoupled_weight_decay: shrink the weights by ``1 - lr*weight_decay`` before each step
+        ema: averaged momentum, ``v = momentum*v + (1 - momentum)*g`` from ``v = 0``, as in the
+            SpecTrain paper; needs ``0 < momentum < 1`` and no dampening.
+        decoupled_weight_decay: multiply the weights by ``1 - lr*weight_decay`` before each step
             instead of adding an L2 penalty to the gradient.
 
-    ``ema`` and ``decoupled_weight_decay`` are keys of the parameter groups where they are asked
-    for, and can be given per group.
+    ``ema`` and ``decoupled_weight_decay`` can be set per parameter group. They are keys of the
+    groups only if one of them is used.
 
     Raises:
         ValueError: ``differentiable=True``, a number out of range or NaN, a duplicate parameter.
-        TypeError: a parameter or ``momentum_dtype`` that the kernels do not know.
+        TypeError: a parameter's dtype or ``momentum_dtype`` is not supported.
 
-    The prediction (SpecTrain, arXiv 1809.02839, equation 4) of the weights ``steps`` updates ahead
-    is ``W - lr*steps*v``, with v the momentum buffer. A parameter that has no momentum buffer yet
-    is predicted to stay as it is.
+    The prediction ``steps`` updates ahead is ``W - lr*steps*v``, with v the momentum buffer
+    (SpecTrain, arXiv 1809.02839, equation 4). A parameter without a momentum buffer is predicted to
+    stay unchanged.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> for _ in range(3):
+        ...     with optimizer.predicted(steps=2):  # forward and backward with predicted weights
+        ...         model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     _rule = rule.SGD
@@ -110,12 +119,12 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):
-    """Adam that can predict the weights some updates ahead.
+    """Adam, which can predict weights some updates ahead.
 
-    Arguments, parameter groups, ``state_dict`` and results are ``torch.optim.Adam``'s; checkpoints
-    load in both directions. A step is one launch per device for all groups. The arithmetic is
-    float32 for weights of at most 32 bits (16-bit weights and moments are rounded once per step,
-    where torch's unfused step rounds after every operation) and float64 for float64.
+    Arguments, parameter groups, ``state_dict`` and results are those of ``torch.optim.Adam``;
+    checkpoints load in both directions. A step is one kernel launch per device for all groups. The
+    arithmetic is float64 for float64 weights and float32 for all others. 16-bit weights and moments
+    are rounded once per step, while torch's unfused step rounds after every operation.
 
     Args:
         params: parameters, named parameters or parameter groups: float32, float64, float16 or
@@ -131,18 +140,27 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
         capturable: must be False.
         differentiable: must be False.
         fused: accepted for compatibility, without effect.
-        decoupled_weight_decay: makes it AdamW.
+        decoupled_weight_decay: selects AdamW.
         momentum_dtype: dtype of the moments; None means the parameter's. 16-bit parameters may have
             ``torch.float32`` moments.
 
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``, a number out of range or NaN,
             a duplicate parameter.
-        TypeError: a parameter or ``momentum_dtype`` that the kernels do not know.
+        TypeError: a parameter's dtype or ``momentum_dtype`` is not supported.
 
     The prediction ``steps`` updates ahead is ``W - steps*lr*m_hat/(sqrt(u_hat) + eps)`` with the
     bias corrections of the last step (PipeOptim, 2023); ``laws.Geometric`` is FTPipe's. A parameter
-    that was never updated is predicted to stay as it is.
+    that was never updated is predicted to stay unchanged.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> optimizer = st.optim.Adam([weight], lr=0.25)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> with optimizer.predicted(steps=2):
+        ...     print(f"{weight.item():.2f}")
+        0.25
     """
 
     _rule = rule.ADAM
@@ -182,9 +200,14 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
 
 
 class AdamW(PredictingOptimizer, torch.optim.AdamW):
-    """Adam with decoupled weight decay, ``torch.optim.AdamW`` that can predict; see ``Adam``.
+    """Adam with decoupled weight decay, ``torch.optim.AdamW`` with predictions; see ``Adam``.
 
-    The linear prediction leaves the decay out, the geometric law has it.
+    The linear prediction ignores the decay; the geometric law includes it.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = st.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     """
 
     _rule = rule.ADAM
@@ -222,10 +245,13 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
 
 
 class NAdam(PredictingOptimizer, torch.optim.NAdam):
-    """Adam with Nesterov momentum (Dozat, 2016), ``torch.optim.NAdam`` that can predict.
+    """Adam with Nesterov momentum (Dozat, 2016), ``torch.optim.NAdam`` with predictions.
 
-    As ``Adam``, which see; with ``momentum_decay`` (>= 0), the pace at which the momentum grows.
-    The prediction goes on with the momentum part of the last step, without a gradient.
+    See ``Adam`` for the arguments; ``momentum_decay`` (>= 0) sets how fast the momentum grows. The
+    prediction continues the momentum part of the last step, without a gradient.
+
+    Example:
+        >>> optimizer = st.optim.NAdam(nn.Linear(4, 2).parameters(), lr=2e-3, momentum_decay=4e-3)
     """
 
     _rule = rule.NADAM
@@ -263,7 +289,7 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
 
 
 class _OfMatrices(PredictingOptimizer):
-    """What ``Muon`` and ``SOAP`` share: groups of matrices, and groups of the rest, AdamW's."""
+    """Base of ``Muon`` and ``SOAP``: parameter groups of matrices, and AdamW's for the rest."""
 
     _rest: dict[str, Any]
     _hidden: Collection[Tensor] | None = None
@@ -282,7 +308,7 @@ class _OfMatrices(PredictingOptimizer):
         torch.optim.Optimizer.__init__(self, params, {**defaults, key: True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, or two of one of both kinds; as of ``SGD`` otherwise."""
+        """Add a parameter group, or split a mixed one into two."""
         key, kinds = self._rule.kind, dict[bool, list[Any]]({True: [], False: []})
         given = param_group["params"]
         for entry in [given] if isinstance(given, Tensor) else given:
@@ -302,7 +328,7 @@ class _OfMatrices(PredictingOptimizer):
         try:
             for is_matrix in [kind for kind, mine in kinds.items() if mine] or [True]:
                 self.defaults = defaults if is_matrix else self._rest
-                mine = given if isinstance(given, set) else kinds[is_matrix]  # torch refuses a set
+                mine = given if isinstance(given, set) else kinds[is_matrix]  # torch rejects a set
                 super().add_param_group({**param_group, "params": mine})
         except Exception:
             del self.param_groups[count:]
@@ -315,7 +341,7 @@ class _OfMatrices(PredictingOptimizer):
         return is_matrix and (self._hidden is None or p in self._hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As ``PredictingOptimizer``, with what later groups are made from."""
+        """Return the state of ``PredictingOptimizer`` and the settings for later groups."""
         return {**super().__getstate__(), "_rest": self._rest, "_hidden": self._hidden}
 
     def check_correction(self, correction: Correction | None) -> None:
@@ -327,40 +353,47 @@ class _OfMatrices(PredictingOptimizer):
 
 
 class Muon(_OfMatrices, torch.optim.Muon):
-    """Muon for hidden matrices and AdamW for the rest, in one optimizer that can predict.
+    """Muon for hidden matrices and AdamW for the rest, in one optimizer with predictions.
 
-    Of matrices arguments, groups and results are ``torch.optim.Muon``'s, whose ``state_dict`` loads
-    here; of the rest ``AdamW``'s. Each parameter group is of one kind, by its key ``use_muon``. A
-    group without that key and with no options of its own, as a plain list of parameters is, becomes
-    up to two: its hidden matrices, then the rest. Orthogonalizing is matrix products of torch's;
-    the step is one launch per device and kind.
+    Arguments, groups and results are those of ``torch.optim.Muon`` for matrices, whose
+    ``state_dict`` loads here, and those of ``AdamW`` for the rest. The key ``use_muon`` of a
+    parameter group selects between them. A group without this key and without other options, such
+    as a plain list of parameters, is split into its hidden matrices and the rest. Torch's matrix
+    products orthogonalize; the step is one kernel launch per device and kind.
 
     Args:
         params: parameters, named parameters or parameter groups, as ``SGD``.
         lr: learning rate of matrices (>= 0).
         weight_decay: decoupled decay of matrices (>= 0).
         momentum: decay of the averaged gradient (>= 0).
-        nesterov: orthogonalizes the average mixed with the gradient once more.
-        ns_coefficients: of the Newton-Schulz iteration.
-        eps: the least norm that a matrix is divided by before it.
+        nesterov: orthogonalize the average mixed with the gradient.
+        ns_coefficients: coefficients of the Newton-Schulz iteration.
+        eps: lower bound of the norm that a matrix is divided by before the iteration.
         ns_steps: iterations, fewer than 100.
         adjust_lr_fn: ``"original"`` (or None) multiplies the update by ``sqrt(max(1, rows /
             columns))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``.
-        hidden: the parameters that are hidden matrices, usually ``hidden_matrices(model)``; None:
-            all with two dimensions.
-        adamw: options of ``AdamW`` for the rest. Without an ``lr`` that is Muon's where
-            ``adjust_lr_fn="match_rms_adamw"`` makes updates as large as AdamW's, else 1e-3.
-        momentum_dtype: dtype of all state, as of ``SGD``.
+        hidden: the hidden matrices, usually ``hidden_matrices(model)``; None: all parameters with
+            two dimensions.
+        adamw: options of ``AdamW`` for the rest. Its ``lr`` defaults to Muon's with
+            ``adjust_lr_fn="match_rms_adamw"``, which makes updates as large as AdamW's, else 1e-3.
+        momentum_dtype: dtype of all state, as in ``SGD``.
 
     Raises:
-        ValueError: a number out of range, an update by Muon of what is no matrix, a group with
-            options of both kinds of parameters and without ``use_muon``.
-        TypeError: as ``SGD``; an option that ``AdamW`` does not have.
+        ValueError: a number out of range, ``use_muon`` for a parameter that is not a matrix, or a
+            mixed group with options but without ``use_muon``.
+        TypeError: as in ``SGD``; an option that ``AdamW`` does not have.
 
-    A matrix has as state ``momentum_buffer``, and ``update_buffer``, its last update U with the
-    adjustment: ``W <- (1 - lr*weight_decay)*W - lr*U``. The prediction ``steps`` updates ahead is
-    ``W - lr*steps*U``; ``laws.Geometric`` has the decay as well, and ``laws.SecondOrder`` adds
-    half of the last change of U. ``bind`` keeps the moments of the rest in the same two buffers.
+    A matrix has the state ``momentum_buffer`` and ``update_buffer``, its last adjusted update U:
+    ``W <- (1 - lr*weight_decay)*W - lr*U``. The prediction ``steps`` updates ahead is
+    ``W - lr*steps*U``; ``laws.Geometric`` includes the decay, and ``laws.SecondOrder`` adds half
+    the last change of U. ``bind`` keeps AdamW's moments in the same two buffers.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+        >>> hidden = st.optim.hidden_matrices(model)
+        >>> optimizer = st.optim.Muon(model.parameters(), lr=0.02, hidden=hidden)
+        >>> [(group["use_muon"], len(group["params"])) for group in optimizer.param_groups]
+        [(True, 1), (False, 4)]
     """
 
     _rule = rule.MUON
@@ -392,7 +425,7 @@ class Muon(_OfMatrices, torch.optim.Muon):
         self._make(params, defaults, adamw, hidden)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``SGD``; with what torch's Muon has saved, predictions begin after a step."""
+        """Load a state_dict, see ``SGD``; after one of torch's Muon, predictions need a step."""
         state = {}
         for key, entry in state_dict["state"].items():
             if "momentum_buffer" in entry and "update_buffer" not in entry:
@@ -403,15 +436,14 @@ class Muon(_OfMatrices, torch.optim.Muon):
 
 
 class SOAP(_OfMatrices):
-    """Adam in the eigenbasis of gradients for matrices and AdamW for the rest, which can predict.
+    """Adam in the eigenbasis of gradients for matrices, AdamW for the rest, with predictions.
 
-    SOAP (arXiv 2409.11321), and basis rotation (arXiv 2602.03515), which is SOAP with its momentum
-    kept un-rotated, as here: the same in exact arithmetic. A matrix G of gradients has as
-    covariances the averages L of G G^T and R of G^T G. Every ``precondition_frequency`` steps their
-    eigenvectors Q_L, Q_R follow them, by one iteration of the power method and a QR decomposition.
-    The second moments are averages of (Q_L^T G Q_R)^2, and the update is what Adam's is in that
-    basis, turned back. Each parameter group is of one kind, by its key ``rotated``; of ``Muon`` is
-    how a plain list becomes two groups.
+    SOAP (arXiv 2409.11321) with an unrotated momentum, as in basis rotation (arXiv 2602.03515); in
+    exact arithmetic both are equal. L and R are averages of G G^T and G^T G over the gradients G of
+    a matrix. Every ``precondition_frequency`` steps, one power iteration and a QR decomposition
+    update their eigenvectors Q_L and Q_R. The second moments are averages of (Q_L^T G Q_R)^2. The
+    update is Adam's in that basis, rotated back. The key ``rotated`` of a parameter group selects
+    SOAP or AdamW; a plain list is split as in ``Muon``.
 
     Args:
         params: parameters, named parameters or parameter groups, as ``SGD``.
@@ -420,23 +452,29 @@ class SOAP(_OfMatrices):
         shampoo_beta: decay of the covariances, in [0, 1); None: ``betas[1]``.
         eps: added to the root of the second moment (>= 0).
         weight_decay: decoupled decay of matrices (>= 0).
-        precondition_frequency: steps from basis to basis.
-        max_dimension: a side that is longer has no basis, and is not rotated.
-        hidden: the parameters that are rotated, of those with two dimensions; None: all, which
-            with late gradients was better than ``hidden_matrices(model)``.
-        adamw: options of ``AdamW`` for the rest, with the same ``lr`` and ``betas`` unless given.
-        momentum_dtype: dtype of moment and update, as of ``SGD``; all else of the state is float32,
-            or float64 of a float64 parameter.
+        precondition_frequency: steps between updates of the basis.
+        max_dimension: longer sides of a matrix are not rotated.
+        hidden: the matrices to rotate; None: all parameters with two dimensions, which was better
+            with stale gradients than ``hidden_matrices(model)``.
+        adamw: options of ``AdamW`` for the rest; ``lr`` and ``betas`` default to the same values.
+        momentum_dtype: dtype of first moment and update, as in ``SGD``; other state is float32, or
+            float64 for a float64 parameter.
 
     Raises:
-        ValueError: a number out of range, a rotation of what is no matrix, a group with options of
-            both kinds of parameters and without ``rotated``.
-        TypeError: as ``SGD``; an option that ``AdamW`` does not have.
+        ValueError: a number out of range, ``rotated`` for a parameter that is not a matrix, or a
+            mixed group with options but without ``rotated``.
+        TypeError: as in ``SGD``; an option that ``AdamW`` does not have.
 
-    A matrix has as state ``exp_avg``, ``exp_avg_sq`` in the basis, ``left``, ``right``,
-    ``left_basis``, ``right_basis``, and ``update_buffer``, its last update U with the bias
-    corrections: ``W <- (1 - lr*weight_decay)*W - lr*U``. Predictions are those of ``Muon``. A
-    gradient that is not finite makes all of a matrix NaN, where of ``AdamW`` it does an element.
+    A matrix has the state ``exp_avg``, ``exp_avg_sq`` (in the basis), ``left``, ``right``,
+    ``left_basis``, ``right_basis`` and ``update_buffer``, its last update U with bias corrections:
+    ``W <- (1 - lr*weight_decay)*W - lr*U``. Predictions are those of ``Muon``. A gradient that is
+    not finite makes the whole matrix NaN; with ``AdamW`` it affects single elements.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+        >>> optimizer = st.optim.SOAP(model.parameters(), lr=3e-3)
+        >>> [(group["rotated"], len(group["params"])) for group in optimizer.param_groups]
+        [(True, 2), (False, 2)]
     """
 
     _rule = rule.SOAP
@@ -466,10 +504,16 @@ class SOAP(_OfMatrices):
 
 
 def hidden_matrices(model: nn.Module) -> set[Tensor]:
-    """The parameters of a model that Muon is for: matrices between embeddings and head.
+    """Return the parameters for Muon: the matrices between embeddings and head.
 
-    Those with two dimensions, but for those of ``nn.Embedding`` and ``nn.EmbeddingBag``, and of the
-    last module that has any, which is taken for the head (https://kellerjordan.github.io/posts/muon).
+    These are all parameters with two dimensions, except those of ``nn.Embedding``,
+    ``nn.EmbeddingBag`` and the last module with such a parameter, assumed to be the head
+    (https://kellerjordan.github.io/posts/muon).
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+        >>> [tuple(matrix.shape) for matrix in st.optim.hidden_matrices(model)]
+        [(4, 4)]
     """
     found: set[Tensor] = set()
     others: set[Tensor] = set()

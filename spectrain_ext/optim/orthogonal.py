@@ -1,4 +1,4 @@
-"""Orthogonal: the numbers of Muon, which orthogonalizes a matrix's momentum before its step."""
+"""Muon's update: orthogonalizes a matrix's momentum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonal(MatrixUpdate):
-    """Muon's update: the orthogonalized momentum."""
+    """Hyperparameters of Muon's update, the orthogonalized momentum."""
 
     beta: float
     mixes: bool  # Nesterov
@@ -43,7 +43,7 @@ class Orthogonal(MatrixUpdate):
     def update(
         self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
-        """Update the momentum, and return the update, like the weight."""
+        """Update the momentum and return the update, shaped like the weight."""
         gradient = gradient.to(momentum.dtype)
         momentum.lerp_(gradient, 1.0 - self.beta)
         mixed = gradient.lerp(momentum, self.beta) if self.mixes else momentum
@@ -58,10 +58,10 @@ class Orthogonal(MatrixUpdate):
 def orthogonalized(
     matrix: Tensor, coefficients: tuple[float, float, float], iterations: int, eps: float
 ) -> Tensor:
-    """About U V^T of a matrix U S V^T, in bfloat16, by Newton-Schulz iterations of fifth order.
+    """Approximate U V^T of a matrix U S V^T, in bfloat16, by fifth-order Newton-Schulz iterations.
 
-    The iteration is that of https://kellerjordan.github.io/posts/muon, in the order of operations
-    of torch.optim.Muon: singular values end between about 0.7 and 1.2.
+    The iteration is that of https://kellerjordan.github.io/posts/muon, with the order of operations
+    of torch.optim.Muon. Singular values end between about 0.7 and 1.2.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]

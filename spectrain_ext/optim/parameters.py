@@ -1,4 +1,4 @@
-"""Parameters: all that an optimizer updates, its state, and where both lie."""
+"""Tracks an optimizer's parameters, hyperparameters and state, and the tensors they are in."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from .state import (
 Views = Mapping[Tensor, Tensor]
 Kinds = tuple[bool, ...]
 
-_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+_REMEMBERED = 8  # checked laws; a training loop uses the same few
 _IMMUTABLE = (float, int, str, type(None))
 
 
 class Binding:
-    """Which tensors hold each parameter's true weights and its state, as given to ``bind``."""
+    """The tensors of each parameter's true weights and state, as given to ``bind``."""
 
     def __init__(
         self,
         groups: Sequence[Group],
         master: Views | None,
-        given: Views | Mapping[str, Views],  # buffers for each key of the state, or the only one's
+        given: Views | Mapping[str, Views],  # buffers by key of the state, or of the only key
         keys: Sequence[str],
     ) -> None:
         self.given = given
-        self.stale: Views | None = None  # what a correction reads
-        self._checked: dict[int, Views] = {}  # by address; kept, so that no other can lie there
+        self.stale: Views | None = None  # read by a correction
+        self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
         self.update_in(groups, master, "master")
         self.buffers = self.buffers_for(groups, keys)
 
@@ -61,7 +61,7 @@ class Binding:
     def buffers_for(
         self, groups: Sequence[Group], keys: Sequence[str]
     ) -> dict[Tensor, tuple[Tensor, ...]]:
-        """The given buffers of every parameter; ValueError where there are none, or unsuitable."""
+        """Return the buffers of every parameter; ValueError if missing or unsuitable."""
         buffers = {}
         by_key = _by_key(self.given, keys)
         for where, p in named(groups):
@@ -78,9 +78,21 @@ class Binding:
 
 
 class PredictionSink:
-    """Where predictions of an optimizer's weights go: one tensor per parameter, resolved once.
+    """Outputs for predictions of an optimizer's weights, one tensor per parameter.
 
-    Made by :meth:`PredictingOptimizer.prediction_sink`, valid until the optimizer is unbound.
+    Created by :meth:`PredictingOptimizer.prediction_sink`; valid until the optimizer is unbound.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1))
+        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
+        >>> optimizer.bind(None, {weight: torch.zeros(1)})
+        >>> ahead = torch.empty(1)
+        >>> sink = optimizer.prediction_sink({weight: ahead})
+        >>> optimizer.write_with_next_step(sink, 2)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> weight.item(), ahead.item()
+        (0.75, 0.25)
     """
 
     def __init__(
@@ -101,19 +113,18 @@ class PredictionSink:
     def write(self, steps: Horizons) -> None:
         """Write the prediction of every parameter, with each group's current learning rate.
 
-        ``steps`` counts updates (>= 0; 0 copies the weights' bits), or is a law of
-        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group.
-        Nothing is allocated and autograd's version counters stay as they are. ValueError: bad
-        ``steps``, or a prediction of a group whose momentum is 0. RuntimeError: the optimizer is
-        not bound as it was.
+        ``steps`` is a number of updates (>= 0; 0 copies the weights' bits), a law of
+        ``spectrain_ext.laws`` that needs no gradient, or a tuple with one for each group. Allocates
+        nothing and bumps no version counters. ValueError for invalid ``steps`` or a group whose
+        momentum is 0. RuntimeError if the optimizer is no longer bound as before.
         """
         self._write(self, steps)
 
 
 class Parameters:
-    """Every parameter of an optimizer by a number, its position, with its state; and the groups."""
+    """All parameters of an optimizer, numbered by position, with their state and groups."""
 
-    # Without a reference to the optimizer: in a cycle its memory would outlive it.
+    # No reference to the optimizer: a cycle would keep its memory alive.
     def __init__(
         self,
         rule: Rule,
@@ -122,7 +133,7 @@ class Parameters:
         correction: Correction | None = None,
     ) -> None:
         self.rule = rule
-        self.rules: list[Rule] = []  # of every parameter
+        self.rules: list[Rule] = []  # by position
         self.binding = binding
         self.correction = correction
         self._state_dtype = state_dtype
@@ -130,22 +141,22 @@ class Parameters:
         self.places: list[str] = []  # for errors
         self.groups: list[int] = []
         self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
-        # A row for each kind of scalar; ``state[p]`` holds its elements, so that counting a step of
-        # all parameters is one operation.
+        # One row per kind of scalar. ``state[p]`` holds views of the elements, so that one
+        # operation counts a step of all parameters.
         self._counts: Tensor | None = None
         self._rows: tuple[Tensor, ...] = ()  # of the counts
-        self._values: list[list[float]] = []  # what they were last
+        self._values: list[list[float]] = []  # their last known values
         self._version = 0
         self.forget()
-        self.kinds: Kinds = ()  # of every group, whether its rule uses the buffers, as read last
+        self.kinds: Kinds = ()  # by group: whether it has momentum
         self._numbers: list[Any] = []
-        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # these values of groups
+        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # the groups' values then
         self._good: list[tuple[tuple[Law, ...], bool]] = []
 
-    # The numbers of the groups.
+    # Hyperparameters of the groups.
 
     def numbers(self, groups: Sequence[Group]) -> list[Any]:
-        """Those of every group as the rule reads them, the same list while nothing has changed."""
+        """Return the hyperparameters of every group; the same list while nothing changes."""
         if self._numbers_of is None or not _C.same(groups, self._numbers_of):
             self._numbers_of = None
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
@@ -155,7 +166,7 @@ class Parameters:
             self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
             if self.correction is not None and self.correction.buffers:
                 self.check_momentum(groups, f"{self.correction} averages the momentum")
-            if all(map(_stays, groups)):  # no learning rate in a tensor, or the like
+            if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
                 self._numbers_of = tuple(tuple(group.values()) for group in groups)
         return self._numbers
 
@@ -175,7 +186,7 @@ class Parameters:
     def check_laws(
         self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool
     ) -> None:
-        """Raise ValueError unless the groups, as they were read last, go with their laws."""
+        """Raise ValueError if a law does not fit the hyperparameters of its group."""
         if (laws, has_gradient) in self._good:
             return
         for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
@@ -195,7 +206,7 @@ class Parameters:
         why: str = "a prediction needs a momentum buffer",
         only: int | None = None,
     ) -> None:
-        """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
+        """Raise ValueError for the first group without momentum, or only for the given group."""
         for index in range(len(groups)) if only is None else (only,):
             if groups[index]["params"] and not self.kinds[index]:
                 raise ValueError(f"parameter group {index} has momentum 0: {why}")
@@ -203,12 +214,12 @@ class Parameters:
     # Parameters and their state.
 
     def forget(self) -> None:
-        """Read everything again at the next look."""
+        """Read everything again at the next call of `look`."""
         self._seen: tuple[Any, ...] | None = None
 
     def look(self, groups: Sequence[Group], state: State) -> int:
-        """Make sure that all of this is true now; return a number that changes with it."""
-        # Each use asks: torch keeps state in dicts that anybody may change at any time.
+        """Read groups and state again if they have changed; return a version number of them."""
+        # Checked at each use, because torch's state dicts may be changed by anyone at any time.
         if (
             self._seen is None
             or not _C.same((groups, state), self._seen)
@@ -221,7 +232,7 @@ class Parameters:
         return tuple(values[position] for values in self._values)
 
     def buffers_of(self, position: int) -> tuple[Tensor, ...]:
-        """The buffers of a parameter; new ones where it was never updated."""
+        """Return the buffers of a parameter, new ones if it was never updated."""
         found, p = self.buffers[position], self.params[position]
         if found is not None:
             return found
@@ -231,13 +242,13 @@ class Parameters:
         return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
 
     def cohort(self, position: int) -> tuple[int, bool, bool, Scalars]:
-        """What parameters share that the same numbers apply to."""
+        """Return a key that parameters with the same coefficients share."""
         started = self.buffers[position] is not None
         moves = self.binding is None or self.params[position].requires_grad
         return self.groups[position], started, moves, self.scalars(position)
 
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
-        """Put a parameter's state where torch keeps it, sharing memory."""
+        """Store a parameter's state in torch's dict, sharing memory."""
         entry, rule = state[self.params[position]], self.rules[position]
         if self._counts is not None:
             entry.update(zip(rule.scalars, self._counts[:, position].unbind(), strict=True))
@@ -245,7 +256,7 @@ class Parameters:
         return {key: entry[key] for key in rule.keys}
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
-        """Give parameters, in ascending order, new scalar state."""
+        """Set the scalar state of parameters, given in ascending order."""
         if not positions:
             return
         first, last = positions[0], positions[-1] + 1
@@ -268,7 +279,7 @@ class Parameters:
         saved = []
         for where, p, rule in every:
             check_dtypes(where, p.dtype, None)
-            # Not state[p]: it is a defaultdict, and looking must not add an entry.
+            # Not state[p]: a defaultdict would add an entry.
             saved.append(read_entry(where, rule, p, state.get(p) or {}))
         self.buffers = [
             None if found is None else self._settled(p, found[0])
@@ -283,16 +294,16 @@ class Parameters:
                 continue
             noted[p] = dict.fromkeys(self.rules[i].keys)
             for view in () if self.binding is None else self.binding.buffers[p]:
-                view.zero_()  # so that the prediction is the weights themselves
+                view.zero_()  # so that the prediction equals the weights
         self._version += 1
-        # Last: from here on it is true.
+        # Set last, once everything has been read.
         self._seen = (
             tuple({"params": tuple(group["params"])} for group in groups),
             tuple(noted.get(p, entry) for p, entry in state.items()),
         )
 
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The buffers where they belong, in a layout and dtype that the kernels take."""
+        """Return the buffers in their final place, with a layout and dtype that kernels support."""
         if self.binding is not None:
             home = self.binding.buffers[p]
             for view, buffer in zip(home, buffers, strict=True):

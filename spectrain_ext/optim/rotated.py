@@ -1,4 +1,4 @@
-"""Rotated: the numbers of SOAP, Adam in the eigenbasis of a matrix's gradients."""
+"""SOAP's update: Adam in the eigenbasis of a matrix's gradients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOOSE = ("exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotated(MatrixUpdate):
-    """SOAP's update (arXiv 2409.11321) with a momentum that is kept un-rotated.
+    """Hyperparameters of SOAP's update (arXiv 2409.11321), with an unrotated momentum.
 
-    That is the same in exact arithmetic, and how basis rotation does it (arXiv 2602.03515).
+    Basis rotation (arXiv 2602.03515) also keeps it unrotated; in exact arithmetic both are equal.
     """
 
     adam: Adam
@@ -38,7 +38,7 @@ class Rotated(MatrixUpdate):
                 raise ValueError(f"{name}: expected a whole number >= {least}, got {value!r}")
 
     def loose(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Second moments in the basis; of each side that is rotated its covariance and basis."""
+        """Return shapes of the rotated second moments and of each side's covariance and basis."""
         shapes = {"exp_avg_sq": tuple(shape)}
         for side, size in zip(_SIDES, shape, strict=True):
             if size <= self.max_dimension:
@@ -48,7 +48,7 @@ class Rotated(MatrixUpdate):
     def update(
         self, weight: Tensor, gradient: Tensor, momentum: Tensor, state: State, step: int
     ) -> Tensor:
-        """Update all state in place, and return the update, like the weight."""
+        """Update all state in place and return the update, shaped like the weight."""
         dtype = loose_dtype(weight)
         is_new = {}
         for key, shape in self.loose(weight.shape).items():
@@ -56,7 +56,7 @@ class Rotated(MatrixUpdate):
             is_new[key] = found is None
             if found is None:
                 found = torch.zeros(shape, device=weight.device)
-            state[key] = found.to(weight.device, dtype)  # follows a parameter that has moved
+            state[key] = found.to(weight.device, dtype)  # the parameter may have moved
         momentum.lerp_(gradient.to(momentum.dtype), 1.0 - self.adam.betas[0])
         gradient, squares = gradient.to(dtype), state["exp_avg_sq"]
         bases: list[Tensor | None] = [None, None]
@@ -95,8 +95,8 @@ def _turned(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor
 
 
 def _eigenvectors(matrix: Tensor) -> Tensor:
-    """In descending order of eigenvalues; the identity, as of Adam, where there are none."""
-    if bool(matrix.isfinite().all()):  # eigh makes the host wait as well
+    """Return eigenvectors by descending eigenvalue, or the identity (Adam) if it fails."""
+    if bool(matrix.isfinite().all()):  # no extra cost: eigh synchronizes too
         for dtype in (matrix.dtype, torch.float64):
             try:
                 found: Tensor = torch.linalg.eigh(matrix.to(dtype)).eigenvectors

@@ -1,4 +1,4 @@
-"""Rule: what the optimizers do not share: the numbers of a group, and the state; one row each."""
+"""Defines one row per optimizer: how to read its hyperparameters, and which state it has."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Group = Mapping[str, Any]
 class Rule:
     """An update rule."""
 
-    numbers: Callable[[Group], Numbers]  # before the first step where that matters
-    buffers: tuple[str, ...]  # keys of the state shaped like the parameter, as in torch.optim
-    columns: tuple[str, ...]  # what ``Plan`` calls the lists of those buffers
-    # The state that is one number per parameter, and its value before the first step: ``step``
-    # before ``mu_product``, and ``gap_step``, the steps that an average has taken.
+    numbers: Callable[[Group], Numbers]  # reads a group; step counts are those of the first step
+    buffers: tuple[str, ...]  # keys of state shaped like the parameter, as in torch.optim
+    columns: tuple[str, ...]  # the arguments of ``Plan`` for those buffers
+    # State with one number per parameter, and its value before the first step: ``step``,
+    # ``mu_product``, and ``gap_step``, the number of averaged steps. In this order.
     scalars: Mapping[str, float]
-    refused: Mapping[str, str]  # flags of torch's that are not supported, and why
-    loose: tuple[str, ...] = ()  # keys of state of any shape, which no kernel knows
-    # Of a rule for matrices: the key that its groups have, and the rule of groups where that is
-    # false, with as many buffers and the same scalars.
+    refused: Mapping[str, str]  # unsupported flags of torch, and the reason
+    loose: tuple[str, ...] = ()  # keys of state of other shapes, which kernels do not use
+    # For a rule of matrices: the key in its groups, and the rule of groups where that is False,
+    # which has as many buffers and the same scalars.
     kind: str = ""
     rest: Rule | None = None
 
     def of(self, group: Group) -> Rule:
-        """The rule of a parameter group."""
+        """Return the rule of a parameter group."""
         return self if self.rest is None or group.get(self.kind, True) else self.rest
 
     @property
     def is_for_matrices(self) -> bool:
-        """Whether its numbers make a ``MatrixUpdate``."""
+        """Whether its hyperparameters are a ``MatrixUpdate``."""
         return self.rest is not None
 
     @property
@@ -51,11 +51,11 @@ class Rule:
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Of the parameters of any group; buffers before all else."""
+        """Keys for the parameters of any group, buffers first."""
         return self.keys if self.rest is None else (*self.buffers, *self.rest.keys, *self.loose)
 
     def with_average(self, buffers: tuple[str, ...]) -> Rule:
-        """The rule with the state of a correction that averages, behind its own."""
+        """Return the rule extended by the state of an averaging correction."""
         return replace(
             self,
             buffers=(*self.buffers, *buffers),
@@ -64,7 +64,7 @@ class Rule:
         )
 
     def read(self, index: int, group: Group) -> Numbers:
-        """The numbers of parameter group ``index``; ValueError or TypeError names it."""
+        """Return the hyperparameters of a group; ValueError or TypeError names its ``index``."""
         rule = self.of(group)
         for flag, why in rule.refused.items():
             if group.get(flag, False):
@@ -75,11 +75,11 @@ class Rule:
             raise type(error)(f"parameter group {index}: {error}") from error
 
     def after(self, numbers: Numbers, scalars: Scalars) -> Scalars:
-        """What all scalars are after one more step."""
+        """Return all scalars after one more step."""
         after: list[float] = []
         for key, value in zip(self.scalars, scalars, strict=True):
             if key == "mu_product" and isinstance(numbers, Adam):
-                # In the precision that torch keeps the product in.
+                # In torch's precision of the product.
                 product = torch.tensor(value, dtype=scalar_dtype(), device="cpu")
                 after.append(product.mul_(numbers.mu(after[0])).item())
             else:
@@ -87,7 +87,7 @@ class Rule:
         return tuple(after)
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
-        """The numbers of the step that led to these scalars."""
+        """Return the hyperparameters of the step that led to these scalars."""
         if isinstance(numbers, Sgd):
             return numbers
         if numbers.momentum_decay is None:
@@ -95,28 +95,28 @@ class Rule:
         return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
 
     def rests(self, scalars: Scalars) -> bool:
-        """Whether no step has been made with state of these scalars, which was made in advance."""
+        """Return whether state exists but no step has been made with it."""
         return "step" in self.scalars and scalars[0] < 1.0
 
 
 def scalar_dtype() -> torch.dtype:
-    """torch.optim's choice: float32 unless the default is float64."""
+    """Return torch.optim's choice: float32 unless the default dtype is float64."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def _rate(value: Any) -> Any:
-    """A learning rate: a number, or what a kernel on its device reads when it runs."""
+    """Return a learning rate as a number, or as a Scalar if it is on a device."""
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
         return Scalar(value.detach())
     return plain(value, "lr")
 
 
 def plain(value: Any, name: str) -> Any:
-    """A number that a group may hold as a CPU tensor with one element."""
+    """Return a number that may be given as a CPU tensor with one element."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1 or value.device.type != "cpu":
-        # Reading a number from a device would make the host wait for it at every step.
+        # Reading from a device would synchronize at every step.
         raise ValueError(
             f"{name} must be a number or a CPU tensor with one element, got a tensor of shape "
             f"{tuple(value.shape)} on {value.device}"
@@ -131,7 +131,7 @@ def _sgd_numbers(group: Group) -> Sgd:
         momentum,
         group["dampening"],
         plain(group["weight_decay"], "weight_decay"),
-        bool(group["nesterov"]) and momentum != 0,  # Nesterov's of 0 is none, as in torch
+        bool(group["nesterov"]) and momentum != 0,  # ignored without momentum, as in torch
         bool(group["maximize"]),
         bool(group.get("decoupled_weight_decay", False)),
         bool(group.get("ema", False)),
@@ -204,7 +204,7 @@ ADAM = Rule(
     },
 )
 NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
-#: The kernel keeps the update; the momentum that one is made of is not the kernel's.
+#: The kernel uses the update; the momentum behind it is not the kernel's.
 MUON = Rule(
     _muon_numbers,
     buffers=("update_buffer", "momentum_buffer"),

@@ -1,4 +1,4 @@
-"""State: what a parameter's state may be, how a saved one is made to fit, when none is saved."""
+"""Checks and converts optimizer state, and blocks saving while weights are predicted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> None:
-    """Raise TypeError unless weights of this dtype can be trained with state of that one."""
+    """Raise TypeError unless weights of this dtype can have state of that dtype."""
     if weight not in WEIGHT_DTYPES:
         raise TypeError(f"{where} must be float32, float64, float16 or bfloat16, got {weight}")
     if state is not None and not allowed(weight, state):
@@ -43,7 +43,7 @@ def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
 def loaded_dtype(
     weight: torch.dtype, saved: torch.dtype, wanted: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype that a saved buffer gets: the one asked for, else a float32 one stays float32."""
+    """Return the dtype of a loaded buffer: the wanted one, else the saved one if allowed."""
     if wanted is not None and allowed(weight, wanted):
         return wanted
     return saved if allowed(weight, saved) else weight
@@ -54,7 +54,7 @@ def empty_like(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fits(weight: Tensor, buffer: Tensor) -> bool:
-    """Whether the kernels can walk ``buffer`` beside ``weight`` as it is."""
+    """Return whether kernels can use ``buffer`` for ``weight`` without conversion."""
     return (
         buffer.shape == weight.shape
         and buffer.stride() == weight.stride()
@@ -69,8 +69,8 @@ def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out_as(weight: Tensor, state: Any) -> Any:
-    """State of a parameter's shape with its strides; anything else as it is."""
-    # Fused kernels of torch's walk memory, whatever the strides.
+    """Return state of the parameter's shape with its strides, and other state unchanged."""
+    # torch's fused kernels ignore strides and walk memory in order.
     if not isinstance(state, Tensor) or state.shape != weight.shape or state.is_sparse:
         return state
     strides = torch.empty_like(weight, device="meta").stride()
@@ -81,7 +81,7 @@ def laid_out_as(weight: Tensor, state: Any) -> Any:
 
 
 def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
-    """Every parameter, with a name for errors."""
+    """Return every parameter with a name for error messages."""
     return [
         (f"parameter {i} of group {index}", p)
         for index, group in enumerate(groups)
@@ -90,7 +90,7 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 
 
 def ruled(rule: Rule, groups: Sequence[Group]) -> list[tuple[str, Tensor, Rule]]:
-    """The same, with the rule that each obeys."""
+    """Return every parameter with a name and its rule."""
     rules = [rule.of(group) for group in groups for _ in group["params"]]
     return [(where, p, own) for (where, p), own in zip(named(groups), rules, strict=True)]
 
@@ -98,7 +98,7 @@ def ruled(rule: Rule, groups: Sequence[Group]) -> list[tuple[str, Tensor, Rule]]
 def read_entry(
     where: str, rule: Rule, p: Tensor, entry: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, ...], Scalars] | None:
-    """The buffers and scalars that ``entry`` holds, None if the parameter was never updated."""
+    """Return the buffers and scalars in ``entry``, or None if the parameter was never updated."""
     missing = [key for key in rule.keys if entry.get(key) is None]
     if len(missing) == len(rule.keys):
         return None
@@ -131,7 +131,7 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
 
 
 def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict with nothing that torch would cast to its parameter's dtype."""
+    """Return a state_dict without the state that torch would cast to the parameter's dtype."""
 
     def rest_of(entry: Any) -> Any:
         if not isinstance(entry, Mapping):
@@ -149,7 +149,7 @@ def put_saved(
     saved: Mapping[str, Any],
     loaded: Mapping[str, Any],
 ) -> None:
-    """Put saved state into what torch has made of the rest, before it takes that; or raise."""
+    """Add the saved state to the state_dict that torch is about to load; or raise."""
     keys: list[tuple[Any, Any]] = []
     for index, old in enumerate(saved["param_groups"]):
         numbers = rule.read(index, {**defaults, **old})
@@ -183,21 +183,21 @@ def _loose_state(
         got = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         if got != shape:
             raise ValueError(f"{where}: {key} must be a tensor of shape {shape}, got {got}")
-        # Whatever the saved one's strides: products of a matrix then have the same bits.
+        # Contiguous, so that matrix products have the same bits for any saved strides.
         found[key] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(entry[key])
     return found
 
 
 class Ordered:
-    """Has whoever reads or loads state take turns with an owner that steps elsewhere."""
+    """Synchronizes reading and loading of state with an owner that steps on other streams."""
 
     _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
 
     def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter what this bound method returns wherever the caller reads or loads state.
+        """Enter the context manager from this bound method when state is read or loaded.
 
-        An owner that steps on streams of its own orders them there with the caller's. It is not
-        kept alive by this.
+        An owner that steps on its own streams orders them with the caller's there. Only a weak
+        reference to it is kept.
         """
         self._order = WeakMethod(turn)
 
@@ -207,12 +207,12 @@ class Ordered:
 
 
 class SaveGuard:
-    """Has ``state_dict``, ``torch.save``, pickle and deepcopy of any module raise RuntimeError.
+    """Makes ``state_dict``, ``torch.save``, pickle and deepcopy of parameters raise RuntimeError.
 
-    Any module may hold the parameters, and torch's hooks belong to modules: so these raise
-    themselves, by attributes that shadow their class's: ``detach`` where
-    ``nn.Module._save_to_state_dict`` calls it, and what ``copy`` and ``pickle`` ask an object for.
-    Compiled code does not look at these. ``why`` is the error's message, with the remedy.
+    torch's hooks belong to modules, but any module may hold the parameters. So attributes of the
+    parameters shadow their class's: ``detach``, if ``nn.Module._save_to_state_dict`` calls it, and
+    the methods that ``copy`` and ``pickle`` use. Compiled code ignores them. ``why`` is the error
+    message, with the remedy.
     """
 
     def __init__(self, why: str) -> None:
@@ -226,14 +226,14 @@ class SaveGuard:
             vars(p).update(zip(_GUARDED, own, strict=True))
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Let them be saved again; may be repeated, or done without a ``put``."""
+        """Allow saving again; may be called repeatedly or without a ``put``."""
         for p in params:
             for name in _GUARDED:
                 vars(p).pop(name, None)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, a ``state_dict`` is made by somebody who puts the true weights into it."""
+        """Allow ``state_dict`` inside, for a caller that inserts the true weights."""
         self._lifted = True
         try:
             yield
