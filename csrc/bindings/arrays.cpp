@@ -5,7 +5,7 @@
 namespace spectrain {
 namespace {
 
-// Whether some order of the dimensions makes the array contiguous: every address once, no gaps.
+// Whether the array is contiguous in some order of dimensions, without gaps or overlap.
 bool is_dense(const Borrowed& b) {
   if (b.size <= 1) return true;
   int64_t expected = 1;
@@ -72,13 +72,13 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
   if (groups.empty()) groups.resize(n, 0);
   plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(groups));
   plan->params = std::move(params);
-  // Before anything of a prediction list is known, its place: columns do not move afterwards.
+  // Reserve the outputs first: columns must not move afterwards.
   for (const ArrayList& list : lists) {
     if (list.role == Role::out) plan->outs.emplace_back();
   }
 
   size_t outs = 0;
-  const Column* state = nullptr;  // the first of it: kernels read all state in one dtype
+  const Column* state = nullptr;  // the first one: kernels read all state in one dtype
   std::string state_name;
   for (size_t l = 1; l < lists.size(); ++l) {
     const ArrayList& list = lists[l];
@@ -115,7 +115,7 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
   for (ArrayList& list : kept_) {
     if (list.role != Role::grads) continue;
     set_gradients(list.arrays, true);
-    list.arrays = py::tuple();  // from here on grads_ holds them, until others come
+    list.arrays = py::tuple();  // grads_ holds them now
   }
 }
 
@@ -159,7 +159,7 @@ bool Arrays::has(Role role) const {
 void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
   const Place param = place_of(params_name_, place.index);
   const Layout& layout = layouts_[i];
-  // State may be wider than 16-bit parameters; gradients and outputs narrower than float32 ones.
+  // State may be wider than 16-bit parameters; gradients and outputs may be narrower than float32.
   const bool wider = is_state(role) && size_of(layout.dtype) == 2;
   const bool narrower = (role == Role::grads || role == Role::out || role == Role::stale) &&
                         layout.dtype == DType::float32;
@@ -195,8 +195,8 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
   }
 }
 
-// Two arrays may share memory only where both are read and never written; but stale weights may be
-// an output itself, since an element is read before it is written. Gradients come later.
+// Two arrays may share memory only if both are only read. Exception: stale weights may be an
+// output, because each element is read before it is written. Gradients are checked later.
 void Arrays::check_overlap() {
   struct Interval {
     const char *begin, *end;
@@ -223,12 +223,12 @@ void Arrays::check_overlap() {
   if (!std::is_sorted(intervals.begin(), intervals.end(), before)) {
     std::stable_sort(intervals.begin(), intervals.end(), before);
   }
-  const Interval* reaches = nullptr;          // of all so far, the one that ends last
-  const Interval* written_reaches = nullptr;  // of those written
+  const Interval* reaches = nullptr;          // the interval so far that ends last
+  const Interval* written_reaches = nullptr;  // the written one that ends last
   for (const Interval& now : intervals) {
     const Interval* other = now.writes ? reaches : written_reaches;
     if (other != nullptr && now.begin < other->end) {
-      // Speak of the later argument: params come first, and are what the others are measured by.
+      // Name the later argument in the error; params come first.
       const bool later =
           std::make_pair(now.list, now.index) > std::make_pair(other->list, other->index);
       const Interval& first = later ? *other : now;
@@ -249,7 +249,7 @@ py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t
                          place_of(kept_[other_list].name, j).text());
 }
 
-// That nothing of `others`, which a call writes, lies in the memory of what it only reads.
+// Checks that no written array of `others` overlaps an array that is only read.
 void Arrays::check_apart(const Borrowed& b, const Place& place,
                          const std::vector<Written>& others) const {
   const char *begin = b.begin(), *end = b.end();

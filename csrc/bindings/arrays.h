@@ -1,4 +1,4 @@
-// The lists of arrays of one plan: validated against each other before anything is written.
+// Validates the lists of arrays of a plan against each other before anything is written.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@
 
 namespace spectrain {
 
-// What a list is to the plan.
+// The role of a list in a plan.
 enum class Role { params, momentum, grads, stashed, out, second, average, stale };
 
 // Which lists a call reads or writes.
@@ -40,38 +40,38 @@ inline py::handle item(const py::tuple& of, size_t i) {
 // One argument: a sequence of arrays, as long as the parameters.
 struct ArrayList {
   Role role;
-  std::string name;  // as errors call it
-  bool writes;       // false: only read, and may overlap what else is only read
+  std::string name;  // in error messages
+  bool writes;       // false: only read; may overlap other lists that are only read
   py::tuple arrays;
 };
 
-// Validates all lists against the first, the parameters, and builds the plan they make. Throws
-// TypeError or ValueError that names argument, index, what was expected and what came.
+// Validates all lists against the first, the parameters, and builds a plan. Throws TypeError or
+// ValueError with the argument, the index, and the expected and actual value.
 class Arrays {
  public:
   // `groups`: the parameter group of every tensor; empty: all in group 0.
   Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single);
 
-  // Replaces the gradients (entries may be None). On an error the old ones stay. `follow`: see
-  // refresh(), which else reads these again.
+  // Replaces the gradients (entries may be None); keeps the old ones on an error. `follow`: whether
+  // refresh() reads params[i].grad; otherwise it reads these arrays again.
   void set_gradients(const py::tuple& grads, bool follow);
-  // Lets go of the gradients. None are known until others come.
+  // Releases the gradients, until others are set.
   void forget_gradients();
-  // Reads every gradient's address again: params[i].grad where the gradient was that when it was
-  // given, or none were given; else the same array's.
+  // Reads every gradient's address again: that of params[i].grad if the gradient was
+  // params[i].grad when it was set or none were set, otherwise that of the same array.
   void refresh();
 
-  // From here on the plan is used more than once. `watch`: keeps the arrays' memory, and makes sure
-  // at every call that they are still there; else the caller does.
+  // Prepares for several uses. `watch`: keep the arrays' memory alive and check their addresses at
+  // every call; otherwise the caller does.
   void keep(bool watch);
-  // That the lists are where they were found; throws the RuntimeError that names the array.
+  // Checks that no array of the lists has moved; throws a RuntimeError that names the array.
   void check_in_place(Roles roles);
 
-  // The options of a step, by name: those of StepOptions in calls.py. None is an absent one.
+  // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
 
   bool has(Role role) const;
-  // What an operation that no kernel exists for was asked to do, in the arguments' names.
+  // Describes a combination of types without a kernel, by the arguments' names.
   std::string describe(const UnsupportedTypes& error) const;
   bool has_gradients() const { return gradients_known_; }
   size_t n_outs() const { return plan->outs.size(); }
@@ -80,13 +80,13 @@ class Arrays {
   std::unique_ptr<Plan> plan;
 
  private:
-  // The layout params[i] has, which everything that belongs to it must share.
+  // The layout of params[i], which all of its other arrays must have.
   struct Layout {
     DType dtype;
     int ndim;
     size_t at;  // into extents_: ndim sizes, then ndim strides
   };
-  // Memory that operators write: an array of kept_[list].
+  // Memory of an array of kept_[list] that operators write.
   struct Written {
     const char *begin, *end;
     size_t list, index;
@@ -98,13 +98,13 @@ class Arrays {
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
-  // The element of an array of one float32 on the plan's device that a step reads; null for None.
-  // `zero_grad`: the step writes the gradients, too, which have been checked for that.
+  // Returns the address of an array with one float32 on the plan's device; null for None.
+  // `zero_grad`: the step also writes the gradients, which have been checked for that.
   const float* scalar(py::handle array, const std::string& name, bool zero_grad,
                       Loans& loans) const;
-  // That all parameters are bfloat16, which stochastic rounding is for.
+  // Checks that all parameters are bfloat16, as stochastic rounding requires.
   void check_rounding() const;
-  // That a call may write the gradients: each is writable and has memory of its own.
+  // Checks that each gradient is writable and shares no memory.
   void check_gradients_writable();
   Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradients_in_place();
@@ -116,11 +116,11 @@ class Arrays {
   bool single_;
   py::tuple params_;
   std::string params_name_, grads_name_ = "grads";
-  std::vector<ArrayList> kept_;  // owns references; of the gradients only the name
+  std::vector<ArrayList> kept_;  // owns references; for gradients only the name
   Loans loans_, gradient_loans_;
-  // In order of addresses.
+  // Sorted by address.
   std::vector<Written> written_;
-  std::vector<Written> writable_gradients_;  // as check_gradients_writable found them
+  std::vector<Written> writable_gradients_;  // set by check_gradients_writable
   bool gradients_writable_ = false;
   std::vector<Layout> layouts_;
   std::vector<int64_t> extents_;
@@ -129,9 +129,9 @@ class Arrays {
   std::vector<bool> from_parameter_;  // gradient i is params[i].grad
   bool gradients_known_ = false;
   bool watching_ = false;
-  std::vector<std::pair<size_t, Watch>> watches_;  // the list in kept_; without the gradients
+  std::vector<std::pair<size_t, Watch>> watches_;  // by list of kept_; without the gradients
   Watch gradient_watch_;
-  int gradient_uses_ = 0;  // calls since they were given
+  int gradient_uses_ = 0;  // calls since they were set
 };
 
 }  // namespace spectrain

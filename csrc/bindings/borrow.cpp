@@ -8,8 +8,8 @@
 namespace spectrain {
 namespace {
 
-// Why an owner would not lend its memory. Its own words may carry a C++ stack trace: they are used
-// only where the array does not say what it is, and then the first line of them.
+// Describes why an array's memory cannot be borrowed. The owner's message may contain a C++ stack
+// trace: use its first line, and only if the array does not describe itself.
 std::string refusal(py::handle array) {
   py::error_already_set error;
   if (!error.matches(PyExc_Exception)) throw error;
@@ -21,7 +21,7 @@ std::string refusal(py::handle array) {
   return "got " + type_name(array) + ": " + first_line(error);
 }
 
-// A negative view shares memory whose values it flips on reading: its bits are not its values.
+// A negative view shares memory and negates it on reading: its bits are not its values.
 bool is_negative_view(py::handle tensor) {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PyObject*> name;
   name.call_once_and_store_result([] { return PyUnicode_InternFromString("is_neg"); });
@@ -48,7 +48,7 @@ Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew) {
                          refusal(array));
   }
   const Borrowed b = described(t, place, loans);
-  if (anew && is_negative_view(array)) {  // asking takes longer than all the rest
+  if (anew && is_negative_view(array)) {  // this check takes longer than everything else
     throw py::value_error(place.text() +
                           ": is a negative view (is_neg()); make it a tensor with resolve_neg()");
   }

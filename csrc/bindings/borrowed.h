@@ -1,5 +1,4 @@
-// Memory that a Python array has lent: where it lies, what must be given back, and what an error
-// calls it.
+// Describes borrowed memory of a Python array: its address, its loans, and its name in errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,8 +14,8 @@ namespace spectrain {
 
 namespace py = pybind11;
 
-// Which array of which argument an error speaks of: "momentum_buffers[3]", or "momentum_buffers"
-// where a single array was given.
+// Names an array in error messages: "momentum_buffers[3]", or "momentum_buffers" for a single
+// array.
 struct Place {
   const std::string& argument;
   size_t index;
@@ -44,23 +43,23 @@ struct Borrowed {
 
 const char* name_of(DType);
 
-// What arrays lent that must be given back: managed tensors, buffers. Destroy it with the GIL held.
+// Borrowed objects to release: managed tensors and buffers. Destroy it with the GIL held.
 struct Loans {
-  // The array whose framework's current stream the plan works on; none: the one that lends.
+  // The array whose framework's current stream is used; none: the borrowed array.
   py::handle consumer;
   std::vector<std::shared_ptr<void>> held;
 };
 
-// Memory that DLPack describes: checked for what every array must have.
+// Checks a DLPack tensor and returns its memory.
 Borrowed described(const dlpack::Tensor&, const Place&, Loans&);
 
-// An attribute, or nothing where the object has none; what else goes wrong when asking is thrown.
+// Returns an attribute, or nothing if there is none; throws other errors.
 py::object attribute(py::handle object, const char* name);
-// Takes the error that is set for an answer, unless it is none (KeyboardInterrupt, SystemExit).
+// Clears the current Python error; rethrows KeyboardInterrupt and SystemExit.
 void dismiss_error();
 
 std::string type_name(py::handle object);
-// The first line of what an error says: the others may carry a C++ stack trace.
+// Returns an error's first line; further lines may be a C++ stack trace.
 std::string first_line(const py::error_already_set&);
 
 }  // namespace spectrain

@@ -28,7 +28,7 @@ struct Tensor {
   int32_t ndim;
   DataType dtype;
   int64_t* shape;
-  int64_t* strides;  // in elements; before DLPack 1.2 null where contiguous
+  int64_t* strides;  // in elements; before DLPack 1.2 null if contiguous
   uint64_t byte_offset;
 };
 
@@ -36,8 +36,8 @@ struct Version {
   uint32_t major, minor;
 };
 
-// What `__dlpack__` hands out, in capsules named "dltensor" and, with a version,
-// "dltensor_versioned". The taker renames the capsule to "used_..." and calls the deleter once.
+// The result of `__dlpack__`, in capsules named "dltensor" or, with a version,
+// "dltensor_versioned". The consumer renames the capsule to "used_..." and calls the deleter once.
 struct ManagedTensor {
   Tensor tensor;
   void* context;
@@ -54,8 +54,8 @@ struct ManagedTensorVersioned {
   Tensor tensor;
 };
 
-// `type(array).__dlpack_c_exchange_api__` is a capsule that points to this. Only the entries used
-// here have their types spelled out.
+// `type(array).__dlpack_c_exchange_api__` is a capsule that points to this. Only entries used here
+// are typed.
 struct ExchangeApi {
   Version version;
   ExchangeApi* previous;

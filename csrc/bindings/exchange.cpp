@@ -6,7 +6,7 @@
 namespace spectrain {
 namespace {
 
-// torch calls the attribute by its second name from 2.10.1 on, by its first before.
+// torch uses the second name from 2.10.1 on, and the first before.
 const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
   for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {
     PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name);
@@ -24,7 +24,7 @@ const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
   return nullptr;
 }
 
-// Whether an array is CuPy's, or of a class derived from that.
+// Whether an array is CuPy's or of a derived class.
 bool is_cupy(py::handle array) {
   for (const py::handle base : py::tuple(py::type::of(array).attr("__mro__"))) {
     const py::object module = attribute(base, "__module__");
@@ -35,7 +35,7 @@ bool is_cupy(py::handle array) {
   return false;
 }
 
-// The current stream of the framework of an array without that API. False: it names none.
+// Finds the current stream of an array's framework without that API. False if it has none.
 bool current_stream_of(py::handle array, int device, void** stream) {
   if (array.is_none()) return false;
   py::object handle;
@@ -55,7 +55,7 @@ bool current_stream_of(py::handle array, int device, void** stream) {
 
 }  // namespace
 
-// Looking the capsule up costs 0.3 us; nearly every array of a call has the type of the one before.
+// Cached: a lookup costs 0.3 us, and nearly all arrays of a call have the same type.
 const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   thread_local LastType<const dlpack::ExchangeApi*> last;
   return last.of(type, find_api);

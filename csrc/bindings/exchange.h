@@ -1,4 +1,4 @@
-// What a framework tells of itself: DLPack's C exchange API, and the stream that it works on.
+// Finds a framework's DLPack C exchange API and its current stream.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,11 +7,11 @@
 
 namespace spectrain {
 
-// Null where arrays of a type have none; torch's have.
+// Returns null if the type has none. torch's arrays have one.
 const dlpack::ExchangeApi* api_of(PyTypeObject* type);
 
-// The handle of the stream to work on: `stream` if it is one, else the current stream of the
-// array's framework; torch's where that has none.
+// Returns the handle of `stream`, or of the current stream of the array's framework (torch's if it
+// has none).
 void* resolve_stream(pybind11::handle stream, pybind11::handle array, int device);
 
 }  // namespace spectrain

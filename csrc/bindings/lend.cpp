@@ -13,7 +13,7 @@ void check_writable(bool read_only, const Place& place) {
   }
 }
 
-// Sizes and strides in elements of an owner that counts in bytes.
+// Sizes and strides in elements, from an interface that counts bytes.
 struct Extents {
   std::vector<int64_t> shape, strides;
 };
@@ -25,7 +25,7 @@ int64_t in_elements(int64_t bytes, int64_t item, const Place& place) {
                         std::to_string(item));
 }
 
-// The buffer protocol: one C call, memory on the host, and it says what is read-only.
+// The buffer protocol: one C call, for host memory; it reports read-only buffers.
 
 struct Buffer {
   Py_buffer view{};
@@ -57,8 +57,7 @@ bool lend_buffer(py::handle array, const Place& place, Loans& loans, Borrowed* b
   const auto buffer = std::make_shared<Buffer>();
   Py_buffer& view = buffer->view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_RECORDS_RO) != 0) {
-    dismiss_error();  // NumPy has types that a buffer cannot name; perhaps it exports them
-                      // otherwise
+    dismiss_error();  // buffers cannot describe some NumPy types: try another interface
     return false;
   }
   loans.held.push_back(buffer);
@@ -76,7 +75,7 @@ bool lend_buffer(py::handle array, const Place& place, Loans& loans, Borrowed* b
 
 // DLPack capsules.
 
-// Renames the capsule, as its taker must, and sees to it that the deleter is called once.
+// Renames the capsule, as DLPack requires, and ensures that the deleter is called once.
 template <class Managed>
 const Managed* take(py::handle capsule, const char* name, const char* used, Loans& loans) {
   auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(capsule.ptr(), name));
@@ -89,7 +88,7 @@ const Managed* take(py::handle capsule, const char* name, const char* used, Loan
   return managed;
 }
 
-// DLPack writes the legacy default stream, whose handle is 0, as 1.
+// DLPack represents the legacy default stream (handle 0) as 1.
 py::int_ dlpack_stream(py::handle array, int device, const Loans& loans) {
   const py::handle consumer = loans.consumer.ptr() != nullptr ? loans.consumer : array;
   const auto handle = reinterpret_cast<uintptr_t>(resolve_stream(py::none(), consumer, device));
@@ -109,7 +108,7 @@ py::object capsule_of(py::handle array, Loans& loans) {
   try {
     return method(**arguments, py::arg("max_version") = py::make_tuple(dlpack::kMajorVersion, 0));
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_TypeError)) throw;  // else: older than the argument
+    if (!error.matches(PyExc_TypeError)) throw;  // else it is older than the argument
   }
   return method(**arguments);
 }
@@ -145,8 +144,7 @@ bool lend_dlpack(py::handle array, const Place& place, Loans& loans, Borrowed* b
   return true;
 }
 
-// `__cuda_array_interface__`, version 2 or 3. It names no device: the memory is taken to be on the
-// current one.
+// `__cuda_array_interface__`, version 2 or 3. It does not name a device: assume the current one.
 
 bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowed* b) {
   const py::object described_by = attribute(array, "__cuda_array_interface__");
@@ -181,7 +179,7 @@ bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowe
   }
   const py::object cuda = py::module_::import("torch").attr("cuda");
   const bool usable =
-      cuda.attr("is_available")().cast<bool>();  // else the launch says what is amiss
+      cuda.attr("is_available")().cast<bool>();  // else the launch reports the error
   const int device = usable ? cuda.attr("current_device")().cast<int>() : 0;
   const dlpack::DataType type{dlpack::kFloat, static_cast<uint8_t>(8 * item), 1};
   *b = described({reinterpret_cast<void*>(data.first),

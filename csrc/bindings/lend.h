@@ -1,11 +1,11 @@
-// Arrays whose owner has no C exchange API: buffers, `__dlpack__`, `__cuda_array_interface__`.
+// Borrows arrays without a C exchange API: buffers, `__dlpack__`, `__cuda_array_interface__`.
 #pragma once
 
 #include "borrowed.h"
 
 namespace spectrain {
 
-// Borrows such an array; what it lends goes to the loans at once, so that an error gives it back.
+// Borrows such an array. Loans are recorded at once, so that they are returned on an error.
 Borrowed lend(py::handle array, const Place& place, Loans& loans);
 
 }  // namespace spectrain

@@ -11,8 +11,8 @@ namespace {
 namespace py = pybind11;
 using namespace py::literals;
 
-// A tensor of bytes. Torch's allocator lends what is free on the stream that is current: that of
-// the first use, which is told of all others, so that it can take the memory back at any time.
+// A tensor of bytes. torch's allocator allocates it for the current stream, that of the first use;
+// used_on() reports all other streams, so that the allocator can reuse the memory safely.
 class TensorMemory : public DeviceMemory {
  public:
   TensorMemory(size_t bytes, int device, void* stream) : device_(device) {
@@ -51,7 +51,7 @@ class TensorMemory : public DeviceMemory {
   py::object as_torch(void* stream) const {
     const py::object cuda = py::module_::import("torch").attr("cuda");
     const auto handle = reinterpret_cast<uintptr_t>(stream);
-    // Torch has its own name for the default stream, by which its allocator knows that memory.
+    // torch's allocator identifies the default stream by its own object.
     if (handle == 0) return cuda.attr("default_stream")(device_);
     return cuda.attr("ExternalStream")(handle, "device"_a = device_);
   }

@@ -1,4 +1,4 @@
-// Device memory from torch's allocator, for the tables of a plan.
+// Allocates device memory for a plan's tables from torch's allocator.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 
 namespace spectrain {
 
-// Lends memory of a CUDA device for work on a stream. May be called without the GIL.
+// Returns an allocator of memory on a CUDA device, which may be called without the GIL.
 std::function<std::unique_ptr<DeviceMemory>(size_t bytes, void* stream)> allocator(int device);
 
 }  // namespace spectrain

@@ -1,5 +1,5 @@
-// The native module: a plan as Python sees it, and what was built. Numbers have been checked and
-// made coefficients by Python (plan.py, numbers.py, laws.py); arrays are checked here.
+// Defines the Python module: plans and build information. Python checks hyperparameters and
+// computes coefficients (plan.py, numbers.py, laws.py); arrays are checked here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,7 +13,7 @@
 namespace spectrain {
 namespace {
 
-// Role, name in errors, whether the call writes it, arrays.
+// Role, name in error messages, whether the call writes it, arrays.
 using PyList = std::tuple<Role, std::string, bool, py::tuple>;
 
 class PyPlan {
@@ -134,7 +134,7 @@ class PyPlan {
     const Turn turn(turns_);
     arrays_.refresh();
   }
-  // Returns whether all are there, and none is None.
+  // Returns whether no gradient is None.
   bool set_gradients(const py::tuple& grads, bool follow) {
     const Turn turn(turns_);
     arrays_.set_gradients(grads, follow);
@@ -165,13 +165,13 @@ class PyPlan {
     return result;
   }
 
-  // The lists that an update rule keeps: W and its momentum, or its moments.
+  // The weights and state that a rule updates.
   static Roles state(bool adam) {
     Roles roles{Role::params, Role::momentum};
     return adam ? roles.add(Role::second) : roles;
   }
 
-  // The rule of a prediction; there must be the lists that it keeps.
+  // The rule of a prediction; throws if its state is missing.
   Plan::Family family(py::handle eps) const {
     Plan::Family result{false, numbers(eps)};
     result.adam = !result.eps.empty();
@@ -206,7 +206,7 @@ class PyPlan {
     return step;
   }
 
-  // `given`: whether there is an average, and what every group's correction is told.
+  // `given`: whether there is an average, and the coefficients of every group.
   void correct(Plan::Step& step, Roles& roles, py::handle given) const {
     Items pair(given, 2);
     const bool averages = pair.next().cast<bool>();
@@ -247,7 +247,7 @@ class PyPlan {
     }
   }
 
-  // All flags equal need no flags in the table.
+  // Returns no flags if all are equal.
   std::vector<uint8_t> first_step_flags(py::handle first_step, bool* all) const {
     if (PyBool_Check(first_step.ptr())) {
       *all = first_step.ptr() == Py_True;
@@ -319,7 +319,7 @@ int require_cuda() {
   return count;
 }
 
-// What Python has to know of the native half, by the names that errors and formulas need.
+// Exports constants, and the names of coefficients, to Python.
 void export_constants(py::module_& m) {
   py::enum_<Role>(m, "Role")
       .value("PARAMS", Role::params)
@@ -353,7 +353,7 @@ void export_constants(py::module_& m) {
 }  // namespace
 }  // namespace spectrain
 
-// Every plan lets one thread in at a time, and what calls share is in shared.h.
+// Safe without the GIL: a plan admits one thread at a time, and shared.h has the shared caches.
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   namespace py = pybind11;
   using spectrain::PyPlan;

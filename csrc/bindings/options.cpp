@@ -1,4 +1,4 @@
-// The options of a step, checked against the arrays it works on.
+// Checks the options of a step against its arrays.
 #include <algorithm>
 
 #include "arrays.h"
@@ -19,7 +19,7 @@ bool flag(py::handle given, const char* name) {
   }
 }
 
-// The 64 bits of an int of either sign.
+// Returns the 64 bits of a signed or unsigned int.
 uint64_t seed_of(py::handle given) {
   if (PyBool_Check(given.ptr()) || !PyIndex_Check(given.ptr())) {
     throw py::type_error("rounding_seed: expected an int or None, got " +

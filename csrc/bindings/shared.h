@@ -1,5 +1,5 @@
-// What threads share: what is remembered between calls, and lists and dicts that another thread may
-// change meanwhile. Safe with and without the GIL.
+// Thread-safe caches, and access to lists and dicts that other threads may change, with and without
+// the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,9 +8,9 @@ namespace spectrain {
 
 namespace py = pybind11;
 
-// What was found of the type that a thread asked of last; one for each thread, since two threads
-// without the GIL would mix up types and what was found of them. The type is kept, so that its
-// address means this type; a thread leaves that one reference behind when it ends.
+// Caches a result for the type that a thread looked up last. Per thread, because without the GIL
+// two threads could mix up types and results. The type is kept alive, so that its address stays
+// unique; a thread leaks this one reference when it ends.
 template <class Found>
 class LastType {
  public:
@@ -22,7 +22,8 @@ class LastType {
     PyTypeObject* before = type_;
     type_ = type;
     found_ = found;
-    Py_XDECREF(reinterpret_cast<PyObject*>(before));  // last: it may run code that calls this
+    Py_XDECREF(
+        reinterpret_cast<PyObject*>(before));  // last: it may run code that calls this function
     return found;
   }
 
@@ -42,7 +43,7 @@ inline py::object items_of(PyObject* sequence) {
   return py::reinterpret_steal<py::object>(items);
 }
 
-// What a key of a dict leads to, or nothing.
+// Returns the value of a dict's key, or nothing.
 inline py::object value_of(PyObject* dict, PyObject* key) {
   PyObject* found = nullptr;
 #if PY_VERSION_HEX >= 0x030D0000

@@ -1,4 +1,4 @@
-// One call at a time: threads that share a plan take turns.
+// Allows one call of a plan at a time.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,12 +17,11 @@ class Turns {
   friend class Turn;
   std::mutex mutex_;
   std::atomic<std::thread::id> holder_{};
-  std::atomic<int> forks_{0};  // as they were when the turn was taken
+  std::atomic<int> forks_{0};  // when the turn was taken
 };
 
-// Holds the turn for as long as it lives. Construct it attached to Python, with the GIL where there
-// is one: it is given up while another thread has the turn, since that thread may need it to get
-// done.
+// Holds the turn during its lifetime. Construct it with the GIL (attached to Python); it releases
+// the GIL while waiting, because the thread that has the turn may need it.
 class Turn {
  public:
   explicit Turn(Turns& turns) : turns_(turns) {
@@ -40,7 +39,7 @@ class Turn {
  private:
   void wait() {
     const std::thread::id holder = turns_.holder_;
-    // A holder that set its name set the forks before; one without a name has just come or goes.
+    // A holder sets `forks_` before its name. Without a name it is just arriving or leaving.
     if (holder != std::thread::id() && turns_.forks_ != forks()) {  // not of this process
       throw std::runtime_error(
           "this process was forked while another thread used the plan; make a new Plan");

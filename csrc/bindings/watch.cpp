@@ -11,13 +11,13 @@
 namespace spectrain {
 namespace {
 
-// torch/csrc/inductor/aoti_torch/c/shim.h. A handle points to an at::Tensor, which is one pointer
-// to what `_cdata` names.
+// From torch/csrc/inductor/aoti_torch/c/shim.h. A handle points to an at::Tensor, which is a
+// pointer to `_cdata`.
 struct TorchAbi {
   int (*new_handle)(void* handle, void** result);
   int (*delete_handle)(void* handle);
   int (*data_ptr)(void* handle, void** result);
-  // Another tensor of the same storage: sizes, strides, offset.
+  // Creates a tensor with the same storage: sizes, strides, offset.
   int (*reinterpret)(void* handle, int64_t ndim, const int64_t* sizes, const int64_t* strides,
                      int64_t offset, void** result);
 };
@@ -32,7 +32,7 @@ void find(void* library, const char* name, F** function) {
 
 const TorchAbi& torch_abi() {
   static const TorchAbi abi = [] {
-    // By its name only: the library that `import torch` has loaded.
+    // By name only: `import torch` has loaded the library.
     void* library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     TorchAbi found;
     find(library, "aoti_torch_new_tensor_handle", &found.new_handle);

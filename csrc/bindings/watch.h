@@ -1,5 +1,4 @@
-// What is looked at again and again: are tensors still where they were found, and values what they
-// were?
+// Checks quickly whether tensors have moved and whether values have changed.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,14 +10,14 @@ namespace spectrain {
 
 namespace py = pybind11;
 
-// A tensor's storage can be exchanged (`p.data = ...`, `model.double()`, `set_`) or its bytes moved
-// (`resize_`, `share_memory_`) at any time, without a sign. The watch keeps the storages alive that
-// were found, so that an exchange frees nothing a plan may still write to, and tells what moved.
+// A tensor's storage can be replaced (`p.data = ...`, `model.double()`, `set_`) or its bytes moved
+// (`resize_`, `share_memory_`) at any time without notice. The watch keeps the original storages
+// alive, because a plan may still write to them, and reports tensors that moved.
 //
-// It speaks to torch by the C functions that torch exports for extensions (its stable ABI): 4 ns a
-// tensor, where borrowing it again takes 47 and data_ptr() 41 (measured with torch 2.13).
+// It uses torch's stable C ABI for extensions: 4 ns per tensor, where borrowing again takes 47 and
+// data_ptr() 41 (measured with torch 2.13).
 //
-// Arrays of other frameworks are not watched: their owners promise to leave lent memory in place.
+// Arrays of other frameworks are not watched: their owners guarantee that lent memory stays.
 class Watch {
  public:
   Watch() = default;
@@ -30,16 +29,16 @@ class Watch {
     return *this;
   }
 
-  // Of array `index`, whose memory starts at `at`.
+  // Adds array `index`, whose memory starts at `at`.
   void add(py::handle array, const void* at, size_t index);
-  // The index of the first one that moved. Call it with the GIL held, as everything here.
+  // Returns the index of the first moved array. All methods need the GIL.
   std::optional<size_t> moved() const;
 
  private:
   struct Tensor {
-    void* impl;     // what the tensor's `_cdata` names
-    void* handle;   // the very tensor
-    void* storage;  // another one with the storage that it had
+    void* impl;     // the tensor's `_cdata`
+    void* handle;   // the tensor itself
+    void* storage;  // a tensor with the original storage
     const void* at;
     size_t index;
   };
@@ -48,9 +47,9 @@ class Watch {
   std::vector<Tensor> tensors_;
 };
 
-// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or
-// the values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number
-// or a string for its value and whatever else for itself. No Python code runs.
+// Whether `now` still matches the snapshot `seen`. In a snapshot a tuple stands for a list, a tuple
+// or the values of a dict; a dict for some keys of a dict (None: missing); numbers and strings are
+// compared by value, other objects by identity. Runs no Python code.
 bool same(PyObject* now, PyObject* seen);
 
 }  // namespace spectrain

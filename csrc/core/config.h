@@ -1,4 +1,4 @@
-// Compiler differences, in one place.
+// Hides compiler differences.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -6,17 +6,17 @@
 #define SPECTRAIN_UNROLL _Pragma("unroll")
 #define SPECTRAIN_NO_UNROLL _Pragma("unroll 1")
 #else
-// always_inline is not about speed here: the same headers are compiled once per CPU instruction
-// set, and an out-of-line copy from the AVX-512 unit, merged by the linker, would crash an older
-// machine.
+// always_inline is required, not an optimization: these headers are compiled once per CPU
+// instruction set. The linker could merge in an out-of-line copy from the AVX-512 unit, which would
+// crash an older machine.
 #define SPECTRAIN_HD inline __attribute__((always_inline))
 #define SPECTRAIN_UNROLL
 #define SPECTRAIN_NO_UNROLL
 #endif
 
-// Whether something is so, for a loop over elements of a type to ask. As a bool it kept GCC from
-// vectorizing the corrected steps (141 instead of 29 us for 65,536 weights); on a GPU as a number
-// it makes float64's step spill.
+// A flag that is tested in loops over elements. On the CPU it is a number, because a bool keeps GCC
+// from vectorizing the corrected steps (141 instead of 29 us for 65,536 weights). On a GPU it is a
+// bool, because a number makes float64's step spill.
 namespace spectrain {
 #if defined(__CUDACC__)
 template <class Acc>
@@ -27,12 +27,12 @@ using Flag = Acc;
 #endif
 }  // namespace spectrain
 
-// Elements of one row that one thread block (CUDA) or one loop iteration (CPU) works on at a time:
-// 16 KiB of float32 per stream. The same number on both sides lets a host test walk the CUDA table.
+// Elements of a row that a thread block (CUDA) or a loop iteration (CPU) processes at a time: 16
+// KiB of float32 per stream. Equal on both sides, so that host tests can use the CUDA table.
 namespace spectrain {
 constexpr int kChunk = 4096;
 
-// A pointer to the memory that arrays have, as the type it has.
+// Marks a pointer to global memory.
 template <class T>
 SPECTRAIN_HD T* global(T* p) {
 #if defined(__CUDA_ARCH__)

@@ -1,9 +1,9 @@
-// Numbers that are read when a kernel runs, not when it is enqueued: learning rates, horizons, step
-// counts in memory, and the formulas that make them coefficients. The formulas are written once, in
-// Python (numbers.py, laws.py), which hands over the trace of one evaluation as a program.
+// Computes coefficients from numbers in device memory (learning rates, horizons, step counts) when
+// a kernel runs. The formulas are written once, in Python (numbers.py, laws.py), which passes the
+// trace of one evaluation as a program.
 //
-// A field of a Setting that such a program computes holds a placeholder: a NaN whose payload names
-// a register. No number that a caller gives is one.
+// A field of a Setting that a program computes holds a placeholder: a NaN whose payload is a
+// register. Numbers from callers are never NaN.
 #pragma once
 
 #include <cmath>
@@ -62,8 +62,8 @@ SPECTRAIN_HD double read(const Input& input) {
   return static_cast<double>(*static_cast<const int64_t*>(input.at));
 }
 
-// The host's pow() is the one Python's ** is made of. A GPU's may differ in its last bits: of a
-// double, which a float32 coefficient hardly ever shows.
+// The host's pow() is Python's **. A GPU's may differ in the last bits of a double, which rarely
+// changes a float32 coefficient.
 SPECTRAIN_HD void evaluate(const ProgramView& program, double* registers) {
   double* next = registers;
   for (int i = 0; i < program.n_inputs; ++i) *next++ = read(program.inputs[i]);
@@ -95,10 +95,10 @@ SPECTRAIN_HD void fill_in(double& field, const double* registers) {
   if (is_placeholder(field)) field = registers[bit_cast<uint64_t>(field) & 0xffff];
 }
 
-// Extrapolation has one term and no outputs of a prediction.
+// For extrapolation: one term and no outputs.
 SPECTRAIN_HD int used_terms(const Setting& s) { return s.n_outs > 0 ? s.n_terms() : 1; }
 
-// Puts numbers where the placeholders are.
+// Replaces placeholders by numbers.
 SPECTRAIN_HD void fill_in(Setting& s, const double* registers) {
   const auto fill = [&](const char* /*name*/, double& x) { fill_in(x, registers); };
   each_number(s, fill);
@@ -107,7 +107,7 @@ SPECTRAIN_HD void fill_in(Setting& s, const double* registers) {
   for (int i = 0; i < n; ++i) each_number(s.terms[i], fill);
 }
 
-// A program as the host keeps it.
+// A program on the host.
 struct Program {
   std::vector<Input> inputs;
   std::vector<double> constants;

@@ -27,7 +27,7 @@ SPECTRAIN_HD To bit_cast(From from) {
   return to;
 }
 
-// The arithmetic type of a storage type. Integers stand for "bits": copies and swaps.
+// The arithmetic type of a storage type. Integers are bits, for copies and swaps.
 template <class T>
 struct Arithmetic {
   using type = T;
@@ -47,8 +47,8 @@ SPECTRAIN_HD float widen(BFloat16 x) {
   return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
-// The hardware rounds alike, subnormals too, but to another NaN: one instruction for two elements,
-// where the integers below take 14.
+// The hardware rounds identically, including subnormals, but to another NaN. It takes one
+// instruction for two elements; the integer code below takes 14.
 SPECTRAIN_HD BFloat16 narrow_bfloat16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint16_t bits;
@@ -62,8 +62,8 @@ SPECTRAIN_HD BFloat16 narrow_bfloat16(float x) {
 #endif
 }
 
-// Branch-free, so that the host compiler vectorizes it; on the GPU the hardware converts, with the
-// same bits for every value but NaN payloads.
+// Branch-free, so that the host compiler vectorizes it. The GPU's hardware conversion gives the
+// same bits except for NaN payloads.
 SPECTRAIN_HD float widen(Half x) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(x.bits));
@@ -72,8 +72,8 @@ SPECTRAIN_HD float widen(Half x) {
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t special = (magnitude << 13) | 0x7f800000u;
-  // A subnormal is magnitude * 2^-24: put it behind the mantissa of 2^-1 and take 2^-1 away. No
-  // intermediate is subnormal in float, so a flush-to-zero mode does not change the result.
+  // A subnormal is magnitude * 2^-24: append it to the mantissa of 2^-1, then subtract 2^-1. No
+  // intermediate is subnormal in float, so flush-to-zero mode does not change the result.
   const float tiny = bit_cast<float>(magnitude | 0x3f000000u) - 0.5f;
   const uint32_t small = bit_cast<uint32_t>(tiny);
   uint32_t u = magnitude < 0x0400u ? small : normal;
@@ -91,7 +91,7 @@ SPECTRAIN_HD Half narrow_half(float x) {
   const uint32_t sign = (u >> 16) & 0x8000u;
   const uint32_t a = u & 0x7fffffffu;
   const uint32_t normal = (a - (112u << 23) + 0x0fffu + ((a >> 13) & 1u)) >> 13;
-  // Below 2^-14 the result is subnormal: adding 0.5 makes the adder round at 2^-24 to nearest even.
+  // Below 2^-14 the result is subnormal: adding 0.5 rounds at 2^-24 to nearest even.
   const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(a) + 0.5f) - 0x3f000000u;
   uint32_t h = a < 0x38800000u ? small : normal;
   h = a >= 0x477ff000u ? 0x7c00u : h;  // 65520 and above round to infinity
@@ -118,8 +118,8 @@ struct Narrow<BFloat16> {
   SPECTRAIN_HD static BFloat16 from(float x) { return narrow_bfloat16(x); }
 };
 
-// Explicit fused multiply-add. Both compilers are told not to contract anything themselves
-// (-ffp-contract=off, -fmad=false), so host and device round at the same places.
+// Explicit fused multiply-add. Both compilers must not contract on their own (-ffp-contract=off,
+// -fmad=false), so that host and device round identically.
 SPECTRAIN_HD float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 SPECTRAIN_HD double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 

@@ -1,18 +1,18 @@
-// The numbers of one parameter group, in double, as the rules want them: learning rates, decay and
-// prediction laws have been resolved into coefficients by the caller.
+// The coefficients of one parameter group, in double. Python computes them from learning rates,
+// decay and prediction laws.
 //
-// Callers write them as tuples: a term is the numbers of a Term, a setting those of a Setting and
-// then its step, in the order of `each_number`, which the module exports by name.
+// Callers pass tuples: the numbers of a Term, or those of a Setting followed by its step, in the
+// order of `each_number`, whose names the module exports.
 #pragma once
 
 #include "config.h"
 
 namespace spectrain {
 
-// Extra outputs one kernel can write; more predictions than this take further passes.
+// Extra outputs of one kernel; further predictions take further passes.
 constexpr int kMaxOuts = 8;
-// Terms of all predictions of one call. A term is one predicted update; momentum SGD needs one per
-// prediction, Adam's loop one per update ahead.
+// Terms of all predictions of a call. A term is one predicted update: momentum SGD needs one per
+// prediction, Adam's geometric law one per update ahead.
 constexpr int kMaxTerms = 64;
 
 // One predicted update: W <- keep*W - (momentum*v + gradient*d) / D, where D is 1 for momentum SGD
@@ -24,15 +24,15 @@ struct Term {
   double root = 1.0;
 };
 
-// What a correction by stale weights is told, see rules/correct.h.
+// Coefficients of a correction by stale weights, see rules/correct.h.
 struct Correcting {
   double strength = 0.0;
   double decay = 0.0;  // of the average: A' = decay*A + (1 - decay)*step*step
-  double root = 0.0;   // the bias correction of its root
+  double root = 0.0;   // bias correction of its square root
   double eps = 0.0;
 };
 
-// The step itself is a term, too: W' = keep*W - (momentum*v' + gradient*d) / D.
+// The step is also a term: W' = keep*W - (momentum*v' + gradient*d) / D.
 struct Setting {
   double sign = 1.0;          // -1: maximize
   double weight_decay = 0.0;  // L2: d = sign*factor*g + weight_decay*W, see options.h
@@ -42,7 +42,7 @@ struct Setting {
   double eps = 0.0;
   Term step;
   Correcting correcting;
-  bool first_step = false;  // of every tensor: v' = d; single tensors carry kFirstStep in their row
+  bool first_step = false;  // v' = d for all tensors; single tensors have kFirstStep in their row
   int n_outs = 0;
   int out_end[kMaxOuts] = {};  // terms of prediction j: [out_end[j-1], out_end[j])
   Term terms[kMaxTerms];
@@ -50,7 +50,7 @@ struct Setting {
   SPECTRAIN_HD int n_terms() const { return n_outs > 0 ? out_end[n_outs - 1] : 0; }
 };
 
-// Calls f(name, number) with every number, in order.
+// Calls f(name, number) for every number, in order.
 template <class F>
 SPECTRAIN_HD void each_number(Term& t, F&& f) {
   f("keep", t.keep);

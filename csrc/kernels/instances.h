@@ -1,5 +1,5 @@
-// Which rule is compiled for which element types. `Launcher<Rule>::kernel()` is the launcher's
-// entry.
+// Lists which rules are compiled for which element types. `Launcher<Rule>::kernel()` is a
+// launcher's entry point.
 #pragma once
 
 #include "kernels.h"
@@ -45,8 +45,8 @@ struct Types {
 template <class... T>
 struct TypesList {};
 
-// State has the parameters' type, or is float32 beside 16-bit parameters. Beside float32 (master)
-// parameters gradients and outputs may have 16 bits.
+// State has the parameters' type, or float32 for 16-bit parameters. For float32 (master)
+// parameters, gradients and outputs may have 16 bits.
 using Uniform = TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
                           Types<Half, Half, Half, Half>, Types<Half, Half, float, Half>,
                           Types<BFloat16, BFloat16, BFloat16, BFloat16>,
@@ -55,7 +55,7 @@ using Mixed = TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Ha
                         Types<float, float, float, BFloat16>, Types<float, float, float, Half>,
                         Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
 
-// The first of a list that matches and that `Make` has a launcher for.
+// The first match in a list for which `Make` has a launcher.
 template <class Entry, template <class> class Launcher, class Make, class... T>
 static inline Entry find_in(TypesList<T...>, KernelKey k, bool g, bool s, bool o) {
   Entry found{};
@@ -106,14 +106,14 @@ struct MakeExtrapolate {
 template <class... A, class... B>
 auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
 using AllTypes = decltype(concatenate(Uniform{}, Mixed{}));
-// One entry for each pair that differs, so that nothing is compiled twice.
+// One entry per distinct pair, so that nothing is compiled twice.
 using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
 using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
 using PlainTypes =
     TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
               Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>,
               Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
-// What the true weights of a pipeline may be: stale ones are of the type that outputs have.
+// Types of a pipeline's true weights. Stale weights have the type of outputs.
 using CorrectedTypes =
     TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
               Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>>;

@@ -1,5 +1,4 @@
-// Every kernel there is, found by operation and element types: the seam between plans and
-// launchers.
+// Finds kernels by operation and element types; the interface between plans and launchers.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@ enum class Operation : uint8_t {
   adam_step,
   adam_predict,
   extrapolate,
-  // Steps with their gradients corrected (rules/correct.h), in the order of the plain ones.
+  // Corrected steps (rules/correct.h), in the order of the plain ones.
   sgd_plain_delay,
   sgd_momentum_delay,
   adam_step_delay,
@@ -34,9 +33,9 @@ enum class Operation : uint8_t {
 };
 constexpr int kOperations = 16;
 
-// What the streams of an operation are: w parameters (and what is like them), g gradients, s state
-// (momentum, second moment, an average), o output, and the stale weights, which are like one.
-// Streams beyond these are further outputs.
+// The roles of an operation's streams: w parameters (and tensors like them), g gradients, s state
+// (momentum, second moment, average), o output (and stale weights, which have its type). Further
+// streams are further outputs.
 inline const char* roles(Operation operation) {
   constexpr const char* names[kOperations] = {"ww",    "wo",   "ww",    "wg",    "wgs", "wso",
                                               "wsw",   "wgss", "wsso",  "wwo",   "wgo", "wgso",
@@ -44,7 +43,7 @@ inline const char* roles(Operation operation) {
   return names[static_cast<int>(operation)];
 }
 
-// The element type of every role; a role that an operation does not have repeats the parameters'.
+// The element type of every role; unused roles repeat the parameters' type.
 struct KernelKey {
   Operation operation;
   DType w, g, s, o;
@@ -54,20 +53,20 @@ struct KernelKey {
   }
 };
 
-// One setting for every parameter group; rows name theirs.
+// One setting for every parameter group; rows store an index.
 struct Settings {
   const Setting* data;
   int size;
 };
 
 struct CpuOptions {
-  bool parallel;        // use the OpenMP threads the caller would have
-  bool stream_outputs;  // write pure outputs past the cache
+  bool parallel;        // use the caller's number of OpenMP threads
+  bool stream_outputs;  // write pure outputs with non-temporal stores
 };
 using CpuKernel = void (*)(const TableView&, Settings, const CpuOptions&);
 using FindCpuKernel = CpuKernel (*)(KernelKey);
 
-// Null where there is no such kernel.
+// Returns null if there is no such kernel.
 CpuKernel find_cpu_kernel(KernelKey);
 const char* cpu_instruction_set();
 
@@ -76,15 +75,15 @@ struct Distances;
 using CpuDistances = void (*)(const Distances&, bool parallel);
 CpuDistances find_cpu_distances(DType);
 
-// Enqueues a part of a table that fits a kernel's parameters, or a table that is in device memory,
-// where the arguments may be as well. The device is the current one. Returns null, or the CUDA
-// runtime's name of the error.
+// Launches on a part of a table that fits a kernel's parameters, or on a table in device memory,
+// where the arguments may be too. Uses the current device. Returns null or the CUDA runtime's error
+// name.
 struct CudaKernel {
   const char* (*launch)(const TableView&, Settings, int device, void* stream) = nullptr;
   const char* (*launch_resident)(const TableView&, Settings, const void* arguments, int device,
                                  void* stream) = nullptr;
-  int setting_bytes = 0;  // of one setting as the kernel takes it
-  int vector = 1;         // elements of a row that are accessed at once, where they are aligned
+  int setting_bytes = 0;  // bytes of one setting in the kernel's arguments
+  int vector = 1;         // elements per access of an aligned row
 };
 
 }  // namespace spectrain

@@ -9,17 +9,17 @@
 namespace spectrain {
 namespace {
 
-// A parallel region costs about 2 us; below this many bytes one core is done sooner.
+// A parallel region costs about 2 us; below this many bytes one core is faster.
 constexpr int64_t kParallelBytes = 1 << 18;
-// Pure outputs above this size would push what the caller needs next out of a 2 MiB L2 cache.
+// Larger pure outputs would evict data that the caller needs next from a 2 MiB L2 cache.
 constexpr int64_t kStreamOutputBytes = 4 << 20;
 // Resolved tables kept per plan: a training loop uses two or three kinds of call.
 constexpr size_t kMaxResolved = 16;
 
-// Elements that rows are aligned to on the CPU: 16 bytes of the narrowest type.
+// Rows are aligned to this many elements on the CPU: 16 bytes of the narrowest type.
 constexpr int kCpuVector = 8;
 
-// What a table is put at, and written in units of, on a device.
+// Alignment, and unit of writing, of a table on a device.
 constexpr size_t kTableAlignment = 16;
 
 char* aligned(void* pointer) {
@@ -36,7 +36,7 @@ bool any_term(const Plan::Terms& terms, Condition holds) {
   });
 }
 
-// Whether a prediction changes nothing: then bits are copied, since W - 0*inf would be NaN.
+// Whether a prediction changes nothing. Then bits are copied, because W - 0*inf would be NaN.
 bool is_identity(const Plan::Terms& terms) {
   return !any_term(
       terms, [](const Term& t) { return t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0; });
@@ -52,12 +52,12 @@ size_t longest(const Plan::Terms& terms) {
   return n;
 }
 
-// Adds a prediction to the settings of all groups, which then have the same number of outputs.
+// Adds a prediction to the settings of all groups, so that all have the same number of outputs.
 void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
   for (size_t g = 0; g < settings.size(); ++g) {
     Setting& s = settings[g];
     int end = s.n_terms();
-    // A group that does not move still has one term, which keeps its weights.
+    // An unchanged group still needs one term, which keeps its weights.
     if (terms[g].empty()) s.terms[end++] = Term{};
     for (const Term& t : terms[g]) s.terms[end++] = t;
     s.out_end[s.n_outs++] = end;
@@ -109,7 +109,7 @@ Plan::Resolved& Plan::resolve(const Request& request) {
   return *resolved_.back();
 }
 
-// The table of an item's element types, made at their first appearance.
+// Returns the table for an item's element types; creates it at the first use.
 Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item) const {
   const DType w = params.dtype[item];
   KernelKey key{request.operation, w, w, w, w};
@@ -131,7 +131,7 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
         key.o = t;
     }
   }
-  // An output of the weights' own type needs no conversion; its neighbours in the list may.
+  // An output of the weights' type needs no conversion; others in the list may.
   if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;
   for (Table& table : tables) {
     if (table.key == key) return table;
@@ -139,7 +139,7 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
   Table table;
   table.key = key;
   for (const Column* column : request.streams) table.widths.push_back(size_of(column->dtype[item]));
-  if (request.positions) table.widths.push_back(1);  // an element further is a position further
+  if (request.positions) table.widths.push_back(1);  // the position advances by one per element
   if (device_.cuda) {
     table.cuda = find_cuda_kernel(key);
     if (table.cuda.launch == nullptr) throw UnsupportedTypes(item, key);
@@ -201,7 +201,7 @@ Plan::Tables Plan::build(const Request& request) const {
 int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
                    void* stream) {
   const bool computes = !program.inputs.empty();
-  // The first use of a long table is as many launches as writing it to the device would be.
+  // At the first use, writing a long table to the device would take as many launches.
   const bool stays = keep_tables && table.uses++ > 0;
   const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
   if (!computes && (!stays || fits_parameters(launch))) return launch_cuda(launch);
@@ -212,7 +212,7 @@ int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool 
   table.memory->used_on(stream);
   const int launches = launch_cuda_resident(
       launch, {table.memory->at(), !table.written, computes ? &program : nullptr});
-  // What is captured runs when the graph does: a call before that cannot count on it.
+  // Captured work runs only when the graph is replayed; earlier calls cannot rely on it.
   table.written |= !capturing;
   return launches;
 }
@@ -319,9 +319,9 @@ void Plan::step(Request request, Step given, const Family& family, void* stream)
   }
   const bool everywhere = all_gradients();
   request.which = everywhere ? Which::all : Which::with_gradient;
-  // What the step writes: outputs of one element type (that of stale weights, if it reads any), as
-  // many as one kernel takes. The rest takes a pass each, with the same bits, since both read
-  // stored values; but the gradient is gone by then, so that predictions which need it come first.
+  // The step writes outputs of one element type (that of stale weights, if any), as many as a
+  // kernel supports. Each other output takes a separate pass over the stored values, with the same
+  // bits. Predictions that need the gradient come first, because it is gone by then.
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
   request.positions = options.rounding.stochastic;
@@ -357,7 +357,7 @@ void Plan::step(Request request, Step given, const Family& family, void* stream)
 
 size_t Plan::distance_scratch() const {
   const size_t n_streams = outs.size() + 2;
-  size_t bytes = 4 * 2 * kTableAlignment;  // of every type's table: its place and its end
+  size_t bytes = 4 * 2 * kTableAlignment;  // for every type's table: start and end
   for (const int64_t size : sizes_) {
     if (size == 0) continue;
     bytes += sizeof(Row) + n_streams * sizeof(void*);

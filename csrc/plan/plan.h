@@ -1,5 +1,5 @@
-// A plan: lists of arrays that belong together, validated once, resolved to tables once per use.
-// Framework-free: addresses and element types come in, kernels go out.
+// A plan: matching lists of arrays, resolved to kernel tables. Independent of any framework: it
+// takes addresses and element types, and launches kernels.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ struct Device {
   std::string text() const { return cuda ? "cuda:" + std::to_string(index) : "cpu"; }
 };
 
-// One list of arrays: an address and an element type for every parameter. Absent: no addresses.
-// An address may be null where a gradient is None.
+// One list of arrays: an address and an element type for every parameter. No addresses: absent. A
+// null address: the gradient is None.
 struct Column {
   std::vector<void*> at;
   std::vector<DType> dtype;
   bool present() const { return !at.empty(); }
 };
 
-// No kernel takes these element types together.
+// Thrown if no kernel supports these element types together.
 struct UnsupportedTypes : std::invalid_argument {
   UnsupportedTypes(size_t item_, KernelKey key_)
       : std::invalid_argument("no kernel takes these element types together"),
@@ -39,42 +39,42 @@ struct UnsupportedTypes : std::invalid_argument {
   KernelKey key;
 };
 
-// Memory on the plan's device, lent by a framework, which may lend it again when this goes.
+// Memory on the plan's device from a framework's allocator, returned on destruction.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
   virtual void* at() const = 0;
-  // What is enqueued on this stream, too, uses it: it must not be lent again before that is done.
+  // Work on this stream uses the memory too: it must not be reused before that work is done.
   virtual void used_on(void* stream) = 0;
 };
 
 class Plan {
  public:
-  // `sizes`: elements of every parameter; `groups`: which setting applies to it.
+  // `sizes`: elements of every parameter; `groups`: index of its setting.
   Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups);
 
   Column params, momentum, second, average, stashed, stale, grads;
   std::vector<Column> outs;
 
-  // Computes the placeholders among the numbers of the next calls; empty where there are none.
+  // Computes the placeholders in the coefficients of the next calls; may be empty.
   Program program;
 
-  // Where tables on a CUDA device are put, of at least 16-byte alignment, for work on a stream:
-  // what was done with the memory before has been done when that work begins.
+  // Allocates device memory for tables, aligned to at least 16 bytes, for work on a stream. Earlier
+  // uses of the memory have completed when that work begins.
   std::function<std::unique_ptr<DeviceMemory>(size_t bytes, void* stream)> allocate;
-  // Keep long tables on the device. Not worth it where the plan is used once.
+  // Keep long tables on the device. Does not pay off for a single use.
   bool keep_tables = false;
 
-  // From the first step that was captured in a CUDA graph on, gradients must stay where they are.
+  // After a step was captured in a CUDA graph, gradients must not move.
   void pin_gradients() { gradients_pinned_ = true; }
   bool gradients_pinned() const { return gradients_pinned_; }
 
   // Whether every item has a gradient.
   bool all_gradients() const;
-  // Call after `grads` changed: tables that hold gradients are resolved again at their next use.
+  // Call after `grads` changed: tables with gradients are then resolved again at their next use.
   void gradients_changed();
 
-  // How far one prediction goes: its terms, for every group. No terms: the bits of the weights.
+  // The terms of one prediction, for every group. No terms: copy the bits of the weights.
   using Terms = std::vector<std::vector<Term>>;
   struct Prediction {
     size_t out;  // index into outs
@@ -92,8 +92,8 @@ class Plan {
   void copy(const Column& from, const Column& to, void* stream);
   void swap_(void* stream);
 
-  // The caller has made sure that the options fit the arrays: that all weights are bfloat16 where
-  // rounding is stochastic, and gradients may be written where they are set to zero.
+  // The caller has checked the options: weights are bfloat16 for stochastic rounding, and gradients
+  // are writable if they are set to zero.
   enum class Correction { none, delay, gap };  // by stale weights; gap has an average, too
   struct Step {
     std::vector<Setting> settings;  // of every group
@@ -101,14 +101,13 @@ class Plan {
     Correction correction = Correction::none;
     StepOptions options = {};
   };
-  // `first_step`: empty, or one flag per tensor (then the settings' own are not used).
+  // `first_step`: empty, or one flag per tensor, which replaces the settings' flag.
   void sgd_step_(Step, const std::vector<uint8_t>& first_step, bool with_momentum, void* stream);
   void adam_step_(Step, void* stream);
 
-  // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
-  // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
-  // empty tensors are not written. `scratch` has distance_scratch() bytes. Same bits on every
-  // machine.
+  // Squared distances of the weights from every list of `outs`, in double: result[j*(n + 1) + i] is
+  // |outs[j][i] - params[i]|^2, followed by their sum. Entries of empty tensors are not written.
+  // `scratch` has distance_scratch() bytes. The same bits on every machine.
   void distances(double* result, void* scratch, void* stream);
   size_t distance_scratch() const;
 
@@ -116,12 +115,12 @@ class Plan {
   size_t size() const { return sizes_.size(); }
   int64_t size_of_item(size_t i) const { return sizes_[i]; }
   size_t n_groups() const { return n_groups_; }
-  // Kernel launches and rows after merging that the last call took; tests hold them to account.
+  // Kernel launches and merged rows of the last call, for tests.
   int last_launches() const { return last_launches_; }
   int64_t last_rows() const { return last_rows_; }
 
  private:
-  // The rows of one kernel: what a launcher takes.
+  // The table of one kernel.
   struct Table {
     KernelKey key;
     std::vector<Row> rows;
@@ -133,11 +132,11 @@ class Plan {
     CudaKernel cuda;
     int uses = 0;
     std::unique_ptr<DeviceMemory> memory;
-    bool written = false;  // to the memory, by work that has been enqueued
+    bool written = false;  // to the device, by enqueued work
   };
   using Tables = std::vector<Table>;
 
-  // Which items take part in a table.
+  // Which items a table includes.
   enum class Which { all, with_gradient, without_gradient };
 
   struct Request {
@@ -145,7 +144,7 @@ class Plan {
     std::vector<const Column*> streams;
     Which which = Which::all;
     std::vector<uint8_t> first_step = {};
-    // Behind the streams of a row the position of its first element among all items' elements.
+    // Adds to each row the position of its first element among all elements of the items.
     bool positions = false;
     bool operator==(const Request& other) const {
       return operation == other.operation && streams == other.streams && which == other.which &&
@@ -156,10 +155,10 @@ class Plan {
     Request request;
     Tables tables;
     bool holds_gradients;
-    bool captured = false;  // a CUDA graph reads its memory: keep it
+    bool captured = false;  // a CUDA graph reads its memory: keep it alive
   };
 
-  // A kernel, or one per combination of element types, and what it is told.
+  // A kernel (one per combination of element types) and its arguments.
   struct Call {
     Request request;
     std::vector<Setting> settings;
@@ -170,12 +169,12 @@ class Plan {
   Tables build(const Request& request) const;
   Table& table_for(Tables& tables, const Request& request, size_t item) const;
   Call copy_call(const Column& from, const Column& to, Which which) const;
-  // Nothing where the prediction is the weights themselves and they are where it should go.
+  // Returns nothing if the prediction equals the weights and is written in place.
   std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
                                   Which which) const;
-  // A step of one of the plain operations.
+  // Runs a step by one of the plain operations.
   void step(Request request, Step, const Family&, void* stream);
-  // All are resolved before the first one runs: what cannot be done leaves everything as it was.
+  // Resolves all calls before the first runs, so that an error changes nothing.
   void run(std::vector<Call> calls, void* stream);
   void run_one(const Call& call, bool capturing, void* stream);
   int run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,

@@ -1,6 +1,5 @@
-// Adam, AdamW and NAdam (torch.optim's arithmetic): the step, which writes any number of
-// predictions in the same pass, and the predictions alone. The three differ in their coefficients
-// only.
+// Adam, AdamW and NAdam with torch.optim's arithmetic: the step, which also writes predictions, and
+// predictions alone. The three differ only in their coefficients.
 //
 //   d  = sign*factor*g + weight_decay*W
 //   m' = decay*m + (1 - decay)*d,  u' = decay2*u + ((1 - decay2)*d)*d
@@ -13,7 +12,7 @@
 
 namespace spectrain {
 
-// What a step takes from the weights, beside decoupled decay.
+// The change of the weights without decoupled decay.
 template <class Acc>
 SPECTRAIN_HD Acc adam_way(const Coefficients<Acc>& c, Acc eps, Acc m, Acc root_u, Acc d) {
   const Acc direction =
@@ -21,9 +20,9 @@ SPECTRAIN_HD Acc adam_way(const Coefficients<Acc>& c, Acc eps, Acc m, Acc root_u
   return direction / multiply_add(root_u, c.root, eps);
 }
 
-// A predicted step. One that does not move keeps W: 0*inf and 0/0 would be NaN. Dividing once for
-// all terms of the same denominator gained nothing on a CPU (1.01 to 1.20 of the time in its
-// cache).
+// A predicted step. It keeps W if nothing changes, because 0*inf and 0/0 would be NaN. Sharing one
+// division between terms with the same denominator was no faster on a CPU (1.01 to 1.20 of the
+// time, in cache).
 template <class Acc>
 SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
   const bool still = c.momentum == Acc(0) && c.gradient == Acc(0);
@@ -70,7 +69,7 @@ struct AdamStep {
   template <int N>
   SPECTRAIN_HD static Acc moved(const Step& a, Acc (&x)[N], Acc d) {
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
-    // torch's order: a float32 gradient of 1e20, whose square overflows, still leaves a finite u.
+    // torch's order: u stays finite for a float32 gradient of 1e20, whose square overflows.
     x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * d * d);
     const Acc way = adam_way(a.move, a.eps, x[kMomentum], square_root(x[kSecond]), d);
     x[kParam] = (a.move.keep == Acc(1) ? x[kParam] : a.move.keep * x[kParam]) - way;
@@ -96,8 +95,7 @@ struct AdamStep {
   }
 };
 
-// Predictions alone; the output may be W itself. The direction is not known: it must not be asked
-// for.
+// Predictions alone; the output may be W itself. They cannot use the direction, which is unknown.
 template <class W, class M, class Out>
 struct AdamPredict {
   using Acc = acc_t<W>;

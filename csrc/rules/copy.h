@@ -1,5 +1,5 @@
-// out <- in: bit for bit (stash, restore_, every prediction with steps == 0), or rounded to a
-// narrower type.
+// out <- in: bit for bit (stash, restore_, predictions with steps == 0), or rounded to a narrower
+// type.
 #pragma once
 
 #include "core/setting.h"

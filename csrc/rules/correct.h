@@ -1,5 +1,5 @@
-// Steps whose gradients are corrected by the weights that they were computed with, in the step's
-// own pass: one more stream that is read, and one of state where the correction has an average.
+// Steps that correct gradients by the weights they were computed with, in the same pass. They read
+// one more stream, and update one more if the correction has an average.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 
 namespace spectrain {
 
-// DC-ASGD (arXiv 1609.08326): g + strength*g*g*(W - W_stale), then the L2 penalty. Without strength
-// or gap the very gradient: 0*inf would be NaN.
+// DC-ASGD (arXiv 1609.08326): g + strength*g*g*(W - W_stale), then the L2 penalty. With strength 0
+// or no gap the gradient is unchanged, because 0*inf would be NaN.
 template <class Acc>
 struct DelayCompensation {
   static constexpr bool averages = false;
@@ -29,8 +29,8 @@ struct DelayCompensation {
   }
 };
 
-// Gap-Aware (arXiv 1909.10802): d / (1 + strength*|W - W_stale| / (sqrt(A)*root + eps)), where A
-// averages the squares of what the steps before were.
+// Gap-Aware (arXiv 1909.10802): d / (1 + strength*|W - W_stale| / (sqrt(A)*root + eps)), where A is
+// the average of the squares of previous steps.
 template <class Acc>
 struct GapAware {
   static constexpr bool averages = true;
@@ -54,14 +54,14 @@ struct GapAware {
   }
 };
 
-// The streams of a step, then the average, then the stale weights, where an output may be written
-// as well: they are read before it is.
+// The streams of a step, then the average, then the stale weights. An output may overwrite the
+// stale weights, which are read first.
 template <class Base, template <class> class By, class S, class Stale>
 struct Corrected : Base {
   using Acc = typename Base::Acc;
   using Correction = By<Acc>;
   static constexpr int kStale = Base::Streams::size + (Correction::averages ? 1 : 0);
-  static constexpr int kAverage = Base::Streams::size;  // or, without one, the stale weights
+  static constexpr int kAverage = Base::Streams::size;  // without an average: the stale weights
   using Streams = typename std::conditional_t<Correction::averages,
                                               Appended<typename Base::Streams, InOut<S>, In<Stale>>,
                                               Appended<typename Base::Streams, In<Stale>>>::type;

@@ -1,6 +1,6 @@
-// Squared distances between lists of weights, summed in double in an order that does not depend on
-// the machine: kLanes running sums per chunk, element i goes to lane i % kLanes, and a tree over
-// the lanes; then the same over the chunks of a tensor. So the CPU and the GPU give the same bits.
+// Squared distances between lists of weights, summed in double in a fixed order, so that CPU and
+// GPU give the same bits. Each chunk has kLanes running sums (element i is added to lane i %
+// kLanes), which are added in a tree; then the same over the chunks of a tensor.
 #pragma once
 
 #include "core/scalar.h"
@@ -16,15 +16,15 @@ SPECTRAIN_HD double add_square(T a, T b, double sum) {
   return multiply_add(d, d, sum);
 }
 
-// Behind the results of one list, their sum in the order of tensors.
+// Appends the sum over tensors, in order, to the results of a list.
 SPECTRAIN_HD void total_distance(double* result, int64_t n) {
   double total = 0.0;
   for (int64_t i = 0; i < n; ++i) total += result[i];
   result[n] = total;
 }
 
-// What a distance call works on. A row's streams are the weights, the lists they are compared with,
-// and, in the last place, where the row's result goes: out[j * stride] for list j.
+// Arguments of a distance call. A row's streams are the weights, the compared lists, and last the
+// output of the row: out[j * stride] for list j.
 struct Distances {
   TableView table;
   uint32_t n_lists;

@@ -1,5 +1,5 @@
-// Stochastic rounding of new weights to bfloat16: up or down, with a probability proportional to
-// the distance, so that updates too small for round to nearest are kept on average.
+// Stochastic rounding of new weights to bfloat16: up or down with probabilities given by the
+// distance, so that updates too small for round-to-nearest survive on average.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace spectrain {
 
-// Adds 16 random bits to the 16 that are cut off: what they carry rounds away from zero. A value
-// that bfloat16 holds, an infinity among them, has none to cut off and stays.
+// Adds 16 random bits to the 16 truncated bits; a carry rounds away from zero. Values that bfloat16
+// represents exactly, including infinities, do not change.
 SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
   const uint32_t u = bit_cast<uint32_t>(x);
   const auto random = static_cast<uint32_t>(Rounding::mix(state) >> 48);
@@ -20,7 +20,7 @@ SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : (u + random) >> 16);
 }
 
-// Whether a rule has weights to round: it makes a step, and they are bfloat16.
+// Whether a rule rounds weights: it makes a step, and they are bfloat16.
 template <class Rule>
 SPECTRAIN_HD constexpr bool rounds_weights() {
   return Rule::kGradient >= 0 && std::is_same_v<typename stream_t<Rule, 0>::type, BFloat16>;

@@ -1,5 +1,5 @@
-// SGD with momentum (torch.optim.SGD's arithmetic; with an averaging gain, EMA momentum): the step,
-// which writes any number of predictions in the same pass, and the predictions alone.
+// SGD with momentum with torch.optim's arithmetic (or EMA momentum): the step, which also writes
+// predictions, and predictions alone.
 //
 //   d  = sign*factor*g + weight_decay*W
 //   v' = decay*v + gain*d
@@ -25,7 +25,7 @@ struct SgdDirection {
   }
 };
 
-// The step itself: what is not finite in v reaches W even where lr is 0, as in torch.
+// The step. Non-finite values in v reach W even if lr is 0, as in torch.
 template <class Acc>
 SPECTRAIN_HD Acc sgd_step(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
   const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
@@ -84,7 +84,7 @@ struct SgdMomentum {
   using OutType = Out;
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
-  // W and v are what a later predict would read.
+  // The stored W and v, which a later predict would read.
   template <int N>
   SPECTRAIN_HD static void known(Acc (&)[N]) {}
   template <int N>
@@ -122,8 +122,8 @@ struct SgdPlain : NoOuts {
   }
 };
 
-// Weight prediction (SpecTrain, arXiv 1809.02839: W_hat = W - lr*s*v). The output may be W itself:
-// every element is read before it is written.
+// Weight prediction (SpecTrain, arXiv 1809.02839: W_hat = W - lr*s*v). The output may be W itself,
+// because every element is read before it is written.
 template <class W, class V, class Out_>
 struct SgdPredict : NoOuts {
   using Acc = acc_t<W>;
@@ -141,7 +141,7 @@ struct SgdPredict : NoOuts {
   }
 };
 
-// stash <- W and W <- prediction, in one pass: 16 bytes a float32 parameter instead of 20.
+// stash <- W and W <- prediction, in one pass: 16 bytes per float32 parameter instead of 20.
 template <class W, class V>
 struct SgdStashPredict : NoOuts {
   using Acc = acc_t<W>;

@@ -1,4 +1,4 @@
-// What a rule says about its streams: the element type of each, and whether it is read or written.
+// Describes the streams of a rule: their element types, and whether they are read or written.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Stream {
   using type = T;
   static constexpr bool reads = Reads;
   static constexpr bool writes = Writes;
-  static constexpr int source = Source;  // >= 0: receives the bits that stream was loaded with
+  static constexpr int source = Source;  // >= 0: receives the bits loaded from that stream
 };
 template <class T>
 using In = Stream<T, true, false>;
@@ -55,7 +55,7 @@ struct Index {
   static constexpr int value = I;
 };
 
-// Calls f(Index<0>), f(Index<1>), ...: a loop whose index is a constant.
+// Calls f(Index<0>), f(Index<1>), ...: a loop with a constant index.
 template <int N, int I = 0, class F>
 SPECTRAIN_HD void unroll(F&& f) {
   if constexpr (I < N) {
@@ -64,20 +64,25 @@ SPECTRAIN_HD void unroll(F&& f) {
   }
 }
 
-// What a rule is. It has Args, which `make` writes from a Setting; a Step, what `apply` needs of
-// them for one row, small enough to stay in registers, made by `step(args, flags, factor)` of the
-// row's flags and of what gradients are multiplied by; `apply(step, x)`, the update of one element
-// of every stream; and kGradient, the stream that gradients are, negative where there are none.
+// The interface of a rule:
+// - Args, which `make` computes from a Setting;
+// - Step, the part of Args that `apply` needs for a row, small enough for registers, returned by
+//   `step(args, flags, factor)` from the row's flags and the gradients' factor;
+// - `apply(step, x)`, the update of one element of every stream;
+// - kGradient, the stream of gradients, negative if there is none.
 //
-// A rule that steps and can be corrected (correct.h) has moved(step, x, d) beside, which `apply`
-// is with the direction d that the gradient gives; it returns what the step was.
+// A rule that can be corrected (correct.h) also has moved(step, x, d), which is `apply` for a given
+// direction d; it returns the change of the weights.
 //
-// A rule without extra outputs has its Args for a Step. One with them has, beside has_outs = true:
-// `predictions` among its Args; OutType; a Move, what `advance` needs of them; advance(move, w, x),
-// one term of a prediction; known(x), which makes of the values of an element, as they were stored,
-// what `advance` takes: the same for every term of every output; and kKept, a bit for every stream
-// in whose place that is something else than what is stored (a direction that `apply` left, a
-// root).
+// A rule without extra outputs uses its Args as Step. A rule with outputs (has_outs = true) also
+// has:
+// - `predictions` in its Args; OutType; and Move, the coefficients of one term;
+// - advance(move, w, x), one term of a prediction;
+// - known(x), which converts the stored values of an element into the input of `advance`, shared by
+// all
+//   terms of all outputs;
+// - kKept, a bit for every stream whose place in that input holds another value than the stored one
+//   (a direction left by `apply`, or a root).
 struct NoOuts {
   static constexpr bool has_outs = false;
   static constexpr unsigned kKept = 0;
@@ -85,7 +90,7 @@ struct NoOuts {
   static constexpr int kGradient = -1;
 };
 
-// The type of that factor: the arithmetic type, where Acc is not mere bits.
+// The type of the gradients' factor: the arithmetic type, unless Acc is bits.
 template <class Acc>
 using factor_t = std::conditional_t<sizeof(Acc) == sizeof(double), double, float>;
 

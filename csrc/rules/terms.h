@@ -1,4 +1,4 @@
-// Coefficients of a step or a prediction, in the arithmetic type of a rule.
+// Coefficients of a step or a prediction in the arithmetic type of a rule.
 #pragma once
 
 #include "core/scalar.h"
@@ -15,7 +15,7 @@ struct Coefficients {
   }
 };
 
-// The terms of every prediction of one call.
+// The terms of all predictions of a call.
 template <class Acc, int MaxTerms>
 struct Predictions {
   int n_outs;
@@ -24,7 +24,7 @@ struct Predictions {
 
   SPECTRAIN_HD int begin(int j) const { return j == 0 ? 0 : end[j - 1]; }
 
-  // In place: a copy on the way would be local memory where a GPU does this.
+  // In place: a copy would use local memory on a GPU.
   SPECTRAIN_HD static void make(const Setting& s, Predictions& p) {
     p.n_outs = s.n_outs;
     for (int j = 0; j < kMaxOuts; ++j) p.end[j] = s.out_end[j];
@@ -36,7 +36,7 @@ struct Predictions {
   }
 };
 
-// W - c*x, but a coefficient of 0 (also by underflow of lr*s) keeps W: 0*inf would make it NaN.
+// W - c*x. A coefficient of 0 (also by underflow of lr*s) keeps W, because 0*inf would be NaN.
 template <class Acc>
 SPECTRAIN_HD Acc minus(Acc c, Acc x, Acc w) {
   return c == Acc(0) ? w : multiply_add(-c, x, w);

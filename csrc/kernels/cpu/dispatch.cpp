@@ -1,4 +1,4 @@
-// Chooses, once, the CPU kernels for the widest instruction set this machine has.
+// Selects, once, the CPU kernels for the widest instruction set of this machine.
 #include "kernels/kernels.h"
 
 namespace spectrain {

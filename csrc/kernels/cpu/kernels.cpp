@@ -1,5 +1,4 @@
-// The CPU launcher: one rule driven over a table. Compiled once per instruction set
-// (SPECTRAIN_ISA).
+// The CPU launcher: runs a rule over a table. Compiled once per instruction set (SPECTRAIN_ISA).
 #include "kernels/kernels.h"
 
 #include <cstddef>
@@ -23,11 +22,10 @@
 namespace spectrain {
 namespace {  // one copy of everything per instruction set
 
-// Elements a rule is applied to before its pure outputs are streamed and its extra outputs written:
-// small enough that what the first loop stored is still in the L1 cache. With 1024 elements, or
-// with scratch arrays that all start at the same offset within a page, the arrays of a step push
-// one another out of it: a momentum step with bfloat16 gradients and a bfloat16 prediction took
-// 1.3 times as long (2^24 elements, Zen 3).
+// Block of elements after which pure outputs are streamed and extra outputs written, small enough
+// for the L1 cache. With 1024 elements, or with scratch arrays that all start at the same offset in
+// a page, the arrays of a step evict one another: a momentum step with bfloat16 gradients and a
+// bfloat16 prediction took 1.3 times as long (2^24 elements, Zen 3).
 constexpr int kBlock = 256;
 constexpr int kSkew = 80;  // elements between one scratch array and the next one
 
@@ -71,7 +69,7 @@ inline void stream_fence() {}
 constexpr bool kCanStream = false;
 #endif
 
-// Where a pure output is collected before it is written past the cache. Without streaming, the
+// Staging buffer for a pure output that is written with non-temporal stores. Without streaming, the
 // output itself.
 class Staging {
  public:
@@ -94,9 +92,8 @@ class Staging {
   char* staged_ = nullptr;
 };
 
-// A block of 16-bit elements to and from their arithmetic type. Structs are not vectorized,
-// integers are; and one loop with these conversions and a rule in it would be too much for the
-// compiler.
+// Converts a block of 16-bit elements to and from their arithmetic type. Compilers vectorize
+// integers but not structs, and not one loop with both conversions and a rule.
 template <class T>
 void widen_block(float* to, const char* from, int n) {
   int begin = 0;
@@ -146,23 +143,23 @@ struct Cpu {
   using stream = stream_t<Rule, I>;
   template <int I>
   using type = typename stream<I>::type;
-  // Whether a stream is worked on where it lies, or through a widened copy of the block.
+  // Whether a stream is processed in place, or in a widened copy of the block.
   template <class T>
   static constexpr bool in_place = std::is_same_v<T, Acc>;
 
-  // Whether what is stored is not what was computed.
+  // Whether stored values differ from computed ones.
   template <int I>
   static constexpr bool rounded = stream<I>::writes && !in_place<type<I>>;
 
-  // What one thread needs beside its table, for one block. A stream that is worked on where it lies
-  // has its wide copy for what predictions know in its place.
+  // Scratch memory of one thread for one block. A stream that is processed in place uses its wide
+  // copy for the inputs of predictions.
   struct Scratch {
     Staging staging[n_streams];
     alignas(64) Acc wide[n_streams][kBlock + kSkew];
     alignas(64) Acc prediction[Rule::has_outs ? kBlock + kSkew : 1];
   };
 
-  // One block of one row: p points at its first element in every stream, q at the same as Acc, and
+  // One block of one row: p points to its first element in every stream, q to the same as Acc;
   // `rounding` starts there.
   static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
                     [[maybe_unused]] const Rounding& rounding, char* const (&p)[n_streams],
@@ -172,7 +169,7 @@ struct Cpu {
       if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
       if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
     });
-    // Copies: a store in the loop might otherwise change what these refer to.
+    // Copies, so that the compiler knows that stores in the loop do not change them.
     const auto step = Rule::step(given, flags, factor);
     Acc* at[n_streams];
     for (int s = 0; s < n_streams; ++s) at[s] = q[s];
@@ -205,7 +202,7 @@ struct Cpu {
           if (done) round_block(p[s], q[s], n, rounding.start);
         }
         if (!done) narrow_block<type<s>>(p[s], q[s], n);
-        // Predictions are made from the values as they were stored.
+        // Predictions use the stored values.
         if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
       }
     });
@@ -223,8 +220,7 @@ struct Cpu {
     });
   }
 
-  // One term of a prediction of a block. A prediction of several terms goes over the block for
-  // each.
+  // One term of a prediction of a block. Several terms take several passes over the block.
   static void term(const Args& given, int t, Acc* const (&q)[n_streams], const Acc* from, Acc* to,
                    int n, const Scratch& scratch) {
     const auto move = Rule::move(given, t);
@@ -269,7 +265,7 @@ struct Cpu {
         constexpr int s = decltype(index)::value;
         char* at =
             static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
-        // An output that is read as well is in the cache already: going past it costs more.
+        // An output that is also read is in the cache already: non-temporal stores cost more.
         const bool past_cache = stream_outputs && table.pointer(r, s) != table.pointer(r, 0);
         p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
         q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
@@ -283,15 +279,15 @@ struct Cpu {
       });
       if constexpr (Rule::has_outs) {
         using T = typename Rule::OutType;
-        // 16 bits that take a division each do not wait for memory: with plain stores AdamW's mixed
-        // step and two predictions took 0.95 of the time at 2^24 elements, 0.90 at 2^22 (best and
-        // median of 60 alternating calls, one thread).
+        // 16-bit outputs with a division each are not limited by memory: with plain stores, AdamW's
+        // mixed step with two predictions took 0.95 of the time at 2^24 elements, 0.90 at 2^22
+        // (best and median of 60 alternating calls, one thread).
         const bool past_cache = stream_outputs && (in_place<T> || !Rule::divides);
         Staging& staging = scratch.staging[0];
         for (int j = 0; j < args.predictions.n_outs; ++j) {
           char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
                      begin * static_cast<int64_t>(sizeof(T));
-          bool read = false;  // the parameters themselves, or the stale weights
+          bool read = false;  // whether it is the parameters or the stale weights
           unroll<n_streams>([&](auto index) {
             constexpr int s = decltype(index)::value;
             if constexpr (stream<s>::reads) read |= at == p[s];
@@ -320,7 +316,7 @@ struct Cpu {
     if (stream_outputs) stream_fence();
   }
 
-  // What a skipped step does to its gradients, all the same.
+  // A skipped step still sets gradients to zero.
   static void zero(const TableView& table) {
     if constexpr (Rule::kGradient >= 0) {
       for (uint32_t r = 0; r < table.n_rows; ++r) {
@@ -335,7 +331,7 @@ struct Cpu {
       if (table.options.zero_grad) zero(table);
       return;
     }
-    // Not a std::vector: nothing that another unit could be linked to may be left behind.
+    // Not a std::vector: no out-of-line code that the linker could share with another unit.
     auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
     if (args == nullptr) abort();
     for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
@@ -361,7 +357,7 @@ struct Cpu {
   static CpuKernel kernel() { return &run; }
 };
 
-// The sum over all lanes, as a block of threads does it: halves are added until one is left.
+// The sum over all lanes in the order of a GPU's block: halves are added until one is left.
 double sum_lanes(double (&lane)[kLanes]) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
 #pragma omp simd

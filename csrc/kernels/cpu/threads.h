@@ -1,13 +1,12 @@
-// What a fork leaves of threads.
+// Detects forked processes, in which OpenMP threads no longer exist.
 #pragma once
 
 namespace spectrain {
 
-// False in a child of fork(): the OpenMP threads did not survive, and libgomp waits for them
-// forever.
+// False in a child of fork(): its OpenMP threads are gone, and libgomp would wait for them forever.
 bool threads_are_safe();
 
-// How many forks lie between this process and the one that loaded the library.
+// The number of forks between the process that loaded the library and this one.
 int forks();
 
 }  // namespace spectrain

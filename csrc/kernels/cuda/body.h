@@ -1,5 +1,5 @@
-// What one CUDA thread does, compilable for the host: block, thread and grid come in as values, so
-// a test can run every thread of every block on the CPU, under a sanitizer.
+// The work of one CUDA thread. Also compiles for the host: block, thread and grid are arguments, so
+// that tests can run every thread of every block on the CPU, under a sanitizer.
 #pragma once
 
 #include "core/table.h"
@@ -11,23 +11,24 @@ struct Lane {
   uint32_t block, thread, blocks, threads;
 };
 
-// Of which stream a vector is 16 bytes; it is as many elements of every other one. Rows that mix
-// widths (a 16-bit copy beside float32 masters and state) are accessed
-// - by the narrowest, 8 elements at a time: 16-bit streams in one access, float32 streams in two,
-//   whose 16 bytes lie 32 apart from thread to thread, so that every sector is touched twice;
-// - by the widest, 4 at a time: every access of a warp is contiguous, 8 bytes a thread of 16-bit
-//   streams. One more access of each of those for 8 elements, and a term's coefficients are loaded
-//   for half as many.
+// The stream for which a vector is 16 bytes; other streams use as many elements. Rows with mixed
+// widths (16-bit gradients or copies with float32 weights and state) can be accessed
+// - by the narrowest stream, 8 elements at a time: one access of 16-bit streams and two of float32
+//   streams, which are 32 bytes apart between threads, so that every sector is touched twice;
+// - by the widest stream, 4 elements at a time: every access of a warp is contiguous, with 8 bytes
+// per
+//   thread of 16-bit streams. These need two accesses for 8 elements, and a term's coefficients are
+//   loaded for half as many elements.
 enum class VectorOf { narrowest, widest };
 
-// 256 threads. A thread has two vectors of every stream in flight where they are small, else one;
-// and one where the numbers of a step are double and have to fit 64 registers, too.
-// Divisions (Adam) call a slow path whose registers must not spill: 128 of them then, 64 otherwise.
-// Rows that mix widths fit 64 then, too, where the table is in the parameters: of AdamW with
-// bfloat16 gradients and outputs a multiprocessor of sm_90 (nvcc 13.0) loads 56 KB at once by 4
-// blocks of 59 registers; by the narrowest stream it was as much by 2 blocks of 90, half as many
-// warps to hide the divisions. With a resident table there are 70, 3 blocks and 42 KB (92, 2 and 56
-// KB). Times were not measured: bench/gpu/probe.cu has both.
+// 256 threads. A thread has two vectors of every stream in flight if they are small, else one; one
+// also if the arithmetic is double and must fit 64 registers. Divisions (Adam) call a slow path
+// whose registers must not spill: 128 registers then, 64 otherwise. Rows with mixed widths also fit
+// 64 if the table is in the parameters. For AdamW with bfloat16 gradients and outputs on sm_90
+// (nvcc 13.0), 4 blocks of 59 registers load 56 KB at once per multiprocessor. By the narrowest
+// stream, 2 blocks of 90 registers load as much, with half the warps to hide divisions. With a
+// resident table it is 3 blocks of 70 registers and 42 KB (2 of 92 and 56 KB). Times were not
+// measured; bench/gpu/probe.cu has both.
 struct LaunchPolicy {
   static constexpr int threads = 256;
   static constexpr VectorOf vector_of = VectorOf::widest;
@@ -39,18 +40,18 @@ struct LaunchPolicy {
   }
 };
 
-// What one access loads or stores.
+// The data of one access.
 template <int Bytes>
 struct alignas(Bytes) Words {
   uint32_t word[Bytes / sizeof(uint32_t)];
 };
 using Quad = Words<16>;
 
-// Bytes of one access of N elements, which are what they have to be aligned to.
+// Bytes, and required alignment, of one access of N elements.
 template <class T, int N>
 constexpr int access_bytes = N * sizeof(T) < sizeof(Quad) ? N * sizeof(T) : sizeof(Quad);
 
-// N elements that are loaded and stored 16 bytes at a time, or all at once where they are fewer.
+// N elements, loaded and stored 16 bytes at a time, or all at once if they are smaller.
 template <class T, int N>
 struct alignas(access_bytes<T, N>) Pack {
   using Access = Words<access_bytes<T, N>>;
@@ -70,7 +71,7 @@ struct alignas(access_bytes<T, N>) Pack {
   }
 };
 
-// One element, for heads, tails and rows that are never aligned.
+// One element, for heads, tails and unaligned rows.
 template <class T>
 struct Pack<T, 1> {
   T element[1];
@@ -95,7 +96,7 @@ struct Packs {
 template <class Rule, int N, int I>
 struct Packs<Rule, N, I, true> {};
 
-// Bytes of an element of the narrowest, or of the widest, of a rule's streams and outputs.
+// Element size of a rule's narrowest or widest stream or output.
 template <class Rule, VectorOf Of, int I = 0>
 constexpr int element_bytes() {
   constexpr auto of = [](int a, int b) { return (a < b) == (Of == VectorOf::narrowest) ? a : b; };
@@ -111,7 +112,7 @@ constexpr int element_bytes() {
   }
 }
 
-// Whether streams and outputs have elements of different widths.
+// Whether streams and outputs have different widths.
 template <class Rule>
 constexpr bool mixed =
     element_bytes<Rule, VectorOf::narrowest>() != element_bytes<Rule, VectorOf::widest>();
@@ -206,9 +207,10 @@ struct Body {
     }
   }
 
-  // Every extra output. Elements are the inner loop, so that several load the coefficients of a
-  // term once: four where they are one access of the output, else two. With more SGD's step spills
-  // on sm_120 (8 elements) and sm_80 (4 of 16-bit outputs). What divides has room for all.
+  // Every extra output. Elements are the inner loop, so that several of them share loaded
+  // coefficients of a term: four if they are one access of the output, else two. With more, SGD's
+  // step spills on sm_120 (8 elements) and sm_80 (4 of 16-bit outputs). Rules with divisions have
+  // enough registers.
   template <int N>
   SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
                                 int64_t element) const {
@@ -259,7 +261,7 @@ struct Body {
     finish<1>(packs, element);
   }
 
-  // Whole vectors of [begin, begin + n*vector), a stride of all threads apart.
+  // Whole vectors of [begin, begin + n*vector), with a stride of all threads.
   SPECTRAIN_HD void vectors(int64_t begin, int n, const Lane& lane) const {
     const int stride = static_cast<int>(lane.threads);
     for (int i = static_cast<int>(lane.thread); i < n; i += stride * in_flight) {
@@ -275,7 +277,7 @@ struct Body {
     }
   }
 
-  // What a skipped step does to its gradients, all the same. It is rare: no vectors.
+  // A skipped step still sets gradients to zero. This is rare, so it is not vectorized.
   SPECTRAIN_HD static void zero(const TableView& table, const Lane& lane) {
     using T = type<Rule::kGradient>;
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);

@@ -5,7 +5,7 @@
 namespace spectrain {
 namespace {
 
-// The driver is not linked: it is not there where nothing but the CPU is used.
+// The driver is loaded at run time, because machines without a GPU do not have it.
 template <class F>
 F driver_function(const char* name) {
   void* found = nullptr;
@@ -25,7 +25,7 @@ F driver_function(const char* name) {
   return reinterpret_cast<F>(found);
 }
 
-// Of cuda.h, whose types are int and opaque pointers.
+// From cuda.h, whose types are int and opaque pointers.
 struct Driver {
   using Result = int;
   Result (*get_current)(void** context);

@@ -1,4 +1,4 @@
-// Calls on one device, which leave the caller's thread as it was.
+// Selects a device for a scope and restores the caller's context.
 #pragma once
 
 #include <stdexcept>
@@ -10,9 +10,10 @@ inline std::runtime_error cuda_error(const std::string& what, int device) {
   return std::runtime_error("CUDA: " + what + " (cuda:" + std::to_string(device) + ")");
 }
 
-// Makes a device the current one. Put back is not its number but the driver's context, which the
-// framework's runtime shares with the one that is linked into this module: since CUDA 12
-// cudaSetDevice(previous) would give a thread that had no context one on GPU 0, some hundred MB.
+// Makes a device current. It restores the driver's context, which the framework's runtime shares
+// with the runtime in this module, instead of the device's number: since CUDA 12,
+// cudaSetDevice(previous) would create a context of some hundred MB on GPU 0 for a thread without
+// one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

@@ -1,11 +1,11 @@
-// Distances on the GPU: a partial sum per chunk, then a block per row adds up its chunks.
+// Distances on the GPU: a partial sum per chunk, then one block per row adds its chunks.
 #include "enqueue.cuh"
 #include "units.h"
 
 namespace spectrain {
 namespace {
 
-// The lanes of rules/distance.h are the threads of a block.
+// The threads of a block are the lanes of rules/distance.h.
 __device__ double sum_lanes(double mine) {
   __shared__ double lane[kLanes];
   lane[threadIdx.x] = mine;
@@ -19,7 +19,7 @@ __device__ double sum_lanes(double mine) {
   return sum;
 }
 
-// The table lies in global memory: rows and pointers.
+// The table (rows and pointers) is in global memory.
 template <class T>
 __global__ void __launch_bounds__(kLanes) partial_sums(Distances d) {
   for (uint32_t chunk = blockIdx.x; chunk < d.table.chunk_end; chunk += gridDim.x) {

@@ -1,5 +1,5 @@
-// The CUDA launcher: the body of body.h in a persistent grid, its table in the kernel's parameters
-// or in device memory.
+// The CUDA launcher: runs body.h in a persistent grid, with the table in the kernel's parameters or
+// in device memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace spectrain {
 
-// Settings, rows and pointers, one behind the other.
+// Settings, rows and pointers, concatenated.
 template <class Args, size_t Bytes>
 struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
@@ -62,8 +62,8 @@ __device__ __forceinline__ void run_body(const void* arguments, const TableView&
                   {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
-// Corrected by stale weights, what mixes widths and divides spills 40 bytes of 64 registers on
-// sm_100 and later.
+// With 64 registers, corrected steps with mixed widths and divisions spill 40 bytes on sm_100 and
+// later.
 template <class Rule, size_t Bytes>
 __global__ void __launch_bounds__(
     LaunchPolicy::threads,
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(
   run_body<Rule>(table.storage, table.view());
 }
 
-// Rows and pointers in device memory; the arguments as well, or, where the host made them and they
-// are few, here.
+// Rows and pointers are in device memory. Arguments are too, or here if they are few and made by
+// the host.
 template <class Args>
 struct ResidentTable {
   TableView view;
@@ -82,7 +82,7 @@ struct ResidentTable {
   alignas(16) uint32_t storage[kSmallTable / sizeof(uint32_t)];
 };
 
-// From shared memory a block reads its arguments alike, wherever they come from.
+// Blocks read their arguments from shared memory, wherever they come from.
 template <class Rule>
 __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides, false))
@@ -107,7 +107,7 @@ template <class Rule>
 struct Cuda {
   using Args = typename Rule::Args;
 
-  // As many blocks of a kernel as the device holds at once, asked for once per device.
+  // The number of blocks that a device runs at once, queried once per device.
   template <auto Kernel>
   static cudaError_t resident_blocks(int device, int* blocks) {
     constexpr int kMaxDevices = 64;
@@ -132,7 +132,7 @@ struct Cuda {
     return enqueue(run_table<Rule, Bytes>, blocks, LaunchPolicy::threads, table, stream);
   }
 
-  // A chunk each, and no more blocks than stay.
+  // One block per chunk, at most as many as run at once.
   template <auto Kernel>
   static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
     const cudaError_t error = resident_blocks<Kernel>(device, blocks);
@@ -155,7 +155,7 @@ struct Cuda {
     return (n_settings * sizeof(Args) + sizeof(uint32_t) - 1) / sizeof(uint32_t);
   }
 
-  // `view` is of device memory; `prepared` too, or null where the settings are plain.
+  // `view` refers to device memory; so does `prepared`, which is null for plain settings.
   static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
                                      int device, void* stream) {
     int blocks = 0;

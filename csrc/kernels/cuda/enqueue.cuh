@@ -1,4 +1,4 @@
-// How kernels are launched, and the shared memory that a launch asks for.
+// Launches kernels, and sets their shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,8 @@ namespace spectrain {
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
 
-// The launch's own status, not cudaGetLastError(): that would blame it for an earlier call's. And
-// <<<>>> would copy the arguments, up to 32 KB, once more.
+// Returns the launch's own status. cudaGetLastError() may return an earlier call's error, and
+// <<<>>> would copy the arguments (up to 32 KB) once more.
 template <class Arguments>
 inline cudaError_t enqueue(void (*kernel)(Arguments), uint32_t blocks, uint32_t threads,
                            const Arguments& arguments, void* stream, size_t shared_bytes = 0) {
@@ -19,7 +19,7 @@ inline cudaError_t enqueue(void (*kernel)(Arguments), uint32_t blocks, uint32_t 
                           static_cast<cudaStream_t>(stream));
 }
 
-// Null, or the runtime's words.
+// Returns null or the runtime's message.
 inline const char* words(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

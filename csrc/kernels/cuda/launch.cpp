@@ -1,4 +1,4 @@
-// Devices, windows of a long table, and errors of the CUDA half.
+// Selects devices, splits long tables into launches, and reports CUDA errors.
 #include "launch.h"
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ namespace spectrain {
 
 namespace {
 
-constexpr size_t kRowAlignment = 16;  // of what lies behind the settings
+constexpr size_t kRowAlignment = 16;  // of the data after the settings
 
 void check(const char* error, int device) {
   if (error != nullptr) throw cuda_error(error, device);
@@ -32,7 +32,7 @@ size_t bytes_of_settings(const CudaLaunch& given) {
                    given.device);
 }
 
-// Where a table that stays lies, in one piece of device memory: rows, pointers, arguments of every
+// The layout of a resident table in one block of device memory: rows, pointers, arguments of every
 // group.
 struct ResidentLayout {
   size_t argument_bytes, arguments_at, bytes;
@@ -43,8 +43,8 @@ struct ResidentLayout {
         bytes((arguments_at + argument_bytes + 15) / 16 * 16) {}
 };
 
-// Rows, then pointers. In the parameters of kernels: what a copy would read is gone when a captured
-// graph replays it.
+// Writes rows, then pointers, through kernel parameters: the host memory that a copy would read is
+// gone when a captured graph is replayed.
 int write_table(const TableView& view, void* to, int device, void* stream) {
   const size_t rows_bytes = view.n_rows * sizeof(Row);
   const size_t pointers_bytes = view.n_rows * bytes_per_row(view) - rows_bytes;
@@ -56,7 +56,7 @@ int write_table(const TableView& view, void* to, int device, void* stream) {
   return launches;
 }
 
-// The view of a table that was written there.
+// The view of a table in device memory.
 TableView moved(TableView view, const void* at) {
   const auto* bytes = static_cast<const char*>(at);
   view.rows = reinterpret_cast<const Row*>(bytes);
@@ -85,7 +85,7 @@ int cuda_device_count(std::string* why) {
   if (error == cudaSuccess && count > 0) return count;
   *why = error == cudaSuccess ? "no CUDA device is visible"
                               : std::string("no usable CUDA driver: ") + cudaGetErrorString(error);
-  cudaGetLastError();  // the question was answered; later calls start clean
+  cudaGetLastError();  // clear the error for later calls
   return 0;
 }
 
@@ -121,7 +121,7 @@ int launch_cuda(const CudaLaunch& given) {
 bool cuda_is_capturing(int device, void* stream) {
   const DeviceGuard guard(device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  // The default stream may not be asked while another one is captured: it is not captured itself.
+  // The default stream must not be queried during a capture; it cannot be captured itself.
   if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
     cudaGetLastError();
     return false;

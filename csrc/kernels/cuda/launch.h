@@ -1,4 +1,4 @@
-// The CUDA half as the rest sees it; stub.cpp stands in for it where there was no CUDA compiler.
+// The interface of the CUDA code; stub.cpp replaces it in builds without a CUDA compiler.
 #pragma once
 
 #include <string>
@@ -15,12 +15,12 @@ std::vector<std::string> cuda_architectures();
 std::string cuda_architectures_why();
 std::string cuda_compiler_version();
 
-// Number of usable devices. Zero with `why` filled where there is no driver or no device.
+// Returns the number of usable devices. If 0, `why` has the reason.
 int cuda_device_count(std::string* why);
 
 CudaKernel find_cuda_kernel(KernelKey);
 
-// What is to be done, and where.
+// A request to launch a kernel.
 struct CudaLaunch {
   CudaKernel kernel;
   KernelKey key;
@@ -30,31 +30,31 @@ struct CudaLaunch {
   void* stream;
 };
 
-// Enqueues it and returns the number of launches it took. Throws std::runtime_error with the CUDA
-// runtime's words.
+// Launches it and returns the number of launches. Throws std::runtime_error with the CUDA runtime's
+// message.
 int launch_cuda(const CudaLaunch&);
 
-// Whether what is enqueued on the stream now becomes part of a CUDA graph.
+// Whether the stream is being captured in a CUDA graph.
 bool cuda_is_capturing(int device, void* stream);
 
-// Whether one launch_cuda() is one launch.
+// Whether launch_cuda() takes one launch.
 bool fits_parameters(const CudaLaunch&);
 
-// What a table needs to stay on the device.
+// Returns the memory that a resident table needs.
 size_t resident_bytes(const CudaLaunch&);
 
-// A table on the device.
+// A table in device memory.
 struct Resident {
   void* memory;            // of resident_bytes()
-  bool write;              // it is put there first
-  const Program* program;  // computes the settings' placeholders there; null: there are none
+  bool write;              // write the table there first
+  const Program* program;  // computes the settings' placeholders; null: none
 };
 
-// Enqueues one launch over a table that stays, and returns the number of launches.
+// Launches on a resident table and returns the number of launches.
 int launch_cuda_resident(const CudaLaunch&, const Resident&);
 
-// Writes the table of `d` to `table_at` on the device, 16-byte aligned and with room for whole 16
-// bytes, and enqueues the sums. Both return the number of launches.
+// Writes the table of `d` to `table_at` on the device (16-byte aligned, padded to 16 bytes) and
+// launches the sums. Both return the number of launches.
 int launch_cuda_distances(DType, Distances d, void* table_at, int device, void* stream);
 int total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream);
 

@@ -1,5 +1,6 @@
-// Small kernels beside the main one: they carry tables to the device in their parameters, which a
-// CUDA graph copies (it reads host memory at every replay), and make arguments from numbers there.
+// Small kernels that write tables to the device through their parameters, and compute arguments
+// from numbers there. A CUDA graph copies kernel parameters, but would read host memory at every
+// replay.
 #include "prepare.h"
 
 #include <cuda_runtime.h>
@@ -40,11 +41,11 @@ cudaError_t write_with(char* to, const char* from, size_t n, void* stream) {
   return enqueue(write_piece<Bytes>, 1, kThreads, piece, stream);
 }
 
-// Settings without the terms behind their last one, inputs, constants, code.
+// Settings without unused terms, inputs, constants, code.
 template <size_t Bytes>
 struct Preparation {
   unsigned char* to;
-  uint32_t stride;  // of the arguments
+  uint32_t stride;  // between the arguments of two groups
   Operation operation;
   DType weights;
   uint16_t n_settings, n_inputs, n_constants, n_code;
@@ -95,7 +96,8 @@ cudaError_t prepare_with(const PrepareRequest& r, const ProgramView& p, int begi
     memcpy(given.storage + (i - begin) * setting_bytes, &r.settings.data[i], setting_bytes);
   }
   const auto put = [&given](uint32_t at, const void* from, size_t bytes) {
-    if (bytes > 0) memcpy(given.storage + at, from, bytes);  // from null is undefined even for none
+    if (bytes > 0)
+      memcpy(given.storage + at, from, bytes);  // copying from null is undefined even for 0 bytes
   };
   put(given.inputs_at, p.inputs, p.n_inputs * sizeof(Input));
   put(given.constants_at, p.constants, p.n_constants * sizeof(double));

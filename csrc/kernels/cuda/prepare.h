@@ -1,5 +1,5 @@
-// The arguments of a kernel made where it runs, from numbers that are in memory there. Compilable
-// for the host, so that a test can compare them with those the host makes.
+// Computes a kernel's arguments on the device from numbers in its memory. Also compiles for the
+// host, where a test compares the results.
 #pragma once
 
 #include "core/program.h"
@@ -11,7 +11,7 @@
 
 namespace spectrain {
 
-// A rule's Args depend on its arithmetic type only, not on how its streams are stored.
+// A rule's Args depend only on its arithmetic type, not on the storage types.
 template <class Rule>
 SPECTRAIN_HD void place(const Setting& s, void* to) {
   Rule::make(s, *static_cast<typename Rule::Args*>(to));

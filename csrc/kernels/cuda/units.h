@@ -1,4 +1,4 @@
-// What the units with kernels in them (*.cu) do for launch.cpp.
+// Functions of the *.cu files that launch.cpp uses.
 #pragma once
 
 #include "core/program.h"
@@ -7,14 +7,14 @@
 
 namespace spectrain {
 
-// No launcher where there is no such kernel.
+// Returns no launcher if there is no such kernel.
 CudaKernel find_cuda_copy_family(KernelKey);
 CudaKernel find_cuda_sgd_family(KernelKey);
 CudaKernel find_cuda_adam_family(KernelKey);
 
-// All of these return null, or what is wrong: the CUDA runtime's name of the error.
+// All of these return null or the CUDA runtime's error name.
 
-// `d` speaks of global memory.
+// `d` refers to global memory.
 const char* enqueue_distances(DType, const Distances& d, void* stream);
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
@@ -24,10 +24,10 @@ struct PrepareRequest {
   Settings settings;
   ProgramView program;
   void* to;
-  size_t stride;  // from one group's arguments to the next one's
+  size_t stride;  // between the arguments of two groups
 };
 
-// Both count their launches. `to` is 16-byte aligned and has room for whole 16 bytes.
+// Both count their launches. `to` is 16-byte aligned and padded to 16 bytes.
 const char* enqueue_write(void* to, const void* from, size_t n, void* stream, int* launches);
 const char* enqueue_prepare(const PrepareRequest&, void* stream, int* launches);
 
