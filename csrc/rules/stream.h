@@ -74,13 +74,11 @@ SPECTRAIN_HD void unroll(F&& f) {
 // A rule that can be corrected (correct.h) also has moved(step, x, d), which is `apply` for a given
 // direction d; it returns the change of the weights.
 //
-// A rule without extra outputs uses its Args as Step. A rule with outputs (has_outs = true) also
-// has:
+// A rule without extra outputs uses its Args as Step. With outputs (has_outs = true) it also has:
 // - `predictions` in its Args; OutType; and Move, the coefficients of one term;
 // - advance(move, w, x), one term of a prediction;
-// - known(x), which converts the stored values of an element into the input of `advance`, shared by
-// all
-//   terms of all outputs;
+// - known(x), which converts the stored values of an element into the input of `advance`, the same
+//   for all terms of all outputs;
 // - kKept, a bit for every stream whose place in that input holds another value than the stored one
 //   (a direction left by `apply`, or a root).
 struct NoOuts {

@@ -15,10 +15,9 @@ struct Lane {
 // widths (16-bit gradients or copies with float32 weights and state) can be accessed
 // - by the narrowest stream, 8 elements at a time: one access of 16-bit streams and two of float32
 //   streams, which are 32 bytes apart between threads, so that every sector is touched twice;
-// - by the widest stream, 4 elements at a time: every access of a warp is contiguous, with 8 bytes
-// per
-//   thread of 16-bit streams. These need two accesses for 8 elements, and a term's coefficients are
-//   loaded for half as many elements.
+// - by the widest stream, 4 elements at a time: every access of a warp is contiguous (8 bytes per
+//   thread for 16-bit streams). These need two accesses for 8 elements, and a term's coefficients
+//   are loaded for half as many elements.
 enum class VectorOf { narrowest, widest };
 
 // 256 threads. A thread has two vectors of every stream in flight if they are small, else one; one
