@@ -2,10 +2,10 @@
 
 python examples/subspace.py --rank 16 --steps 200
 
-Blocks add to the residual only in the span of fixed columns, around a fixed embedding of the tokens.
-Two modules at the ends of a stage therefore lose nothing: one computes coordinates, the other
-restores activations. Autograd trains through both. A codec does what autograd need not see, such as
-rounding: here it sends the coordinates as 8-bit integers.
+Blocks add to the residual only in the span of fixed columns, around a fixed embedding of the
+tokens. Two modules at the ends of a stage therefore lose nothing: one computes coordinates, the
+other restores activations. Autograd trains through both. A codec does what autograd need not see,
+such as rounding: here it sends the coordinates as 8-bit integers.
 """
 
 import argparse
