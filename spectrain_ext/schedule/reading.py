@@ -1,4 +1,4 @@
-"""Reading: a stage's rules, and the weights that they have each of its turns compute with."""
+"""Defines a stage's rules, and derives the weights that each forward and backward reads."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from .instructions import Instruction, Kind
 
 Reads = Literal["newest", "entry", "previous"]
 Law = Literal["linear", "geometric", "second-order", "difference", "average"]
-#: A law of one's own: from a horizon to what an optimizer can predict by.
+#: A law of your own: a function of the horizon.
 OwnLaw = Callable[[int], Any]
 Backward = Literal["current", "predict", "stash"]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The weights that a method has one stage compute with: a ``Method`` at one place.
-
-    ``Reader`` says what these mean, to whoever counts or runs a schedule.
+    """The weights that one stage computes with: a ``Method`` at one place.
 
     Attributes:
-        forward_reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``:
-            that of stage 0 when the microbatch began there; ``"previous"``: of minibatch i, version
-            i - 1.
-        law: how predictions are made. ``"second-order"`` ones are written by the step and cannot be
-            made again; ``"difference"`` needs the version before the newest as well, ``"average"``
-            an average of those. Any other is a function of the horizon.
+        forward_reads: the version that a forward reads. ``"newest"``: the current one; ``"entry"``:
+            stage 0's when the microbatch began there; ``"previous"``: version i - 1 for minibatch
+            i.
+        law: the prediction law. The step writes ``"second-order"`` predictions, which cannot be
+            made again; ``"difference"`` needs the version before the newest, ``"average"`` an
+            average of changes. Any other is a function of the horizon.
         forward_horizon: updates by which the forward's weights are predicted ahead; ``"counted"``:
-            to the version that its backward will meet.
-        lead: updates further of the second-order law.
-        backward: ``"current"``: the version of the moment; ``"predict"``: that, predicted
-            ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights again.
-        backward_horizon: see there.
-        once: all microbatches of a minibatch have the forward weights of its first.
-        correction: what updates do otherwise, one of ``spectrain_ext.corrections``.
+            up to the version that is current at its backward.
+        lead: further updates of the second-order law.
+        backward: ``"current"``: the newest version; ``"predict"``: that version predicted
+            ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights.
+        backward_horizon: see ``backward``.
+        once: all microbatches of a minibatch use the first one's forward weights.
+        correction: how updates correct late gradients: one of ``spectrain_ext.corrections``.
+
+    Example:
+        >>> from spectrain_ext.schedule import Rules, streams, validate
+        >>> rules = [Rules(backward="stash")] * 3
+        >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=20, rules=rules)
+        >>> [count.versions for count in counts]
+        [3, 2, 1]
     """
 
     forward_reads: Reads = "newest"
@@ -57,19 +62,19 @@ class Rules:
 
     @property
     def has_master(self) -> bool:
-        """Whether the true weights have a buffer of their own, beside what is computed with."""
+        """Whether the true weights have a buffer besides those in use."""
         return self.predicts or (self.correction is not None and self.correction.reads_stale)
 
     @property
     def by_step(self) -> bool:
-        """Whether a step writes the forwards' predictions, which nobody can make again."""
+        """Whether a step writes the forwards' predictions, which cannot be made again."""
         return self.law == "second-order" and (self.forward_horizon != 0 or self.lead != 0)
 
     def retains(self, microbatches: int | None) -> bool:
-        """Whether a backward meets other weights than its forward, each in a buffer of its own.
+        """Whether a backward and its forward read different weights, each in a buffer of its own.
 
-        They share one, written before each use, where that is as fast as two: an update comes
-        between any two forwards, and both their weights and the backward's are predicted.
+        They share one buffer, written before each use, where that is as fast: an update comes
+        between any two forwards, and the weights of both forward and backward are predicted.
         """
         if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
             return False
@@ -84,23 +89,28 @@ class Rules:
 
     @property
     def keeps_before(self) -> bool:
-        """Whether the version before the newest has a buffer as well, or an average of them."""
+        """Whether the version before the newest, or an average of changes, has a buffer."""
         return self.law in ("difference", "average") and self.predicts
 
     @property
     def averaging(self) -> float:
-        """What that average keeps of itself with every update; 0: it is the version before."""
+        """The share of itself that this average keeps in an update; 0: the version before."""
         return exp(-2.0 / self.backward_horizon) if self.law == "average" and self.predicts else 0.0
 
 
 class Reading(NamedTuple):
     """The weights that a forward or a backward computes with.
 
-    Where there are millions of them they are plain pairs.
-
     Attributes:
-        version: updates of the stage that had been made to them.
-        horizon: by how many updates they are predicted ahead; 0 for the version itself.
+        version: the stage's updates that they contain.
+        horizon: by how many updates they are predicted ahead; 0: the version itself.
+
+    Example:
+        >>> from spectrain_ext.schedule import Rules, read, streams
+        >>> rules = [Rules(forward_horizon=1)] * 2
+        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
+        >>> met[3].forward, met[3].backward
+        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
     """
 
     version: int
@@ -108,21 +118,21 @@ class Reading(NamedTuple):
 
 
 class Entries:
-    """The version that stage 0 has when each microbatch enters, for the forwards of one stage."""
+    """The version that stage 0 has when each microbatch enters, for one stage's forwards."""
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self.following = 0  # that of the forward after the last, or, while it is not known, of this
-        # Read as far as they are needed; without any, stage 0 tells by ``note``.
+        self.following = 0  # the next forward's version, or, until it is known, this one's
+        # Read lazily; without any, stage 0 calls ``note``.
         self._actions = iter(actions)
         self._updates = 0
         self._known: deque[tuple[int, int, int]] = deque()
 
     def note(self, i: int, j: int, version: int) -> None:
-        """Stage 0 has this version when it begins the microbatch."""
+        """Record stage 0's version when it begins the microbatch."""
         self._known.append((i, j, version))
 
     def take(self, i: int, j: int) -> int:
-        """The version of one microbatch; a small minibatch has fewer of them than the schedule."""
+        """Return the version of a microbatch; small minibatches skip some of the schedule's."""
         known = self._known
         while True:
             if not known:
