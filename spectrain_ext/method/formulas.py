@@ -56,7 +56,7 @@ def rest_of_delay(place: Place) -> int:
 def lead_in_deep_delays(place: Place) -> int:
     """Return ``rest_of_delay`` less half of the stage's own delay, rounded down.
 
-    For a delay of one update both are equal. docs/frontier.md has what it improves.
+    For a delay of one update both are equal. docs/frontier.md shows the effect.
     """
     return rest_of_delay(place) - delay(place) // 2
 

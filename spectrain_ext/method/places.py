@@ -26,7 +26,7 @@ Window = Literal["classic", "wide"] | int | Sequence[int] | None
 # At k = 0 the classic window is PipeDream's NOAM (Narayanan et al., 2019).
 _NAMED: dict[str, WindowRule] = {
     "classic": lambda k, n, m: n - k,  # until the first one returns
-    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages as well, at twice the staleness
+    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages too, at twice the staleness
 }
 _USUAL: dict[str, WindowRule] = {
     "gpipe": lambda k, n, m: m,  # a whole minibatch

@@ -57,7 +57,7 @@ def check(
 def check_replicas(
     method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
 ) -> None:
-    """Refuse corrections that read what only one replica's gradients were computed with."""
+    """Refuse corrections that read stale weights on stages with several replicas."""
     for phase, places in zip(phases_of(method), of_phases, strict=True):
         for k, count in enumerate(replicas.counts):
             correction = _correction(phase, places[k]) if count > 1 else None
@@ -105,7 +105,7 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
             raise wrong(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None
 
 
-# An AdamW is an Adam as well.
+# AdamW is a subclass of Adam.
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "nadam": torch.optim.NAdam,
     "adamw": torch.optim.AdamW,
@@ -135,7 +135,7 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
     if method.forward_horizon != "counted":
         horizon = _count(method, place, "forward_horizon")
     elif delay_under(method.schedule, place) == 0:
-        horizon = 0  # there is nothing to count
+        horizon = 0  # no updates to count
     found = Rules(
         method.forward_reads,
         method.law,

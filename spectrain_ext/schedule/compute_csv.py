@@ -138,7 +138,7 @@ def _cells(row: Sequence[str], k: int) -> Iterator[tuple[Kind, int]]:
 
 def _with_updates(row: Iterable[tuple[Kind, int]], microbatches: int) -> Iterator[Instruction]:
     """Yield a row's instructions, with an update after each minibatch's last backward."""
-    left: dict[int, int] = {}  # minibatch -> backwards to come before its update
+    left: dict[int, int] = {}  # minibatch -> backwards left before its update
     for kind, part in row:
         i, j = divmod(part, microbatches)
         yield Instruction(kind, i, j)

@@ -9,7 +9,7 @@ from .place import Place
 
 
 class Kind(Enum):
-    """What a stage does in one instruction; the value is its name in errors and traces.
+    """Actions of a stage; the value is the name in errors and traces.
 
     Example:
         >>> from spectrain_ext.schedule import Kind
@@ -95,7 +95,7 @@ class ScheduleError(ValueError):
     """
 
     def __init__(self, stage: int, instruction: Instruction, reason: str) -> None:
-        super().__init__(stage, instruction, reason)  # these args make it picklable
+        super().__init__(stage, instruction, reason)  # makes it picklable
         self.stage = stage
         self.instruction = instruction
         self.reason = reason

@@ -1,4 +1,4 @@
-"""Checks one stage's instructions in turn, and derives the weights that each reads."""
+"""Checks one stage's instructions one by one, and derives the weights that each reads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .reading import Entries, Reader, Rules
 
 @dataclass
 class Count:
-    """What a stage's instructions add up to.
+    """The counts of a stage's instructions.
 
     Attributes:
         updates: updates made.
         in_flight: the most microbatches at one time between the start of their forward and the end
             of their backward; the stage keeps the activations of each.
         versions: buffers of weights: those in use, those kept for later and, where weights are
-            predicted, the true ones and what they are predicted from.
+            predicted, the true ones and those that predictions start from.
         delays: microbatches by the number of updates between the version that their forward read
             and their backward.
 
@@ -96,7 +96,7 @@ class Ledger(Reader[Pair]):
             self.count.versions += len(ahead - {0} if self._reads_master else ahead) > 1
         self._window = window
         self._microbatches = microbatches
-        # What each microbatch read, None once it has had its backward; forgotten with the update.
+        # The weights each microbatch read, None after its backward; removed by the update.
         self._parts: dict[tuple[int, int], Pair | None] = {}
         self._halved: set[tuple[int, int]] = set()  # whose second half is missing
         self._flying = 0

@@ -1,4 +1,4 @@
-"""Adds what a stage does around the instructions of its schedule, in order.
+"""Adds the loads, receives, sends and other work around a schedule's instructions, in order.
 
 ``spectrain timeline --instructions`` prints the result.
 """
@@ -16,7 +16,7 @@ Table = Mapping[Kind, tuple[Kind, ...]]
 
 
 class Duties(NamedTuple):
-    """What a stage does besides its schedule."""
+    """A stage's work besides its schedule."""
 
     pulls: bool | None = None  # takes the caller's batches; None: on stage 0
     blocks: bool = False  # while receiving

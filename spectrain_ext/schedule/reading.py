@@ -99,7 +99,7 @@ class Rules:
 
 
 class Reading(NamedTuple):
-    """The weights that a forward or a backward computes with.
+    """The weights of a forward or a backward.
 
     Attributes:
         version: the stage's updates that they contain.
@@ -153,14 +153,14 @@ class Entries:
             self._updates += kind is Kind.UPDATE
 
 
-#: What stands for weights: a tuple of the version and how it is predicted, false if it is not.
+#: A key for weights: the version and how it is predicted, false if it is not.
 W = TypeVar("W", bound=tuple[Any, ...])
 
 
 class Reader(ABC, Generic[W]):
-    """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
+    """Applies ``Rules``: which weights an instruction computes with, and which must be kept.
 
-    A ``Ledger`` counts with it, and the engine's weights are loaded by it.
+    A ``Ledger`` counts with it; the engine loads weights by it.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class Reader(ABC, Generic[W]):
     ) -> None:
         self.rules = rules
         self.version = 0  # updates made in this run
-        # Whether what the newest version's last forward and last backward had stays for the next.
+        # Whether the newest version keeps the weights of its last forward and backward.
         self.retains = rules.retains(microbatches)
-        # What the last step wrote and nothing can write again, while forwards may read it.
+        # The step's own prediction, which cannot be made again, while forwards may read it.
         self.written: W | None = None
-        # None: a minibatch may have any number.
+        # -1: any number of microbatches.
         self._last = -1 if microbatches is None else microbatches - 1
         self._entries = Entries() if entries is None else entries
         self._reads_newest = rules.forward_reads == "newest"
@@ -181,19 +181,19 @@ class Reader(ABC, Generic[W]):
         self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
-        # What the last backward had, which a correcting update still needs: a forward may come
-        # between, where a minibatch has fewer samples than microbatches.
+        # A correcting update still needs the last backward's weights: in a minibatch with fewer
+        # samples than microbatches a forward may come between them.
         self._corrects = rules.correction is not None and rules.correction.reads_stale
         self._stale: W | None = None
-        self._in_flight: dict[tuple[int, int], W] = {}  # what their backwards must find again
+        self._in_flight: dict[tuple[int, int], W] = {}  # weights for their backwards
         self._wants: Counter[W] = Counter()
-        self._first: tuple[int, W] | None = None  # of this minibatch, with ``once``
-        self._oldest = 0  # version that a forward to come may read
+        self._first: tuple[int, W] | None = None  # minibatch and its weights, with ``once``
+        self._oldest = 0  # version that a later forward may read
         self._newest: list[W | None] = [None, None]  # of a forward, of a backward
 
     @abstractmethod
     def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> W:
-        """What stands for a version, predicted so far ahead: ``by_step``, or by anybody."""
+        """Return the key of a version, predicted so far ahead, by the step or by an operator."""
 
     def for_forward(self, i: int, j: int) -> W:
         if self.rules.once:
@@ -210,7 +210,7 @@ class Reader(ABC, Generic[W]):
         return weights
 
     def _ahead(self, version: int, i: int) -> W:
-        """The weights of a forward of minibatch i, which reads this version as the newest."""
+        """Return the weights of a forward of minibatch i that reads this version as the newest."""
         if self._horizon is None:
             return self._weights(version, i - version)
         if self._by_step and version == 0:
@@ -218,9 +218,9 @@ class Reader(ABC, Generic[W]):
         return self._weights(version, self._horizon, self._by_step)
 
     def _for_minibatch(self, i: int, j: int) -> W:
-        """The first microbatch's weights, kept until the last has them."""
+        """Return the first microbatch's weights, kept until the last one's forward."""
         if self._first is None or self._first[0] != i:
-            if self._first is not None:  # a small minibatch, whose last microbatch did not exist
+            if self._first is not None:  # a small minibatch had no last microbatch
                 self.release(self._first[1])
             self._first = i, self.written or self._ahead(self.version, i)
             self.hold(self._first[1])
@@ -231,7 +231,7 @@ class Reader(ABC, Generic[W]):
         return weights
 
     def _read_older(self, i: int, j: int) -> int:
-        """The version that a forward reads; what no later one reads need not be kept for it."""
+        """Return the version that a forward reads, and drop older ones."""
         if self.rules.forward_reads == "entry":
             version = self._entries.take(i, j)
             self._oldest = self._entries.following
@@ -241,7 +241,7 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What a backward computes with; ``ends`` is False for the first of its two halves."""
+        """Return the weights of a backward; ``ends`` is False for the first of two halves."""
         if j == self._last and ends:
             self.written = None  # an update comes before the next forward
         if self._stashes:
@@ -262,13 +262,12 @@ class Reader(ABC, Generic[W]):
         self._wants[weights] += 1
 
     def release(self, weights: W) -> None:
-        """One use less."""
         self._wants[weights] -= 1
         if not self._wants[weights]:
             del self._wants[weights]
 
     def updated(self) -> None:
-        """An update has been made, or is about to be: what only the last version had is over."""
+        """Advance the version at an update and drop what only the last version needed."""
         if self._stale is not None:
             self.release(self._stale)
             self._stale = None
@@ -278,7 +277,7 @@ class Reader(ABC, Generic[W]):
             self.written = self._ahead(self.version, 0)
 
     def _is_wanted(self, weights: W) -> bool:
-        """Whether a turn to come computes with them, and they cannot be made again."""
+        """Whether a later instruction computes with weights that cannot be made again."""
         return (
             weights in self._wants
             or (self.retains and weights in self._newest)
