@@ -66,7 +66,7 @@ class Geometric(Law):
     SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
     the exact continuation, for a whole s. Adam: for i = 1..s with bias corrections of step t+i,
     p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps), AdamW with
-    p *= 1 - lr*decay before each; the second moment is not decayed.
+    ``p *= 1 - lr*decay`` before each; the second moment is not decayed.
     """
 
     steps: float
