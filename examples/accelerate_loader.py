@@ -1,4 +1,4 @@
-"""Beside Accelerate: it prepares the loader, logs and saves; the updates are the pipeline's.
+"""Use Accelerate for loading, logging and saving; the pipeline makes the updates.
 
 python examples/accelerate_loader.py --out runs/accelerate
 """
@@ -23,7 +23,7 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available())
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-# Seeded order, batches on the device. The model is the pipeline's business: it is not prepared.
+# Prepare the loader only: the pipeline owns the model.
 loader = accelerator.prepare(DataLoader(data, 48, shuffle=True))
 
 stages = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A convolutional network with batch normalization, on scikit-learn's digits, cut by measurement.
+"""Train a convolutional network with batch normalization on scikit-learn's digits.
 
 python examples/cnn_batchnorm.py --stages 3 --devices cuda:0 cuda:1 cuda:2
 """
@@ -45,7 +45,7 @@ model = nn.Sequential(
 
 parts = st.partition(model, args.stages, torch.randn(16, 1, 8, 8))
 print(parts.cut)
-# Batch normalization has its statistics from a microbatch: 48 samples in 3 are 16.
+# Batch normalization takes statistics from one microbatch: 48 samples / 3 stages = 16.
 pipe = st.Pipeline(
     parts,
     optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.02, momentum=0.9),

@@ -1,4 +1,4 @@
-"""In a Lightning Trainer, by manual optimization: the pipeline takes batches when it wants some.
+"""Train a pipeline in a Lightning Trainer by manual optimization.
 
 python examples/lightning_manual.py
 """
@@ -19,7 +19,7 @@ args = arguments.parse_args()
 
 
 class Pipelined(lightning.LightningModule):
-    """Lightning has loops, loggers and callbacks; updates are the pipeline's."""
+    """Lightning provides loops, loggers and callbacks; the pipeline makes the updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Pipelined(lightning.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.results = None
 
-    def training_step(self, dataloader_iter):  # the name asks Lightning for the iterator itself
+    def training_step(self, dataloader_iter):  # Lightning passes the iterator to this name
         if self.results is None:
             self.results = self.pipe.run(batch for batch, _, _ in dataloader_iter)
         result = next(self.results, None)  # several minibatches are in flight
@@ -42,7 +42,7 @@ class Pipelined(lightning.LightningModule):
             self.log("loss", result.loss, prog_bar=True, batch_size=48)
 
     def on_train_epoch_end(self) -> None:
-        for _ in self.results:  # those still in flight
+        for _ in self.results:  # finish the minibatches in flight
             pass
 
     def configure_optimizers(self) -> None:

@@ -1,8 +1,8 @@
-"""A method of one's own beside those of the package: which weights every forward computes with.
+"""Train a method of your own next to those of the package.
 
 python examples/own_method.py
 
-Studies know it as well: python -m studies train --method sync,spectrain,own_method:cautious
+Studies accept it too: python -m studies train --method sync,spectrain,own_method:cautious
 """
 
 import argparse
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import spectrain_ext as st
 
-# Predict half as far as the weights are late, and let a backward meet its forward's weights.
+# Predict over half of the delay, and reuse those weights in the backward.
 cautious = st.Method(
     "cautious",
     "predicts half of the delay, in zero-gradient updates, and keeps that for the backward",
@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 def train(method: str | st.Method, epochs: int) -> tuple[float, float]:
-    """The last epoch's mean loss, and the accuracy on what was not trained on."""
+    """Return the last epoch's mean loss and the test accuracy."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))

@@ -1,8 +1,9 @@
-"""An optimizer of one's own: Lion (arXiv 2302.06675), whose momentum nobody here knows.
+"""Train with an optimizer of your own: Lion (arXiv 2302.06675).
 
 python examples/own_optimizer.py
 
-The default method takes the last change of the weights for its prediction then.
+The package does not know its momentum, so the default method predicts from the last change of the
+weights.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A study of one's own model and data: a function that returns a ``studies.Workload``.
+"""Study your own model and data: a function that returns a ``studies.Workload``.
 
 From the root of the repository:
 
@@ -16,7 +16,7 @@ from studies import Workload
 
 
 def digits_mlp(seed: int, lr: float = 0.05, width: int = 32, batch_size: int = 32) -> Workload:
-    """Called for every run, with those of the options that it has parameters for."""
+    """Return the workload of one run; command-line options set parameters by name."""
     digits = load_digits()
     inputs = torch.tensor(digits.data, dtype=torch.float32) / 16
     targets = torch.tensor(digits.target, dtype=torch.int64)
@@ -31,7 +31,7 @@ def digits_mlp(seed: int, lr: float = 0.05, width: int = 32, batch_size: int = 3
     ]
     return Workload(
         name="digits",
-        model=[nn.Linear(64, width), *hidden, nn.Linear(width, 10)],  # to be cut between layers
+        model=[nn.Linear(64, width), *hidden, nn.Linear(width, 10)],  # cut between layers
         optimizer=lambda parameters: st.optim.SGD(parameters, lr=lr, momentum=0.9),
         loss=nn.functional.cross_entropy,
         train=shuffled,

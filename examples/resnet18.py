@@ -1,4 +1,4 @@
-"""ResNet-18 as a library has it, no nn.Sequential: traced, and cut where it balances best.
+"""Trace a library's ResNet-18, which is not an nn.Sequential, and train it in stages.
 
 python examples/resnet18.py --stages 2 --width 64 --size 224
 """
@@ -20,7 +20,7 @@ args = arguments.parse_args()
 
 
 class Logits(nn.Module):
-    """The library's model, from images to logits; torchvision's resnet18() needs no such thing."""
+    """Maps images to logits; torchvision's resnet18() needs no wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ pipe = st.Pipeline(
     optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.05, momentum=0.9),
     loss_fn=nn.functional.cross_entropy,
 )
-# Ten directions of colour to tell apart; put your DataLoader here.
+# Random images of ten colours; use your own DataLoader here.
 colours = torch.randn(10, 3, 1, 1)
 batches = []
 for _ in range(args.steps):

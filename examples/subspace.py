@@ -1,11 +1,11 @@
-"""Edges in a subspace (arXiv 2506.01260): coordinates and tokens cross slow links, not activations.
+"""Send coordinates in a subspace over slow links instead of activations (arXiv 2506.01260).
 
 python examples/subspace.py --rank 16 --steps 200
 
-What blocks add to the residual lies in the span of fixed columns, around a fixed embedding of the
-tokens. So two modules at the ends of a stage lose nothing: one takes coordinates, the other makes
-activations of them. They are parts of the graph, and what they need is learned around them. What
-autograd need not see, such as rounding, is a codec's: here the coordinates cross as 8-bit integers.
+Blocks add to the residual only in the span of fixed columns, around a fixed embedding of the
+tokens. Two modules at the ends of a stage therefore lose nothing: one computes coordinates, the
+other restores activations. Autograd trains through both. A codec does what autograd need not see,
+such as rounding: here it sends the coordinates as 8-bit integers.
 """
 
 import argparse
@@ -32,15 +32,15 @@ FIXED = torch.randn(256, args.width, generator=generator)
 
 
 class Encode(nn.Module):
-    """The end of a stage."""
+    """Ends a stage: activations to coordinates."""
 
     def forward(self, x, tokens):
-        # Tokens cross in as few bytes as they need; what is no floating point goes as it is.
+        # Codecs leave integers alone: send tokens in one byte each.
         return {"coordinates": (x - FIXED[tokens]) @ COLUMNS, "tokens": tokens.to(torch.uint8)}
 
 
 class Decode(nn.Module):
-    """The beginning of the next one."""
+    """Begins a stage: coordinates to activations."""
 
     def forward(self, value):
         tokens = value["tokens"].long()

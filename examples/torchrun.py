@@ -1,10 +1,10 @@
-"""A model over several processes: trained, saved, evaluated; going on where it was stopped.
+"""Train over several processes, save and evaluate, and resume after a stop.
 
 torchrun --nproc-per-node 2 examples/torchrun.py --checkpoints runs/torchrun
 
-Again with any other number of processes it goes on from the same checkpoint: the cut is made for as
-many stages as there are processes, at most three, and more processes are replicas of these. With
---max-restarts torchrun does that by itself.
+Restart it with any number of processes to resume from the same checkpoint. The model has one stage
+per process, at most three; further processes are replicas. With --max-restarts torchrun restarts it
+by itself.
 """
 
 import argparse
@@ -32,15 +32,15 @@ rank, ranks = st.join_ranks()
 torch.manual_seed(0)  # the same weights everywhere
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-sampler = ShuffledSampler(1440, batch_size=48, seed=1)  # its order is a function of the seed
+sampler = ShuffledSampler(1440, batch_size=48, seed=1)  # the order depends on the seed only
 train = DataLoader(data, batch_sampler=sampler)
 test = DataLoader(torch.utils.data.Subset(data, range(1440, len(data))), 64)
 
 blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(5)]
 blocks.append(nn.Linear(64, 10))
-count = max(n for n in (1, 2, 3) if ranks % n == 0)  # of stages
+count = max(n for n in (1, 2, 3) if ranks % n == 0)  # stages
 stages = cut_at(blocks, ends=[len(blocks) * (k + 1) // count for k in range(count)])
-replicas = ranks // count  # of each stage, rank by rank
+replicas = ranks // count  # per stage
 pipe = st.DistributedPipeline(
     stages[rank // replicas],
     optimizer=lambda parameters: st.optim.AdamW(parameters, lr=2e-3),
@@ -66,8 +66,8 @@ manager.restore()
 while sampler.epoch < args.epochs:
     for _ in manager.run(train):
         pass
-    scores = pipe.evaluate(test, {"accuracy": accuracy})  # on every rank the same
+    scores = pipe.evaluate(test, {"accuracy": accuracy})  # the same on every rank
     if rank == 0:
         print(f"epoch {sampler.epoch}: {100 * scores['accuracy']:.1f} %")
-manager.save()  # the end, and that of copies in memory
+manager.save()  # the last checkpoint; ends copies in memory
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
+"""Defines methods: which weights, predicted how far, each forward and backward of a stage uses."""
 
 from .formulas import delay, delay_under, recipe_clip
 from .places import (

@@ -1,4 +1,4 @@
-"""Formulas: how far to predict, and to clip, as functions of a stage's place."""
+"""Computes how far to predict, and how to clip, from a stage's place."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stag
 
 
 def none(place: Place) -> int:
-    """No update."""
+    """Return 0 updates."""
     return 0
 
 
 def delay(place: Place) -> int:
-    """Updates between a forward and its own backward once the pipeline is full, at most."""
+    """Return the most updates between a forward and its backward once the pipeline is full."""
     return -(-(place.window - 1) // place.microbatches)
 
 
 def delay_under(schedule: str | Generator, place: Place) -> int:
-    """Updates between a forward and its own backward, at most, under this schedule."""
+    """Return the most updates between a forward and its backward under a schedule."""
     if isinstance(schedule, str):
-        # Those by name without a flush are as late as ``asynchronous``.
+        # Named schedules without a flush are all as late as ``asynchronous``.
         return 0 if schedule in FLUSHING else delay(place)
     count = _counted if isinstance(schedule, Hashable) else _counted.__wrapped__
     return count(schedule, place)
 
 
 def as_late(schedule: str | Generator, place: Place) -> Place:
-    """The place with the window by which 1F1B without a flush is as late as this schedule."""
-    # Rules by a delay are written for that schedule, and ask ``delay``.
+    """Return the place with the window that makes 1F1B without a flush as late as the schedule."""
+    # Rules for delays assume that schedule and call ``delay``.
     late = delay_under(schedule, place)
     if late == delay(place):
         return place
@@ -45,49 +45,49 @@ def _counted(schedule: Generator, place: Place) -> int:
 
 
 def rest_of_delay(place: Place) -> int:
-    """By how much later stage 0's backward comes than the stage's own, in updates.
+    """Return the updates by which stage 0's backward comes later than the stage's own.
 
-    With it every stage predicts as far ahead as stage 0 has to. All share one loss: what the early
-    ones lag is damped by what the late ones lead.
+    With it every stage predicts as far ahead as stage 0. All share one loss: the lag of early
+    stages is damped by the lead of late ones.
     """
     return -(-(place.window + place.stage - 1) // place.microbatches) - delay(place)
 
 
 def lead_in_deep_delays(place: Place) -> int:
-    """As far as stage 0 has to, less half of what the stage itself is late, rounded down.
+    """Return ``rest_of_delay`` less half of the stage's own delay, rounded down.
 
-    What it does is in docs/frontier.md, "Deep delays"; late by one update, it is the former.
+    For a delay of one update both are equal. docs/frontier.md shows the effect.
     """
     return rest_of_delay(place) - delay(place) // 2
 
 
 def one_per_stage(stages: int) -> int:
-    """With as many microbatches as stages no forward is more than one update late."""
+    """Return as many microbatches as stages, so that forwards are at most one update late."""
     return stages
 
 
 def window_for_messages(k: int, n: int, m: int) -> int:
-    """The classic window, and as many more as keep every forward one update late at most.
+    """Return the widest window in which forwards are at most one update late, up to ``"wide"``.
 
-    That hides messages, which the classic window leaves the next microbatch waiting for. With
+    It hides messages, for which the classic window leaves the next microbatch waiting. With
     M >= 2*N - 1 microbatches it is the wide window, with M = N the classic one.
     """
     return min(2 * (n - k) - 1, max(n, m) - k)
 
 
 def spectrain_forward(place: Place) -> int:
-    """Rounds until the minibatch's backward has ended on stage 0 (arXiv 1809.02839), in updates."""
+    """Return the rounds until the minibatch ends on stage 0 (arXiv 1809.02839), in updates."""
     k, n, _, m = place
     return _rounded(k // 2 + n - k - 1, m)
 
 
 def spectrain_backward(place: Place) -> int:
-    """The rest of those rounds when the backward begins, in updates."""
+    """Return how many of those rounds remain when the backward begins, in updates."""
     return _rounded(place.stage // 2, place.microbatches)
 
 
 def xpipe_forward(place: Place) -> int:
-    """XPipe's forward (Guan et al., 2019) for M microbatches per minibatch."""
+    """Return XPipe's forward horizon (Guan et al., 2019) for M microbatches per minibatch."""
     k, n, _, m = place
     return _rounded(n + m - k // 2 - 2, m)
 
@@ -98,12 +98,12 @@ def xpipe_backward(place: Place) -> int:
 
 
 def recipe_clip(place: Place) -> float:
-    """A gradient norm per stage that keeps a second-order prediction from running away."""
+    """Return a gradient norm per stage that keeps second-order predictions stable."""
     return 0.57 / sqrt(place.stages)
 
 
 def where_late(correction: Callable[[int], Correction]) -> Callable[[Place], Correction | None]:
-    """A rule for a correction: what this makes of a stage's delay, where gradients are late."""
+    """Return a rule that makes a correction from a stage's delay, or None where it is 0."""
 
     def rule(place: Place) -> Correction | None:
         late = delay(place)
@@ -114,12 +114,12 @@ def where_late(correction: Callable[[int], Correction]) -> Callable[[Place], Cor
 
 @dataclass(frozen=True)
 class RatesByDelay:
-    """PipeMare's T1: 1/D^(power*(1 - min(t/updates, 1))) at update t of a stage with delay D, or 1.
+    """PipeMare's T1: 1/D^(power*(1 - min(t/updates, 1))) at update t of a stage with delay D.
 
-    With infinite updates rates stay so.
+    The factor is 1 where D is at most 1. With infinite ``updates`` it stays constant.
     """
 
-    updates: float  # until learning rates are their own again
+    updates: float  # until the factor is 1
     power: float = 1.0
 
     def __call__(self, place: Place, update: int) -> float:
@@ -128,5 +128,5 @@ class RatesByDelay:
 
 
 def _rounded(a: int, b: int) -> int:
-    """a/b to the nearest whole number, halves up."""
+    """Return a/b to the nearest whole number, halves up."""
     return (2 * a + b) // (2 * b)

@@ -1,4 +1,4 @@
-"""Places: the window of every stage under a method, as its rule or the user says, checked."""
+"""Computes and checks the window of every stage under a method."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from spectrain_ext.schedule import (
 
 from .value import Method, WindowRule, at_least, named, phases_of
 
-#: A window setting: of the method, by name, for all stages, or one per stage.
+#: A window setting: None (the method's), a name, one for all stages, or one per stage.
 Window = Literal["classic", "wide"] | int | Sequence[int] | None
 
-# For k = 0 the classic window is PipeDream's NOAM (Narayanan et al., 2019).
+# At k = 0 the classic window is PipeDream's NOAM (Narayanan et al., 2019).
 _NAMED: dict[str, WindowRule] = {
-    "classic": lambda k, n, m: n - k,  # as many as it takes until the first one is back
-    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages as well, at twice the staleness
+    "classic": lambda k, n, m: n - k,  # until the first one returns
+    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages too, at twice the staleness
 }
 _USUAL: dict[str, WindowRule] = {
     "gpipe": lambda k, n, m: m,  # a whole minibatch
     "1f1b": lambda k, n, m: min(n - k, m),  # the classic window, within one minibatch
-    "zb-h1": lambda k, n, m: n,  # the classic one, and k whose backward is not yet whole
+    "zb-h1": lambda k, n, m: n,  # the classic one, and k with half a backward to come
 }
 
 
@@ -42,7 +42,7 @@ def places_of(
     window: Window = None,
     replicas: Replicas | None = None,
 ) -> list[Place]:
-    """The place of every stage, or of each of its replicas, which all have the same; or refuse."""
+    """Return the place of every stage, which all its replicas share; refuse impossible windows."""
     if replicas is None:
         replicas = Replicas((1,) * stages)
     if replicas.stages != stages:
@@ -67,8 +67,8 @@ def places_of(
             f"the same number everywhere, got {list(replicas.counts)}"
         )
     parts = [microbatches // count for count in replicas.counts]
-    # With replicas the window of stage k is that of a stage 0 of so many stages as there are ranks
-    # from stage k on for each of its replicas.
+    # With replicas stage k's window is that of stage 0 in a pipeline with as many stages as there
+    # are ranks from stage k on, per replica of it.
     asked = [(k, k + replicas.depth(k), parts[k]) for k in range(stages)]
     if window is not None:
         windows = _given_windows(method, asked, window)
@@ -91,7 +91,7 @@ def places_of(
 
 
 def microbatches_of(method: Method, stages: int, replicas: Replicas | None = None) -> int:
-    """How many microbatches a minibatch has where nobody says: replicas deal them out evenly."""
+    """Return the default number of microbatches: a multiple of every stage's replicas."""
     usual = 1
     for phase in phases_of(method):
         if phase.microbatches is not None:
@@ -103,7 +103,7 @@ def microbatches_of(method: Method, stages: int, replicas: Replicas | None = Non
 
 
 def put_off_by(method: Method, places: Sequence[Place]) -> list[int]:
-    """By how many microbatches each stage puts backwards off at most, in any phase: ``put_off``."""
+    """Return the most microbatches by which each stage postpones backwards, in any phase."""
     return [max(put_off(p.schedule, place) for p in phases_of(method)) for place in places]
 
 
@@ -114,7 +114,7 @@ def phase_places(
     window: Window = None,
     replicas: Replicas | None = None,
 ) -> list[list[Place]]:
-    """``places_of`` each phase of a method; a window is for those that do not flush."""
+    """Return ``places_of`` each phase; a window applies to phases that do not flush."""
     phases = phases_of(method)
     flushing = [flushes(phase.schedule) for phase in phases]
     windows = [None if each and not all(flushing) else window for each in flushing]
@@ -125,11 +125,11 @@ def phase_places(
 
 
 def delayed_places(method: Method, stages: int, delays: int | Sequence[int]) -> list[list[Place]]:
-    """The places in each phase of stages that are late by so many updates, one microbatch each.
+    """Return the places, in each phase, of stages with given delays and one microbatch.
 
-    A stage that is late by d, where the latest is by D, has the place of stage D - d in a pipeline
-    of D + 1, so that all rules mean its delay, and "as far as stage 0" the largest. In phases that
-    flush nothing is late.
+    A stage that is late by d, where the latest is late by D, has the place of stage D - d in a
+    pipeline of D + 1: rules see its own delay, and the largest one as stage 0's. Phases that flush
+    have no delay.
     """
     given = [delays] * stages if isinstance(delays, int) else list(delays)
     if len(given) != stages:
@@ -156,10 +156,10 @@ def delayed_places(method: Method, stages: int, delays: int | Sequence[int]) -> 
 
 
 def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:
-    """No stage may wait for a microbatch that the stage before sends after its own next update.
+    """Refuse a stage that would wait for what the previous stage sends after its own next update.
 
-    Before the backward of a microbatch stage k+1 has begun the forwards of the (w-1)*r after it.
-    Stage k has begun w*r, but an update ends a minibatch on all replicas of it: r - 1 less.
+    Before a microbatch's backward stage k+1 has begun (w-1)*r later forwards. Stage k has begun
+    w*r, but an update ends a minibatch on all its replicas: r - 1 less.
     """
     counts = replicas.counts
     for k in range(len(windows) - 1):
@@ -180,7 +180,7 @@ def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:
 
 
 def numbers_of(window: Window, stages: int) -> list[int] | None:
-    """The window of every stage, checked; None where none is given, or one by its name."""
+    """Return the checked window of every stage; None for no window or a named one."""
     if window is None:
         return None
     if isinstance(window, str):

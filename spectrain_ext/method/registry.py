@@ -1,4 +1,4 @@
-"""The named methods: one row each."""
+"""Registers the named methods, one row each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from .value import Method, Phase, StageRule, phases_of
 
 
 def spectrain(*, law: Law = "linear") -> Method:
-    """The ``spectrain`` method with another law: ``"difference"`` works with every optimizer.
+    """Return the ``spectrain`` method with another prediction law.
 
     Args:
-        law: how forwards and backwards predict, see ``Method``.
+        law: see ``Method``; ``"difference"`` works with every optimizer.
+
+    Example:
+        >>> method = st.spectrain(law="difference")
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> pipe = st.Pipeline(stages, torch.optim.RMSprop, nn.functional.mse_loss, method=method)
     """
     return Method(
         "spectrain",
@@ -37,14 +42,20 @@ def second_order(
     backward: Literal["stash", "predict"] = "stash",
     clip: Callable[[Place], float] | None = None,
 ) -> Method:
-    """The ``second-order`` method with other settings.
+    """Return the ``second-order`` method with other settings.
 
     Args:
-        lead: a rule for the updates that a stage predicts further than its own delay; by default
-            those by which stage 0's backward comes later, k with one microbatch.
-        backward: the forward's weights again, or a linear prediction by ``lead`` from the newest.
-        clip: a rule for the largest norm of a stage's gradient; ``recipe_clip`` was found to keep
-            small deep networks stable. None: no clipping.
+        lead: a rule for the updates that a stage predicts beyond its own delay. Default: up to the
+            delay of stage 0, which is k more with one microbatch.
+        backward: ``"stash"``: the forward's weights; ``"predict"``: a linear prediction by ``lead``
+            from the newest.
+        clip: a rule for the largest norm of a stage's gradient; None: no clipping. ``recipe_clip``
+            kept small deep networks stable.
+
+    Example:
+        >>> own_delay = st.second_order(lead=lambda place: 0)
+        >>> own_delay.law, own_delay.backward
+        ('second-order', 'stash')
     """
     return Method(
         "second-order",
@@ -59,7 +70,16 @@ def second_order(
 
 
 def xgrad(*, steps: int = 1) -> Method:
-    """The ``xgrad`` method (Guan et al., 2023) with another number of updates to look ahead."""
+    """Return the ``xgrad`` method (Guan et al., 2023), which looks ahead on one device.
+
+    Args:
+        steps: the updates by which gradients are computed ahead.
+
+    Example:
+        >>> method = st.xgrad(steps=2)
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline([nn.Linear(4, 1)], optimizer, nn.functional.mse_loss, method=method)
+    """
     return Method(
         "xgrad",
         "looks ahead on one device: gradients at the predicted weights, updates of the true ones",
@@ -77,26 +97,29 @@ def hybrid(
     after: int | None = 1000,
     gap: float | None = None,
 ) -> Method:
-    """A method that becomes another in the course of training.
+    """Return a method that changes to another in the course of training.
 
-    Asynchronous first and synchronous then is the hybrid of arXiv 1912.12675; synchronous first is
-    a warm-up, PipeMare's third technique: ``hybrid("1f1b", "vanilla")``.
+    Asynchronous, then synchronous is the hybrid of arXiv 1912.12675. Synchronous first is a
+    warm-up, PipeMare's T3: ``hybrid("1f1b", "vanilla")``.
 
     Args:
-        first: a name, or a method without an end of its own.
-        then: likewise; it may be a hybrid too.
-        after: the minibatches of all training before the change; None: only the gap decides.
-        gap: the method changes as well once stage 0's weights, from a minibatch's forward to its
-            own update, move by more than this share of their norm. Measured for a minibatch at a
-            time, which costs stage 0 a copy of its weights and now and then two passes over them;
-            on CUDA the host waits for it.
+        first: a name, or a method that does not change.
+        then: a name or a method, which may be a hybrid.
+        after: minibatches of all training before the change; None: only ``gap`` decides.
+        gap: also change once stage 0's weights move by more than this share of their norm between a
+            minibatch's forward and its update. Measuring it costs stage 0 a copy of its weights
+            and, for one minibatch at a time, two passes over them; on CUDA the host waits.
 
     Raises:
-        ValueError: a method that there is not, that already changes, or a moment that cannot be.
-        TypeError: a value of another type than is asked for.
+        ValueError: an unknown method, a first one that already changes, or an impossible moment.
+        TypeError: a value of another type.
 
-    Optimizers, schedulers and random numbers go on. Microbatches are the same for both, as many as
-    is usual for the one that wants more, and each has its own windows.
+    Optimizers, schedulers and random numbers continue. Both phases have the same number of
+    microbatches, the larger of their defaults; each has its own windows.
+
+    Example:
+        >>> st.hybrid("pipedream", "sync", after=100).name
+        'pipedream+sync@100'
     """
     begin, end = find_method(first), find_method(then)
     if begin.then is not None:
@@ -113,13 +136,17 @@ def hybrid(
 
 
 def pipemare(*, updates: float = 1000, warm_up: int = 0) -> Method:
-    """The ``pipemare`` method: T1, T2 and T3 of PipeMare (Yang et al., arXiv 1910.05124).
+    """Return the ``pipemare`` method: T1, T2 and T3 of PipeMare (Yang et al., arXiv 1910.05124).
 
     Args:
-        updates: over so many from the start on, learning rates rise to their own from 1/D of it
-            (T1). The paper has a number for every task; take what is short beside the training, and
-            not shorter than a warm-up of learning rates.
+        updates: the updates over which learning rates rise from 1/D of themselves (T1). The paper
+            has a number for every task; choose one that is small compared with the training and not
+            smaller than a warm-up of learning rates.
         warm_up: minibatches of synchronous training, by ``1f1b``, before all of that (T3).
+
+    Example:
+        >>> st.pipemare(updates=500, warm_up=100).name
+        '1f1b+pipemare@100'
     """
     if warm_up:
         return hybrid("1f1b", pipemare(updates=updates), after=warm_up)
@@ -134,12 +161,16 @@ def pipemare(*, updates: float = 1000, warm_up: int = 0) -> Method:
 
 
 def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
-    """The methods ``interleaved`` and ``interleaved-async``, with other numbers of chunks.
+    """Return ``interleaved`` or ``interleaved-async`` with another number of stages per device.
 
     Args:
         chunks: stages per device.
-        flushes: whether it is synchronous. If not, it predicts as ``auto`` does: every stage as far
-            ahead as stage 0 is late, by what the schedule's delays are counted to be.
+        flushes: True: synchronous. False: predict as ``auto`` does, every stage as far as stage 0
+            is late, by delays counted from the schedule.
+
+    Example:
+        >>> st.interleaved(chunks=4).chunks
+        4
     """
     schedule = Interleaved(chunks, flushes)
     if flushes:
@@ -331,7 +362,7 @@ _ROWS = (
         _PIPEDREAM,
         "dc-asgd",
         "pipedream with gradients carried on to the weights they meet (Zheng et al., 2017)",
-        # The strength that its paper has for a constant one.
+        # The paper's constant strength.
         correction=formulas.where_late(lambda late: corrections.DelayCompensation(0.04)),
     ),
     _like(
@@ -362,17 +393,22 @@ _REGISTRY = {method.name: method for method in _ROWS}
 
 
 def methods() -> tuple[str, ...]:
-    """Names that ``Pipeline(method=...)`` accepts."""
+    """Return the names that ``Pipeline(method=...)`` accepts.
+
+    Example:
+        >>> "spectrain" in st.methods()
+        True
+    """
     return tuple(_REGISTRY)
 
 
 def is_hybrid(name: str) -> bool:
-    """Whether it names a method that becomes another, as ``"pipedream+sync@1000"``."""
+    """Whether a name is one of a hybrid, as ``"pipedream+sync@1000"``."""
     return _HYBRID.fullmatch(name) is not None
 
 
 def find_method(method: str | Method) -> Method:
-    """The method of that name, as ``"pipedream+sync@1000"``; a ``Method`` is returned as it is."""
+    """Return the method of a name, as ``"pipedream+sync@1000"``, or a ``Method`` unchanged."""
     if isinstance(method, Method):
         return method
     if not isinstance(method, str):

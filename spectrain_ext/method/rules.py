@@ -1,4 +1,4 @@
-"""A method at one place, checked: the rules that it gives a stage, and whether it can run."""
+"""Checks a method at a place and derives the stage's rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .value import FAMILIES, Method, at_least, named, phases_of, rate_at
 
 @runtime_checkable
 class _Predicting(Protocol):
-    """What an optimizer of ``spectrain_ext.optim`` has, and none of anybody else's."""
+    """An optimizer of ``spectrain_ext.optim``."""
 
     def check_can_predict(self) -> None: ...
     def check_correction(self, correction: Correction | None) -> None: ...
@@ -38,7 +38,7 @@ def check(
     replicas: Replicas | Sequence[int] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise what ``Pipeline`` would, were it made with these, and every optimizer like this one."""
+    """Raise what ``Pipeline`` would with these arguments and optimizers like this one."""
     method = find_method(method)
     if replicas is not None and not isinstance(replicas, Replicas):
         replicas = Replicas(replicas)
@@ -57,7 +57,7 @@ def check(
 def check_replicas(
     method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
 ) -> None:
-    """Refuse steps that read what only one replica's gradients were computed with."""
+    """Refuse corrections that read stale weights on stages with several replicas."""
     for phase, places in zip(phases_of(method), of_phases, strict=True):
         for k, count in enumerate(replicas.counts):
             correction = _correction(phase, places[k]) if count > 1 else None
@@ -70,7 +70,7 @@ def check_replicas(
 
 
 def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse stage k's optimizer if the method is not defined for it, or cannot predict with it."""
+    """Refuse stage k's optimizer if the method does not support it or cannot predict with it."""
     family, kind = _family_of(optimizer), type(optimizer).__name__
     if family not in method.families and not (family is None and {*method.families} >= {*FAMILIES}):
         raise ValueError(
@@ -105,7 +105,7 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
             raise wrong(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None
 
 
-# An AdamW is an Adam as well.
+# AdamW is a subclass of Adam.
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "nadam": torch.optim.NAdam,
     "adamw": torch.optim.AdamW,
@@ -120,7 +120,7 @@ def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | None = None) -> Rules:
-    """The method at one place, checked, with an optimizer like the one there, if that is known."""
+    """Return the checked rules of a place, for an optimizer like the given one."""
     for field, annotation in (("forward_reads", Reads), ("backward", Backward)):
         _one_of(method, field, getattr(method, field), get_args(annotation))
     if callable(method.law):
@@ -135,7 +135,7 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
     if method.forward_horizon != "counted":
         horizon = _count(method, place, "forward_horizon")
     elif delay_under(method.schedule, place) == 0:
-        horizon = 0  # there is nothing to count
+        horizon = 0  # no updates to count
     found = Rules(
         method.forward_reads,
         method.law,
@@ -170,7 +170,7 @@ def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
 def in_words(
     method: Method, places: Sequence[Place], optimizer: torch.optim.Optimizer | None = None
 ) -> str:
-    """What a method does on these stages, in a line: microbatches, delay, prediction, backward."""
+    """Describe a method on these stages in a line: microbatches, delay, prediction, backward."""
     parts, late = places[0].microbatches, max(delay_under(method.schedule, at) for at in places)
     rules = [rules_at(method, place, optimizer) for place in places]
     said = f"{method.name}: {parts} microbatch{'es' * (parts > 1)} a minibatch"
@@ -272,7 +272,7 @@ def _check_range(method: Method, place: Place) -> None:
 
 
 def _check_own_law(method: Method) -> None:
-    """Refuse a function that gives no law, or one that only a step could obey."""
+    """Refuse a function that returns no law, or one that needs the gradient."""
     assert callable(method.law)
     law, where = method.law(1), named(method, "law")
     if not all(callable(getattr(law, name, None)) for name in ("sgd", "adam")):
@@ -310,7 +310,7 @@ def _count(method: Method, place: Place, field: str, least: int = 0) -> int:
 
 
 def _least_lead(method: Method, horizon: int | str) -> int:
-    """One update ahead is left of a second-order prediction."""
+    """A second-order prediction is at least one update ahead."""
     return min(0, 1 - horizon) if method.law == "second-order" and type(horizon) is int else 0
 
 

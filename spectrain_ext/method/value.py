@@ -1,4 +1,4 @@
-"""Method: a pipeline training method as a row of independent choices."""
+"""Defines ``Method``: a training method as a set of independent choices."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ class Phase:
     """Another method from some moment of training on, after the pipeline has drained.
 
     Attributes:
-        method: what then trains; it may change in turn.
-        after: the minibatches of all training before it; None: only a gap begins it.
-        gap: how far the weights that a forward of stage 0 reads may be from those that its backward
-            updates: the norm of their difference by that of the latter. The first minibatch that
-            exceeds it is followed by no other of the phase. None: it is not measured.
+        method: the next method; it may change in turn.
+        after: minibatches of all training before the change; None: only ``gap`` decides.
+        gap: change after the first minibatch in which stage 0's weights move further than this
+            between the forward and the update: the norm of the difference divided by that of the
+            weights that are updated. None: not measured.
+
+    Example:
+        >>> then = st.Phase(st.spectrain(), after=100)
+        >>> method = st.Method("mine", "1F1B, then SpecTrain", schedule="1f1b", then=then)
+        >>> method.then.method.name
+        'spectrain'
     """
 
     method: Method
@@ -45,53 +51,61 @@ class Method:
 
     Attributes:
         name: the name that ``Pipeline(method=...)`` accepts.
-        summary: one line for people.
+        summary: one line of description.
         schedule: the order of a stage's forwards, backwards and updates: a key of
-            ``schedule.GENERATORS``, or a generator like those: a function from a ``Place`` to its
-            endless actions. One that is an object may have ``window``, a rule as the next field is,
-            and then no other can be chosen, and ``flushes``, whether it is synchronous.
-        window: ``(k, N, M) -> w``, how many microbatches stage k of N may have in flight where a
-            minibatch has M; None: what is usual for the schedule, N - k without a flush, and for a
-            generator of your own. Of a stage with replicas N - k is the number of ranks from it on
-            for each of them, and M is one replica's.
+            ``schedule.GENERATORS`` or a generator, a function from a ``Place`` to endless
+            instructions. An object may have ``window``, a rule like the next field, which then
+            cannot be chosen, and ``flushes``, whether it is synchronous.
+        window: ``(k, N, M) -> w``, the microbatches that stage k of N may have in flight if a
+            minibatch has M. None: the schedule's usual one, N - k without a flush and for your own
+            generators. With replicas N - k is the number of ranks from the stage on, per replica,
+            and M is one replica's share.
         forward_reads: the version that a forward starts from. ``"newest"``: all updates so far;
-            ``"entry"``: as many as stage 0 had made when it began this microbatch (vertical sync);
-            ``"previous"``: i - 1 for minibatch i, all but the last before it (PipeDream-2BW).
-        law: how the weights some updates ahead follow. ``"linear"``, ``"geometric"`` and
-            ``"second-order"`` are those of ``spectrain_ext.laws``; ``"difference"`` is
-            ``W + s*(W - W_before)`` with the weights of one update before. ``"average"`` looks back
-            instead: ``W - s*delta``, delta the average change of the weights in an update, which
-            keeps exp(-2/s) of itself (PipeMare's T2); for ``backward="predict"`` alone. Or a
-            function of s, at least 1, that gives a law as those of ``spectrain_ext.laws`` are: it
-            has ``sgd`` and ``adam``, takes no gradient, and can be a key of a dict.
-        forward_horizon: a rule for s, by how many updates the forward's weights are predicted
-            ahead of the version it reads, 0 for the version itself; or ``"counted"``: exactly the
-            updates until this microbatch's backward. The second-order law's delay.
-        lead: a rule for the second-order law's lead, in updates; below 0 the momentum is followed
-            less far than the delay, one update at least.
-        backward: the weights that the backward meets. ``"current"``: the newest version;
-            ``"predict"``: the newest version predicted ahead by ``backward_horizon`` (linearly,
-            where the law is of second order); ``"stash"``: the very weights of its forward.
+            ``"entry"``: stage 0's when it began the microbatch (vertical sync); ``"previous"``:
+            version i - 1 for minibatch i (PipeDream-2BW).
+        law: the prediction law. ``"linear"``, ``"geometric"`` and ``"second-order"`` are those of
+            ``spectrain_ext.laws``. ``"difference"`` is ``W + s*(W - W_before)`` with the weights
+            before the last update. ``"average"``, for ``backward="predict"`` only, looks back: ``W
+            - s*delta``, delta the average change per update, which keeps exp(-2/s) of itself
+            (PipeMare's T2). Or a function of s >= 1 that returns a law of your own: hashable, with
+            ``sgd`` and ``adam``, without the gradient.
+        forward_horizon: a rule for s, the updates by which the forward's weights are predicted
+            ahead of the version it reads; 0: the version itself. Or ``"counted"``: exactly the
+            updates until this microbatch's backward. For the second-order law: the delay.
+        lead: a rule for the second-order law's lead, in updates. Negative values shorten the
+            prediction, to one update at least.
+        backward: the weights that the backward reads. ``"current"``: the newest version;
+            ``"predict"``: the newest version predicted by ``backward_horizon`` (linearly if the law
+            is of second order); ``"stash"``: its forward's weights.
         backward_horizon: a rule for s of ``backward="predict"``.
-        once: the forwards of all microbatches of a minibatch use the weights of the first (XPipe).
-        direction: what the momentum has to be: None, any; ``"ema"``, an average
+        once: all microbatches of a minibatch use the first one's forward weights (XPipe).
+        direction: the momentum that the method needs: None: any; ``"ema"``: an average
             (``SGD(ema=True)``).
-        clip: a rule for the largest norm of a stage's gradient, None: not clipped.
-        rates: a rule for a factor on the learning rates that the stage's t-th update of training
-            has, counted from 0; None: 1.
-        correction: a rule for what updates do otherwise as their gradients are late, one of
-            ``spectrain_ext.corrections`` or None; None: nothing anywhere. Or an object that, as
-            these do, has ``sgd`` and ``adam``, which give the step from the optimizer's numbers.
-        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam,
-            muon; all of these stand for every other one as well.
-        max_stages: the most stages that the method is defined for.
-        min_microbatches: a rule for the fewest microbatches per minibatch.
-        microbatches: how many a minibatch has on so many stages where nobody says; None: 1.
-        otherwise: the law of a stage whose optimizer has no momentum that ``law`` could use, over
-            horizon and lead together; None: such an optimizer is refused.
-        chunks: stages v that a device has where nobody says: stage k of N lies on device k mod
+        clip: a rule for the largest norm of a stage's gradient; None: no clipping.
+        rates: ``(place, t) -> factor`` on the stage's learning rates at update t of training, from
+            0; None: 1.
+        correction: a rule for how late gradients change updates: one of
+            ``spectrain_ext.corrections``, an object with ``sgd`` and ``adam`` like these, or None.
+        families: the optimizers that the method supports, of sgd, adam, adamw, nadam, muon. All of
+            them stand for any optimizer.
+        max_stages: the largest number of stages; None: no limit.
+        min_microbatches: a rule for the smallest number of microbatches per minibatch.
+        microbatches: ``N -> M``, the default number of microbatches; None: 1.
+        otherwise: the law of a stage whose optimizer has no momentum for ``law``, over horizon plus
+            lead; None: refuse such an optimizer.
+        chunks: the default number v of stages on a device: stage k of N is on device k mod
             ceil(N/v).
-        then: what all of this changes to in the course of training; None: nothing.
+        then: the next method in the course of training; None: none.
+
+    Example:
+        >>> method = st.Method(
+        ...     "mine",
+        ...     "predict over half of the delay, reuse those weights in the backward",
+        ...     forward_horizon=lambda place: (place.window - 1) // 2,
+        ...     backward="stash",
+        ... )
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> pipe = st.Pipeline(stages, st.optim.SGD, nn.functional.mse_loss, method=method)
     """
 
     name: str
@@ -119,7 +133,7 @@ class Method:
 
 
 def phases_of(method: Method) -> tuple[Method, ...]:
-    """The method as it begins, and whatever it changes to, in order; what cannot be is refused."""
+    """Return the method and those that it changes to, in order; refuse impossible phases."""
     found = [method]
     while (phase := found[-1].then) is not None:
         where = named(method, "then")
@@ -139,12 +153,12 @@ def phases_of(method: Method) -> tuple[Method, ...]:
 
 
 def chunks_of(method: Method) -> int:
-    """Stages of a device, in the phase that has the most."""
+    """Return the stages per device, in the phase that has most."""
     return max(phase.chunks for phase in phases_of(method))
 
 
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
-    """What learning rates are multiplied by at an update of training; None: by nothing."""
+    """Return the factor on learning rates as a function of the update; None: always 1."""
     paced = [method.rates is not None and not _is_own(method, place) for method, place in phases]
     if not any(paced):
         return None
@@ -166,25 +180,25 @@ def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] 
 
 
 def _is_own(method: Method, place: Place) -> bool:
-    """Whether learning rates by delay are the optimizer's own, as the stage is hardly late."""
+    """Whether the delay is too short for learning rates by delay to differ from the optimizer's."""
     late = delay(as_late(method.schedule, place))
     return isinstance(method.rates, RatesByDelay) and late <= 1
 
 
 def rate_at(method: Method, place: Place, update: int) -> float:
-    """What ``rates`` gives for an update, counted from the phase's first."""
+    """Return the factor of ``rates`` at an update, counted from the phase's first."""
     assert method.rates is not None
     return method.rates(as_late(method.schedule, place), update)
 
 
 def named(method: Method, field: str, place: Place | None = None) -> str:
-    """How an error begins that is about a field, everywhere or at one place."""
+    """Return how an error about a field begins."""
     at = "" if place is None else f" at stage {place.stage} of {place.stages}"
     return f"method: {field} of {method.name!r}{at}"
 
 
 def at_least(method: Method, k: int, n: int, field: str, value: object, least: int) -> None:
-    """Refuse what a rule gives for stage k of n if it is less, or no whole number."""
+    """Refuse a rule's value for stage k of n unless it is an int and at least ``least``."""
     where = f"{named(method, field)} gives {value!r} for stage {k} of {n}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{where}, expected an int")

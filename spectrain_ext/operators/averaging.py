@@ -1,7 +1,7 @@
-"""Averages the weights of replicas that each train on their own gradients.
+"""Defines how replicas that train on their own gradients are averaged, as values.
 
-x_i are the true weights of replica i of one stage, concatenated; r is the number of replicas. Sums
-over replicas are made in rank order, so that all replicas compute the same bits.
+x_i are the true weights of replica i, all of one stage's in a row; r is the number of replicas.
+Sums over replicas are made in their order, so that all replicas get the same bits.
 """
 
 from __future__ import annotations
@@ -19,55 +19,61 @@ from spectrain_ext.rng import mixed_seed
 
 from .numbers import non_negative
 
-#: Starts sending a tensor to all replicas; the tensor may be overwritten afterwards. Call the
-#: result to wait for the tensors of all replicas, in order.
+#: Begins to send a message to all replicas, which may then be overwritten; the returned function
+#: waits for theirs, in order.
 Exchange = Callable[[Tensor], Callable[[], Sequence[Tensor]]]
 
 
 class Averaging(Protocol):
-    """Protocol of an averaging method: a value that is the same on all replicas."""
+    """A way to average: a value, the same on all replicas."""
 
     __slots__ = ()
 
     def begin(self, weights: Tensor, exchange: Exchange, stage: int) -> Averager:
-        """Return one replica's averager, starting from its own one-dimensional weights."""
+        """Return one replica's part, from these one-dimensional weights of its own on."""
 
 
 class Averager(Protocol):
-    """State of one replica; all replicas call the same methods in the same order."""
+    """One replica's part; all replicas call the same methods in the same order."""
 
     def before(self, weights: Tensor) -> None:
-        """Called before an update; does not wait."""
+        """Prepare for an update of these weights, without waiting."""
 
     def made(self, weights: Tensor) -> None:
-        """Called after the update with the new weights; does not wait."""
+        """Take the update's result, without waiting."""
 
     def after(self, weights: Tensor) -> Tensor | None:
-        """Wait for other replicas and return the averaged weights; None keeps the current ones.
+        """Wait for the others and return the new weights; None: they stay the same.
 
-        The argument may be overwritten.
+        May write the given tensor.
         """
 
     def average(self, weights: Tensor) -> Callable[[], Tensor]:
-        """Start computing the weights to evaluate; call the result to wait for them."""
+        """Return a call that waits for the others' weights and returns what is evaluated."""
 
     def state(self) -> tuple[dict[str, Tensor], int]:
-        """Return all tensors of the state, and the number of updates."""
+        """Return all that it keeps, and its updates so far."""
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Restore a state; ValueError if it does not fit."""
+        """Restore that state; ValueError if it does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elastic(Averaging):
-    """x_i <- x_i + u_i - a*(x_i - x); x <- x + a*sum of (x_i - x): all as before the update.
+    """Elastic averaging: x_i <- x_i + u_i - a*(x_i - x); x <- x + a*sum(x_i - x), both before the
+    update.
 
-    u_i is what replica i's optimizer adds, -lr*g_i for plain SGD; x is the centre, which begins as
-    the weights, and is what is evaluated. Elastic averaging SGD with period 1 (Zhang, Choromanska,
-    LeCun, NeurIPS 2015), which AvgPipe is built on (Chen et al., PPoPP 2023).
+    u_i is the update of replica i's optimizer, -lr*g_i for plain SGD. The centre x starts as the
+    weights and is what is evaluated. Elastic averaging SGD with period 1 (Zhang, Choromanska,
+    LeCun, NeurIPS 2015), the base of AvgPipe (Chen et al., PPoPP 2023).
 
     Attributes:
-        strength: a, at least 0; with 0 the replicas are independent. At most 1/r in the papers.
+        strength: a, at least 0; 0 keeps the replicas independent. At most 1/r in the papers.
+
+    Example:
+        >>> averaging = st.averaging.Elastic(0.4)  # DistributedPipeline(..., averaging=averaging)
+        >>> averaging.strength
+        0.4
     """
 
     strength: float
@@ -108,11 +114,11 @@ class _Elastic:
 
 @dataclass(frozen=True, slots=True)
 class Sparse(Averaging):
-    """After every update a part of the weights is averaged, and the average arrives late.
+    """Averages a part of the weights after every update; the average arrives late.
 
-    The weights in a row are cut into blocks, of up to 1,024. Update t has part S_t: ceil(1/share)
-    parts of equally many blocks (at least 16, or of single weights), dealt out at random, take
-    turns, and are then dealt out anew. On S = S_(t - delay), with e zero at first::
+    The weights in a row are cut into blocks of up to 1,024. ceil(1/share) parts with equally many
+    random blocks (at least 16, or of single weights) take turns, and are then drawn again. Update t
+    has part S_t. On S = S_(t - delay), with e zero at first::
 
         e[S]   <- decay*e[S] + (1 - decay)*(x_i(t) - x_i(t - delay))[S]
         x_i[S] <- (mean of all x_j(t - delay))[S] + e[S]
@@ -120,10 +126,15 @@ class Sparse(Averaging):
     AsyncMesh (Ajanthan et al., arXiv 2601.22442). The mean of all x_i is what is evaluated.
 
     Attributes:
-        share: of the weights, above 0 and at most 1; with 1 and no delay this is plain averaging.
+        share: of the weights, above 0 and at most 1; 1 without delay is plain averaging.
         delay: updates until an average has arrived.
-        decay: of the average of a replica's own moves meanwhile, from 0 (the last one) to below 1.
+        decay: of the average of a replica's moves meanwhile, from 0 (only the last) to below 1.
         seed: of the parts.
+
+    Example:
+        >>> averaging = st.averaging.Sparse(share=0.1, delay=2)
+        >>> averaging.decay
+        0.5
     """
 
     share: float = 0.05
@@ -146,11 +157,11 @@ class Sparse(Averaging):
 
 
 class _Part(NamedTuple):
-    """A part of the concatenated weights, in blocks."""
+    """Positions of weights in a row, by blocks."""
 
     size: int  # weights per block
-    blocks: Tensor  # indices of whole blocks
-    end: bool  # whether it includes the shorter last block
+    blocks: Tensor  # numbers of whole blocks
+    end: bool  # includes the rest after whole blocks
 
     def of(self, row: Tensor) -> Tensor:
         """Return a copy of these weights."""
@@ -158,7 +169,7 @@ class _Part(NamedTuple):
         return torch.cat([whole, row[self._ends(row) :]]) if self.end else whole
 
     def put(self, row: Tensor, weights: Tensor) -> None:
-        """Write these weights into the row."""
+        """Write these weights to the row."""
         n = len(self.blocks) * self.size
         self._whole(row).index_copy_(0, self.blocks, weights[:n].view(-1, self.size))
         if self.end:
@@ -172,25 +183,25 @@ class _Part(NamedTuple):
 
 
 class _Sparse:
-    # One exchange on one core (share 0.05, median of 41 alternating runs): single weights took
-    # 4.5 ms for 2^20 weights and 98 ms for 2^24; blocks of 1,024 take 0.46 and 3.9 ms; blocks of
-    # 256 or 4,096 take 0.23 to 0.27 and 3.0 to 4.7 ms. At least 16 blocks keep parts equally large.
+    # Time of one core per exchange of 2^20 and 2^24 weights (share 0.05, median of 41 in turns):
+    # single weights 4.5 and 98 ms; blocks of 1,024 0.46 and 3.9 ms; of 256 or 4,096 0.23 to 0.27
+    # and 3.0 to 4.7 ms. At least 16 blocks keep parts about equal in size.
     _LEAST_BLOCKS, _LARGEST_BLOCK = 16, 1024
 
     def __init__(self, asked: Sparse, weights: Tensor, exchange: Exchange, stage: int) -> None:
         self._asked, self._exchange, self._stage = asked, exchange, stage
         self._moves = torch.zeros_like(weights)
         self._updates = 0
-        # A part of the former weights, and a call that waits for its mean over all replicas.
+        # A part of the earlier weights, and a function that waits for its mean over replicas.
         self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        # The round, the order of its blocks, and the shorter block's place in it (-1: none).
+        # The round, the order of the blocks, and the shorter one's position in it; -1: none.
         self._dealt: tuple[int, Tensor, int] | None = None
         self._parts = min(ceil(1 / asked.share), max(1, len(weights)))
         wanted = len(weights) // (self._parts * self._LEAST_BLOCKS)
         self._block = min(max(1, wanted), self._LARGEST_BLOCK)
 
     def _part(self, update: int) -> _Part:
-        """Return the part that an update averages; it depends only on the update's number."""
+        """Return an update's positions, which depend on the update only."""
         number, turn = divmod(update, self._parts)
         if self._dealt is None or self._dealt[0] != number:
             mixed = mixed_seed(mixed_seed(self._asked.seed, self._stage), number)
@@ -202,7 +213,7 @@ class _Sparse:
         _, order, short = self._dealt
         own, place = order[turn :: self._parts], short // self._parts
         end = short >= 0 and short % self._parts == turn
-        whole = torch.cat([own[:place], own[place + 1 :]]) if end else own  # no device sync
+        whole = torch.cat([own[:place], own[place + 1 :]]) if end else own  # does not wait
         return _Part(self._block, whole, end)
 
     def before(self, weights: Tensor) -> None: ...
@@ -251,7 +262,7 @@ class _Sparse:
 
 
 def fitting(tensors: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
-    """Return the tensor of that name; ValueError if it is missing or has another shape or kind."""
+    """Return the tensor of a key; ValueError unless it has that shape and kind of numbers."""
     found = tensors.get(key)
     if found is None or found.shape != like.shape or found.is_complex() != like.is_complex():
         got = "none" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
@@ -261,7 +272,7 @@ def fitting(tensors: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add in order, so that all replicas compute the same bits by any transport."""
+    """Sum in order, so that all replicas get the same bits however they were sent."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -272,11 +283,11 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
     return _sum(parts).div_(len(parts))
 
 
-# Concatenated weights.
+# Weights in a row.
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all elements in one row, in the widest dtype, at least float32."""
+    """Return a copy of all elements, in the widest dtype, at least float32."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -284,6 +295,6 @@ def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def taken_apart(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the row's elements in the shapes of `like`."""
+    """Yield a row's elements in these shapes."""
     for part, tensor in zip(row.split([t.numel() for t in like]), like, strict=True):
         yield part.view(tensor.shape)

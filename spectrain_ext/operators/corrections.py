@@ -1,8 +1,8 @@
-"""Corrections of gradients that were computed with stale weights.
+"""Defines corrections: how a step uses a gradient that was computed with other weights.
 
-Notation: W the weights that are updated, W_stale the weights that the gradient was computed with, g
-the gradient (scaled and clipped; -g to maximize), v the momentum, d the gradient with the L2
-penalty, which the momentum accumulates.
+Notation: W the weights that are updated, W_stale those that the gradient was computed with, g the
+gradient (scaled, clipped, negated to maximize), v the momentum, d what the momentum adds: g with
+the L2 penalty.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor
 from .expressions import Expression
 from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative, number
 
-_FAR_LONGER = 1e8  # a gradient longer than the momentum by this factor has no measurable angle
+_FAR_LONGER = 1e8  # than a momentum: the angle is known to eight digits
 
-# Strength, decay, root and eps of one group; csrc/core/setting.h gives their meaning.
+# One group's coefficients: strength, decay, root, eps; csrc/core/setting.h defines them for each
+# correction.
 Coefficients: TypeAlias = tuple[float, float, float, float]
 
 
 class Correction:
-    """A correction of a step's gradient."""
+    """A correction of a step's gradient, as a value."""
 
     __slots__ = ()
-    reads_stale: ClassVar[bool] = False  # whether it reads the weights of the gradient
-    buffers: ClassVar[tuple[str, ...]] = ()  # keys of its state tensors, shaped like the parameters
+    reads_stale: ClassVar[bool] = False  # the weights that the gradient was computed with
+    buffers: ClassVar[tuple[str, ...]] = ()  # keys of its state, shaped like the parameters
 
 
 class StaleCorrection(Correction):
-    """A correction inside the step's kernel, which reads the stale weights."""
+    """A correction within the step's own pass, which reads the stale weights there."""
 
     __slots__ = ()
     reads_stale: ClassVar[bool] = True
@@ -40,19 +41,32 @@ class StaleCorrection(Correction):
     def coefficients(
         self,
         numbers: Sgd | Adam,
-        largest_lr: float,  # the largest learning rate so far, this step's included
-        averaged: int,  # updates in the average
+        largest_lr: float,  # of all updates, including this one
+        averaged: int,  # updates whose squares are in the buffer
     ) -> Coefficients:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class DelayCompensation(StaleCorrection):
-    """g + strength*g*g*(W - W_stale), with the L2 penalty of W added after it.
+    """DC-ASGD: g + strength*g*g*(W - W_stale), with the L2 penalty of W added after it.
 
-    DC-ASGD (Zheng et al., arXiv 1609.08326), equation 10, with a constant strength: g*g stands for
-    the diagonal of the Hessian in the gradient's Taylor expansion. Strength 0, and weights that did
-    not change, are the plain step to the bit.
+    Zheng et al., arXiv 1609.08326, equation 10, with a constant strength: g*g stands for the
+    diagonal of the Hessian in the gradient's Taylor expansion. Strength 0 and unchanged weights
+    give the plain step bit for bit. For SGD, Adam, AdamW and NAdam.
+
+    Args:
+        strength: at least 0.
+
+    Example:
+        >>> weights, momentum = torch.tensor([1.0]), torch.zeros(1)
+        >>> late = st.corrections.DelayCompensation(0.5)
+        >>> stale, gradient = torch.tensor([0.5]), torch.tensor([2.0])
+        >>> _ = st.sgd_step_(
+        ...     weights, gradient, momentum, lr=0.1, momentum=0.9, correction=late, stale=stale
+        ... )
+        >>> weights  # 1 - 0.1*(2 + 0.5*2*2*0.5)
+        tensor([0.7000])
     """
 
     strength: float
@@ -66,15 +80,24 @@ class DelayCompensation(StaleCorrection):
 
 @dataclass(frozen=True, slots=True)
 class GapAware(StaleCorrection):
-    """d / P, P = 1 + abs(W - W_stale)/C per element: C is the way that one update usually makes.
+    """Gradients divided by how far the weights have moved: d/(1 + abs(W - W_stale)/C) per element.
 
-    Barkai, Hakimi, Schuster, "Gap Aware Mitigation of Gradient Staleness" (arXiv 1909.10802). SGD:
+    C is the typical size of an update (Barkai, Hakimi, Schuster, arXiv 1909.10802). SGD:
     C = largest_lr*(sqrt(A_hat) + 1e-8), A the average of v*v (of d*d without momentum), with the
-    largest learning rate so far. Adam: C = sqrt(A_hat) + eps, A the average of what each update
-    took from the weights, squared; without decoupled decay, which is left alone. After an update
-    A <- decay*A + (1 - decay)*(its square), A_hat = A/(1 - decay^n) after n updates. So P is of
-    the updates before, and 1 at the first one, which has none. Weights that did not change are the
-    plain step to the bit.
+    largest learning rate so far. Adam: C = sqrt(A_hat) + eps, A the average of the squared updates,
+    without decoupled decay, which is not corrected. After an update A <- decay*A + (1 - decay)*(its
+    square), and A_hat = A/(1 - decay^n) after n updates. The first update corrects nothing.
+    Unchanged weights give the plain step bit for bit.
+
+    Args:
+        decay: of the average, below 1.
+
+    Example:
+        >>> late = lambda place: st.corrections.GapAware() if place.window > 1 else None
+        >>> method = st.Method("mine", "gap-aware PipeDream", backward="stash", correction=late)
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     buffers: ClassVar[tuple[str, ...]] = ("gap_average",)
@@ -85,7 +108,7 @@ class GapAware(StaleCorrection):
         object.__setattr__(self, "decay", fraction("decay", self.decay))
 
     def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        """Return strength 0 (P = 1) as long as there is no average or no learning rate."""
+        """Return strength 0, the plain step, while there is no average or no learning rate."""
         if averaged < 1 or (isinstance(numbers, Sgd) and largest_lr == 0.0):
             return 0.0, self.decay, 0.0, 0.0
         root: float = (1.0 - self.decay**averaged) ** -0.5
@@ -95,7 +118,7 @@ class GapAware(StaleCorrection):
 
 
 def stale_correction(correction: object) -> StaleCorrection:
-    """Return the correction if it reads stale weights; otherwise TypeError."""
+    """Return the correction if it reads stale weights; else raise TypeError."""
     if isinstance(correction, StaleCorrection):
         return correction
     raise TypeError(
@@ -107,10 +130,10 @@ def stale_correction(correction: object) -> StaleCorrection:
 def coefficients_of(
     correction: object,
     groups: Sequence[Sgd] | Sequence[Adam],
-    largest_lr: float | None,  # for all groups; None: the step's own
-    averaged: int,  # for all groups
+    largest_lr: float | None,  # of all groups; None: the step's own
+    averaged: int,  # of all groups
 ) -> tuple[bool, list[Coefficients]] | None:
-    """Return whether there is an average, and the coefficients of every group."""
+    """Return whether there is an average, and every group's coefficients for the native step."""
     if correction is None:
         return None
     stale = stale_correction(correction)
@@ -128,22 +151,22 @@ def coefficients_of(
 
 
 class StepCorrection(Correction):
-    """A correction that only changes the step's coefficients, at no cost; by default unchanged."""
+    """A correction in a step's coefficients, which costs nothing; by default the plain ones."""
 
     __slots__ = ()
 
     def sgd(self, numbers: Sgd) -> Term:
-        """Return the step under SGD; ValueError if it is undefined for these hyperparameters."""
+        """Return the step under SGD; ValueError for numbers it does not support."""
         return numbers.term()
 
     def adam(self, numbers: Adam) -> Term:
-        """Return the step under Adam, AdamW and NAdam; ValueError if it is undefined."""
+        """Return the step under Adam, AdamW and NAdam; ValueError as for SGD."""
         raise ValueError(f"{self} is defined for SGD")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCorrection(StepCorrection):
-    """A user's object with ``sgd`` and ``adam`` methods."""
+    """Wraps an object with its own ``sgd`` and ``adam``."""
 
     rule: Corrected
 
@@ -158,7 +181,7 @@ class OwnCorrection(StepCorrection):
 
 
 def as_correction(value: Any) -> Correction:
-    """Return a correction, or wrap an object with ``sgd`` and ``adam``; else TypeError."""
+    """Return a correction, or wrap an object with ``sgd`` and ``adam``; else raise TypeError."""
     if isinstance(value, Correction):
         return value
     own = not isinstance(value, type)
@@ -172,14 +195,20 @@ def as_correction(value: Any) -> Correction:
 
 @dataclass(frozen=True, slots=True)
 class SpikeCompensation(StepCorrection):
-    """A late gradient at once gets the share of the momentum that it would have had by now.
+    """Gives a late gradient at once the share of the momentum that it would have by now.
 
-    W' = W - lr*(mu^D*v' + (1 - mu^D)/(1 - mu)*d) (Kosson et al., arXiv 2003.11666); d times what
-    the momentum takes of it. D = 0 is plain SGD and D = 1 is Nesterov momentum, to the bit of the
-    coefficients.
+    W' = W - lr*(mu^D*v' + (1 - mu^D)/(1 - mu)*d) (Kosson et al., arXiv 2003.11666), for SGD. D = 0
+    is plain SGD and D = 1 Nesterov momentum, with the same coefficients bit for bit.
 
     Args:
-        delay: D, the updates by which the gradient is late (>= 0).
+        delay: D, the updates by which the gradient is late, at least 0.
+
+    Example:
+        >>> late = lambda place: st.corrections.SpikeCompensation(place.window - 1)
+        >>> method = st.Method("mine", "spikes", correction=late, families=("sgd",))
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     delay: float
@@ -201,12 +230,19 @@ class SpikeCompensation(StepCorrection):
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(StepCorrection):
-    """For a delay of one update: what the update before has missed is made up for.
+    """Makes up for what the previous update has missed, for a delay of one update.
 
-    W' = W - lr*(2*u' - u), u the update before and 0 at first (arXiv 2606.30634). Under SGD u is
-    the momentum, whose old value the new one tells: v = (v' - gain*d)/mu. Under Adam u is
-    m_hat/(sqrt(u_hat) + eps), where both have the denominator of the present step, as the old one
-    is gone.
+    W' = W - lr*(2*u' - u), u the previous update, 0 at first (arXiv 2606.30634). SGD: u is the
+    momentum, whose old value follows from the new one: v = (v' - gain*d)/mu. Adam: u is
+    m_hat/(sqrt(u_hat) + eps), both with the present denominator, because the old one is gone. Not
+    for Nesterov, dampening or NAdam.
+
+    Example:
+        >>> feedback = lambda place: st.corrections.ErrorFeedback()
+        >>> method = st.Method("mine", "feedback", correction=feedback, families=("sgd", "adam"))
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     def sgd(self, numbers: Sgd) -> Term:
@@ -223,7 +259,7 @@ class ErrorFeedback(StepCorrection):
             raise ValueError("NAdam: error feedback is not defined for it")
         if beta1 == 0.0:
             raise ValueError("betas[0]: error feedback needs one, which tells the update before")
-        # The first step has no previous update.
+        # The first step has no previous update and no bias to correct.
         before = 0.0 if numbers.step == 1 else numbers.lr / (1.0 - beta1 ** (numbers.step - 1))
         momentum = 2.0 * plain.momentum - before / beta1
         return Term(plain.keep, momentum, before * (1.0 - beta1) / beta1, plain.root)
@@ -231,13 +267,20 @@ class ErrorFeedback(StepCorrection):
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBraking(StepCorrection):
-    """Gradients along the momentum shrink, those against it grow.
+    """Shrinks gradients along the momentum and grows those against it.
 
-    v' = mu*v + (1 - strength*cos(g, v))*g, the angle of every parameter's own tensors (Venigalla et
-    al., arXiv 2007.01397). Weight decay has no part in it.
+    v' = mu*v + (1 - strength*cos(g, v))*g, with the angle of each parameter's own tensors
+    (Venigalla et al., arXiv 2007.01397). For SGD with momentum; weight decay does not affect it.
 
     Args:
-        strength: rho (>= 0).
+        strength: rho, at least 0.
+
+    Example:
+        >>> late = lambda place: st.corrections.AdaptiveBraking(1.0) if place.window > 1 else None
+        >>> method = st.Method("mine", "braking", correction=late, families=("sgd",))
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     strength: float
@@ -254,20 +297,20 @@ class AdaptiveBraking(StepCorrection):
         self,
         gradients: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        apart: Tensor,  # norms of gradients - momenta, float64
+        apart: Tensor,  # the lengths of gradients - momenta, in float64
         maximize: bool = False,
     ) -> None:
-        """Scale each gradient in place by its angle with the momentum before this step.
+        """Scale gradients in place by their angles with the momentum before this step.
 
-        All tensors are on one device. With `maximize` the momentum is of negated gradients.
+        All are on one device. A step that maximizes has the momentum of negated gradients.
         """
         strength = -self.strength if maximize else self.strength
         g, v = (
             torch.stack(torch._foreach_norm(list(these), 2, dtype=torch.float64))
             for these in (gradients, momenta)
         )
-        # The law of cosines; its rounding error is 1e-16*(g/v + v/g). That is negligible if v is
-        # longer; if g is far longer, no angle is measurable.
+        # By the law of cosines, with a rounding error of 1e-16*(g/v + v/g): negligible if v is
+        # longer; next to a far longer g the angle is unknown and counts as 90 degrees.
         cosines = ((g * g + v * v - apart * apart) / (2.0 * g * v)).clamp_(-1.0, 1.0)
         cosines = cosines.where((g > 0.0) & (g < _FAR_LONGER * v), 0.0)
         torch._foreach_mul_(list(gradients), list((1.0 - strength * cosines).unbind()))

@@ -1,4 +1,4 @@
-"""Schedules are data: generators write actions, the executor runs them, a count checks them."""
+"""Generates, checks, counts and simulates schedules, which are data: streams of instructions."""
 
 from .compute_csv import read_csv, write_csv
 from .generators import (

@@ -1,10 +1,10 @@
-"""Schedules as CSV files, in the format of torch.distributed.pipelining.
+"""Reads and writes schedules as CSV files in the format of torch.distributed.pipelining.
 
 One row per stage, one cell per step: ``2F3`` is the forward of microbatch 3 on stage 2, ``2B3`` its
-backward, an empty cell an idle step; of a backward in two halves ``2I3`` is that of the input and
-``2W3`` that of the weights. Microbatches are counted over all minibatches; there is no
-word for an update, which comes after the last backward of every minibatch. Of files that name
-communication as well (``2RECV_F3``, ``2SEND_B3``) the rest is read: lowering adds a schedule's own.
+backward, ``2I3`` and ``2W3`` the backward's halves, for the input and the weights. An empty cell is
+an idle step. Microbatches are counted over all minibatches. Updates have no cell: one follows the
+last backward of every minibatch. Cells of communication (``2RECV_F3``, ``2SEND_B3``) are skipped,
+because lowering adds a schedule's own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _KINDS = {
     "I": Kind.BACKWARD_INPUT,
     "W": Kind.BACKWARD_WEIGHTS,
 }
-# Data parallelism within a stage is no concern of a pipeline's schedule, and messages are its
-# transport's; the waits are torch 2.15's.
+# Data parallelism and messages are not part of these schedules; the waits are torch 2.15's.
 _IGNORED = frozenset(
     (
         *("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"),
@@ -51,13 +50,19 @@ def write_csv(
 
     Args:
         path: the file.
-        actions: of every stage; finite, or endless with ``minibatches``.
-        microbatches: parts per minibatch: microbatch j of minibatch i is number
-            ``i*microbatches + j``.
+        actions: per stage; finite, or endless with ``minibatches``.
+        microbatches: per minibatch: microbatch j of minibatch i is number ``i*microbatches + j``.
         minibatches: the length of the run.
 
     Raises:
-        ScheduleError: something is missing around a forward or a backward.
+        ScheduleError: a stage has other instructions than forwards, backwards and updates, or an
+            update is missing.
+
+    Example:
+        >>> from spectrain_ext.schedule import streams, write_csv
+        >>> write_csv("1f1b.csv", streams("1f1b", [2, 1], 2), microbatches=2, minibatches=1)
+        >>> Path("1f1b.csv").read_text().splitlines()
+        ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']
     """
     letters = {kind: letter for letter, kind in _KINDS.items()}
     n = len(actions)
@@ -76,17 +81,24 @@ def write_csv(
 def read_csv(
     path: str | PathLike[str], *, microbatches: int | None = None
 ) -> list[list[Instruction]]:
-    """The actions of every stage of a file, checked by ``validate``.
+    r"""Return the instructions of every stage of a file, checked by ``validate``.
 
     Args:
         path: the file.
-        microbatches: parts per minibatch, so that there is an update after the last backward of
-            each; None: all of the file is one minibatch.
+        microbatches: per minibatch: an update follows the last backward of each. None: the file is
+            one minibatch.
 
     Raises:
-        ScheduleError: the schedule cannot be run; names the stage and the action.
-        ValueError: a cell is not understood, or stands for what these schedules do not have: more
-            than one stage per row; or the file is no UTF-8, or has more than 64 MiB or 10,000 rows.
+        ScheduleError: the schedule cannot run; names the stage and the instruction.
+        ValueError: a cell is not understood, or a row has more than one stage; or the file is not
+            UTF-8, or has more than 64 MiB or 10,000 rows.
+
+    Example:
+        >>> from spectrain_ext.schedule import read_csv
+        >>> _ = Path("1f1b.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+        >>> first, last = read_csv("1f1b.csv")
+        >>> str(first[-1])
+        'update of minibatch 0'
     """
     text = read_text(path, _LARGEST)
     cells: list[list[tuple[Kind, int]]] = []
@@ -125,8 +137,8 @@ def _cells(row: Sequence[str], k: int) -> Iterator[tuple[Kind, int]]:
 
 
 def _with_updates(row: Iterable[tuple[Kind, int]], microbatches: int) -> Iterator[Instruction]:
-    """A row's forwards and backwards, and an update after the last backward of each minibatch."""
-    left: dict[int, int] = {}  # minibatch -> backwards to come before its update
+    """Yield a row's instructions, with an update after each minibatch's last backward."""
+    left: dict[int, int] = {}  # minibatch -> backwards left before its update
     for kind, part in row:
         i, j = divmod(part, microbatches)
         yield Instruction(kind, i, j)

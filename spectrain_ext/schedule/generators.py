@@ -1,4 +1,4 @@
-"""The schedules: what a stage computes, without an end, made as it is asked for."""
+"""Generates the schedules: endless streams of what a stage computes, made lazily."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .instructions import (
 )
 from .place import Place
 
-#: A schedule: a stage's place -> what it computes, without an end.
+#: A schedule: from a stage's place to its endless instructions.
 Generator = Callable[[Place], Iterator[Instruction]]
 
 
 def asynchronous(place: Place) -> Iterator[Instruction]:
-    """1F1B without a flush: a window of forwards, then backward, forward in turn.
+    """1F1B without a flush: a window of forwards, then backwards and forwards in turn.
 
-    Four stages with their classic windows 4, 3, 2, 1, time to the right, ``b`` a backward with its
+    Four stages with classic windows 4, 3, 2, 1, time to the right, ``b`` a backward with its
     update:
 
         stage 0   F0 F1 F2 F3          b0 F4 b1 F5 b2 F6
@@ -33,15 +33,14 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
         stage 2         F0 F1    b0 F2 b1 F3 b2 F4
         stage 3            F0 b0 F1 b1 F2 b2 F3
 
-    The figures count microbatches, those of all minibatches in one row: q = i*M + j. The forward of
-    q follows the backward of q - window, and a minibatch's update the backward of its last
-    microbatch.
+    Numbers count microbatches over all minibatches: q = i*M + j. The forward of q follows the
+    backward of q - window, and a minibatch's update the backward of its last microbatch.
     """
     return chain.from_iterable(_rounds(place))
 
 
 def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
-    # Every method without a flush runs this: a call for each round, and none of the helpers.
+    # All methods without a flush run this: one call per round, without helpers, for speed.
     new, window, parts = tuple.__new__, place.window, place.microbatches
     forwards, backwards, update = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
     for q in range(window):
@@ -54,7 +53,7 @@ def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
 
 
 def flushing(place: Place) -> Iterator[Instruction]:
-    """1F1B that ends a minibatch before the next begins (DAPPLE, PipeDream-Flush, Megatron-LM)."""
+    """1F1B that ends each minibatch before the next (DAPPLE, PipeDream-Flush, Megatron-LM)."""
     parts = place.microbatches
     window = min(parts, place.window)
     for i in count():
@@ -71,18 +70,18 @@ def gpipe(place: Place) -> Iterator[Instruction]:
 
 
 def zero_bubble(place: Place) -> Iterator[Instruction]:
-    """ZB-H1 (Qi et al., 2023): 1F1B with a flush, its backwards in two halves.
+    """ZB-H1 (Qi et al., 2023): 1F1B with a flush and backwards in two halves.
 
-    ``b`` is the half that gives the input's gradient, which the previous stage waits for, and ``w``
-    the other one, which nobody waits for. Three stages, four microbatches, all of equal length:
+    ``b`` computes the input's gradient, for which the previous stage waits, ``w`` the weights'
+    gradients, for which no stage waits. Three stages, four microbatches, equal lengths:
 
         stage 0   F0 F1 F2       b0 w0 F3 b1 w1 b2 w2 b3 w3
         stage 1      F0 F1    b0 F2 b1 w0 F3 b2 w1 b3 w2 w3
         stage 2         F0 b0 F1 b1 F2 b2 w0 F3 b3 w1 w2 w3
 
-    On stage k of N a ``w`` is k microbatches behind its ``b``, so that it fills the time at the end
-    in which there is no gradient yet. The window, N on every stage unless less is asked for, holds
-    both what awaits its ``b`` and what awaits its ``w``.
+    On stage k of N a ``w`` is k microbatches behind its ``b``, which fills the time at the end when
+    no gradient has arrived. The window, by default N on every stage, holds microbatches that await
+    their ``b`` or their ``w``.
     """
     stage, _, window, parts = place
     behind = min(stage, window - 1)
@@ -98,17 +97,17 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
 
 
 def asynchronous_halves(place: Place) -> Iterator[Instruction]:
-    """As ``asynchronous``, with backwards in two halves: the gradient is sent between them.
+    """``asynchronous`` with backwards in two halves and the gradient sent between them.
 
-    With forwards and halves of equal length that hides messages of half a forward each, for which
+    With forwards and halves of equal length this hides messages of half a forward each, for which
     ``asynchronous`` needs wider windows.
     """
     for instruction in asynchronous(place):
         kind, i, j = instruction
         if kind is Kind.BACKWARD:
             yield from backward_input(place, i, j)
-            # At once: without a flush there is no time to fill, and if it were put off the weights
-            # of later forwards would only be older.
+            # At once: without a flush there is no time to fill, and waiting would only make the
+            # weights of later forwards older.
             yield Instruction(Kind.BACKWARD_WEIGHTS, i, j)
         else:
             yield instruction
@@ -120,18 +119,26 @@ class Interleaved:
 
     Device d of P = N/v works on P microbatches in one of its chunks 0 to v-1, then in the next;
     backwards take the chunks in reverse. It begins with ``W = (v-1)*P + 2*(P-d-1)`` forwards, then
-    does a forward and a backward in turn. A stage's own actions are those of its chunk c: backward
-    q is the device's number ``b = q//P*P*v + (v-1-c)*P + q%P``, and before it come all forwards of
-    the stage that are among the device's first W + b + 1.
+    alternates forwards and backwards. The instructions of a stage are those of its chunk c:
+    backward q has the device's number ``b = q//P*P*v + (v-1-c)*P + q%P``, and all forwards of the
+    stage among the device's first W + b + 1 come before it.
 
-    Of stages or microbatches that do not fill the last round the others' order stays as it is; only
-    with multiples of v and P is a device idle for no more than (P-1)/v microbatches per flush.
-    Without a flush microbatches count on over all minibatches. One chunk per device without a flush
-    is ``1f1b-async`` with wide windows, 2*(N-k) - 1.
+    If stages or microbatches do not fill the last round, the order of the others stays the same;
+    only multiples of v and P limit the idle time of a device to (P-1)/v microbatches per flush.
+    Without a flush microbatches count over all minibatches. One chunk per device without a flush is
+    ``1f1b-async`` with wide windows, 2*(N-k) - 1.
 
     Args:
         chunks: the stages v on every device, at least 1.
-        flushes: whether every minibatch is finished before the next begins.
+        flushes: whether every minibatch ends before the next begins.
+
+    Example:
+        >>> from spectrain_ext.schedule import Interleaved, streams, validate
+        >>> schedule = Interleaved(chunks=2)
+        >>> windows = [schedule.window(k, 4, 4) for k in range(4)]
+        >>> counts = validate(streams(schedule, windows, 4), minibatches=5)
+        >>> [count.in_flight for count in counts] == windows
+        True
     """
 
     chunks: int = 2
@@ -142,7 +149,7 @@ class Interleaved:
             raise ValueError(f"chunks: expected at least 1 stage per device, got {self.chunks}")
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
-        """The endless actions of a stage, whatever the window of its place."""
+        """Yield a stage's endless instructions; the window of the place is ignored."""
         parts = place.microbatches
         begun = 0
         for q in count():
@@ -157,7 +164,7 @@ class Interleaved:
             yield from backward(place, i, j)
 
     def window(self, k: int, n: int, m: int) -> int:
-        """The most microbatches that stage k of n ever has in flight."""
+        """Return the most microbatches that stage k of n ever has in flight."""
         place = Place(k, n, 1, m)
         if self.flushes:
             return max(min(self._begun(place, q), m) - q for q in range(m))
@@ -168,25 +175,31 @@ class Interleaved:
         p = -(-place.stages // v)
         chunk, device = divmod(place.stage, p)
         warmup = (v - 1) * p + 2 * (p - device - 1)
-        last = warmup + q // p * p * v + (v - 1 - chunk) * p + q % p  # by the device's own numbers
+        last = warmup + q // p * p * v + (v - 1 - chunk) * p + q % p  # in the device's numbers
         rounds, rest = divmod(last - chunk * p, p * v)
         return rounds * p + min(p, rest + 1)
 
 
 @dataclass(frozen=True)
 class WPipe:
-    """WPipe's schedule (Yang et al., ICLR 2022): two groups of stages, which update in turn.
+    """WPipe's schedule (Yang et al., ICLR 2022): two groups of stages that update in turn.
 
-    Device d of P = N/2 has stage d, of group 1, and d + P, of group 2. In group 1 the forwards of
-    the next minibatch come before the backwards of this one, forward j before backward j: all are
-    late by one update, and there are two versions. Group 2 finishes a minibatch before it begins
-    the next, and is never late: while it is about to, its device works for group 1. Within a group
-    it goes as in 1F1B, with windows P - k and N - k. With as many microbatches as devices no device
-    is ever idle, and no more than N - k microbatches are in flight on stage k.
+    Device d of P = N/2 has stage d, of group 1, and stage d + P, of group 2. In group 1 forward j
+    of the next minibatch comes before backward j of this one: all forwards are late by one update,
+    and there are two versions. Group 2 ends each minibatch before the next and is never late;
+    meanwhile its devices work for group 1. Within a group the order is that of 1F1B, with windows P
+    - k and N - k. With as many microbatches as devices no device idles, and stage k has at most N -
+    k in flight.
+
+    Example:
+        >>> from spectrain_ext.schedule import WPipe, streams, validate
+        >>> counts = validate(streams(WPipe(), [2, 1], 1), minibatches=10)
+        >>> [max(count.delays) for count in counts]
+        [1, 0]
     """
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
-        """The endless actions of a stage, whatever the window of its place."""
+        """Yield a stage's endless instructions; the window of the place is ignored."""
         k, n, _, m = place
         if k >= n // 2:
             yield from flushing(place._replace(window=n - k))  # without an end
@@ -201,7 +214,7 @@ class WPipe:
                     yield from forward(place, i + 1, q)
 
     def window(self, k: int, n: int, m: int) -> int:
-        """The most microbatches that stage k of n ever has in flight."""
+        """Return the most microbatches that stage k of n ever has in flight."""
         return m + min(m, n // 2 - k) if k < n // 2 else min(m, n - k)
 
 
@@ -213,16 +226,21 @@ GENERATORS: dict[str, Generator] = {
     "zb-h1-async": asynchronous_halves,
 }
 
-#: Those that finish a minibatch on all stages before the next one begins: synchronous training.
+#: Synchronous schedules: a minibatch ends on all stages before the next begins.
 FLUSHING = frozenset({"gpipe", "1f1b", "zb-h1"})
 
 
 def find_generator(schedule: str | Generator) -> Generator:
-    """The schedule of that name; a generator is returned as it is.
+    """Return the schedule of a name, or a generator unchanged.
 
     Raises:
-        ValueError: there is none; the message lists those that exist.
+        ValueError: an unknown name; the message lists the known ones.
         TypeError: neither a name nor a function.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, find_generator
+        >>> str(next(find_generator("gpipe")(Place(0, 2, 2))))
+        'forward of minibatch 0, microbatch 0'
     """
     if callable(schedule):
         return schedule
@@ -234,7 +252,7 @@ def find_generator(schedule: str | Generator) -> Generator:
 
 
 def name_of(schedule: str | Generator) -> str:
-    """What people call it; the same in every process."""
+    """Return a schedule's name, the same in every process."""
     if isinstance(schedule, str):
         return schedule
     named = schedule if hasattr(schedule, "__qualname__") else type(schedule)
@@ -242,28 +260,30 @@ def name_of(schedule: str | Generator) -> str:
 
 
 def flushes(schedule: str | Generator) -> bool:
-    """Whether a minibatch is finished before the next begins: of a generator, on stage 0 of 3."""
+    """Whether a minibatch ends before the next begins; a generator is tried on stage 0 of 3."""
     if isinstance(schedule, str):
         return schedule in FLUSHING
     said = getattr(schedule, "flushes", None)
     if isinstance(said, bool):
         return said
     try:
-        # Of three microbatches that may be in flight the third is the next minibatch's.
+        # With three microbatches in flight, the third belongs to the next minibatch.
         first = next(a for a in schedule(Place(0, 3, 3, 2)) if a.minibatch or a.kind is Kind.UPDATE)
-    except Exception:  # one that is made for other numbers of stages, or is no schedule at all
+    except Exception:  # made for other numbers of stages, or not a schedule
         return False
     return first.minibatch == 0
 
 
 def takes_window(schedule: str | Generator) -> bool:
-    """Whether a window can be chosen for it: it does not flush, and has no windows of its own."""
+    """Whether a window can be chosen: it does not flush and has no windows of its own."""
     return not (flushes(schedule) or hasattr(schedule, "window"))
 
 
 def put_off(schedule: str | Generator, place: Place) -> int:
-    """The most microbatches, up to a stage's steady state, that have sent their gradient while
-    their backward has not ended: 1, or more where the weights' halves come later."""
+    """Return the most microbatches that have sent their gradient before their backward has ended.
+
+    It is at least 1, more if the second halves come later; counted up to a stage's steady state.
+    """
     end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1
     for action in takewhile(end.__ne__, find_generator(schedule)(place)):
@@ -275,15 +295,21 @@ def put_off(schedule: str | Generator, place: Place) -> int:
 def streams(
     schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
 ) -> list[Iterator[Instruction]]:
-    """What every stage computes, without an end.
+    """Return the endless stream of what each stage computes.
 
     Args:
         schedule: a name in ``GENERATORS``, or a generator.
-        windows: the window of each stage, in microbatches; their number is that of the stages.
-        microbatches: parts per minibatch.
+        windows: the window of each stage, in microbatches; one per stage.
+        microbatches: per minibatch.
 
     Raises:
-        ValueError: there is no schedule of that name; a window or ``microbatches`` is below 1.
+        ValueError: an unknown name; a window or ``microbatches`` is below 1.
+
+    Example:
+        >>> from itertools import islice
+        >>> from spectrain_ext.schedule import streams
+        >>> [each.kind.value for each in islice(streams("1f1b-async", [2, 1])[0], 5)]
+        ['forward', 'forward', 'backward', 'update', 'forward']
     """
     generate = find_generator(schedule)
     if microbatches < 1:
@@ -295,14 +321,14 @@ def streams(
     return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
 
 
-# What an endless stream may hold beyond the last minibatch of a run before it ends that one.
+# Instructions of later minibatches that a stream may yield before a run's last update.
 _BEYOND = 200_000
 
 
 def bounded(
     instructions: Iterable[Instruction], stage: int, minibatches: int | None = None
 ) -> Iterator[Instruction]:
-    """A stage's instructions in a run of some minibatches, lazily; None: all that there are."""
+    """Yield a stage's instructions in a run of some minibatches, lazily; None: all of them."""
     end = -1 if minibatches is None else minibatches
     beyond = 0
     if not end:

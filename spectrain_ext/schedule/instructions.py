@@ -1,4 +1,4 @@
-"""Instruction: one step of a stage's work, as a value; and those that a schedule is made of."""
+"""Defines instructions, the steps of a stage's work, and those that schedules consist of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from .place import Place
 
 
 class Kind(Enum):
-    """What a stage does in one instruction; the value is its name in errors and traces."""
+    """Actions of a stage; the value is the name in errors and traces.
+
+    Example:
+        >>> from spectrain_ext.schedule import Kind
+        >>> Kind.BACKWARD_INPUT.value
+        'backward of the input'
+    """
 
     PULL = "pull"
     LOAD_FORWARD = "load forward weights"
@@ -47,12 +53,11 @@ class Kind(Enum):
     RECEIVE_WORD = "hear that the next stage is through"
     SEND_WORD = "tell the previous stage that this one is through"
 
-    # Members are singletons: hashing by identity is right and keeps the executor's dispatch out of
-    # Python code.
+    # Members are singletons: hashing by identity keeps the executor's dispatch out of Python code.
     __hash__ = object.__hash__
 
 
-#: What schedules are made of; ``lower`` adds the rest.
+#: The kinds that schedules consist of; ``lower`` adds the rest.
 COMPUTE = frozenset(
     (
         *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS),
@@ -62,7 +67,13 @@ COMPUTE = frozenset(
 
 
 class Instruction(NamedTuple):
-    """One step of one stage; ``microbatch`` is 0 where the kind concerns the whole minibatch."""
+    """One step of one stage; ``microbatch`` is 0 where the kind concerns the whole minibatch.
+
+    Example:
+        >>> from spectrain_ext.schedule import Instruction, Kind
+        >>> str(Instruction(Kind.FORWARD, minibatch=2, microbatch=1))
+        'forward of minibatch 2, microbatch 1'
+    """
 
     kind: Kind
     minibatch: int
@@ -75,16 +86,16 @@ class Instruction(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run, or would compute something else than it should.
+    """A schedule that cannot run, or that would compute something wrong.
 
     Attributes:
-        stage: index of the stage, counted from 0.
-        instruction: that of its schedule where that shows.
+        stage: index of the stage, from 0.
+        instruction: the instruction at which the error shows.
         reason: what was expected, and what was found.
     """
 
     def __init__(self, stage: int, instruction: Instruction, reason: str) -> None:
-        super().__init__(stage, instruction, reason)  # these args make it picklable
+        super().__init__(stage, instruction, reason)  # makes it picklable
         self.stage = stage
         self.instruction = instruction
         self.reason = reason
@@ -94,28 +105,52 @@ class ScheduleError(ValueError):
 
 
 def forward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
-    """The forward of microbatch j of minibatch i."""
+    """Return the forward of microbatch j of minibatch i.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, forward
+        >>> [str(each) for each in forward(Place(0, 2, 2), 3, 0)]
+        ['forward of minibatch 3, microbatch 0']
+    """
     return (_new(Instruction, (_FORWARD, i, j)),)
 
 
 def backward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
-    """The backward of microbatch j of minibatch i; after the last one the update."""
+    """Return the backward of microbatch j of minibatch i, with the update after the last one.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, backward
+        >>> [str(each) for each in backward(Place(0, 2, 2), 3, 0)]
+        ['backward of minibatch 3, microbatch 0', 'update of minibatch 3']
+    """
     one = _new(Instruction, (_BACKWARD, i, j))
     return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
 
 
 def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
-    """The first half of a backward: the gradient of the input alone, which is sent on."""
+    """Return the first half of a backward: the input's gradient, which is sent on.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, backward_input
+        >>> [str(each) for each in backward_input(Place(0, 2, 2), 3, 0)]
+        ['backward of the input of minibatch 3, microbatch 0']
+    """
     return (_new(Instruction, (_BACKWARD_INPUT, i, j)),)
 
 
 def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
-    """The other half: the gradients of the weights; after the last one the update."""
+    """Return the other half: the weights' gradients, with the update after the last one.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, backward_weights
+        >>> [each.kind.name for each in backward_weights(Place(0, 2, 2), 3, 0)]
+        ['BACKWARD_WEIGHTS', 'UPDATE']
+    """
     one = _new(Instruction, (_BACKWARD_WEIGHTS, i, j))
     return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
 
 
-# Plain names and no keyword matching halve the time that an instruction takes to make.
+# Plain names without keyword matching halve the time to make an instruction.
 _new = tuple.__new__
 _FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
 _BACKWARD_INPUT, _BACKWARD_WEIGHTS = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS

@@ -1,4 +1,4 @@
-"""Ledger: one stage's turns entered one by one, checked, and what weights each computes with."""
+"""Checks one stage's instructions one by one, and derives the weights that each reads."""
 
 from __future__ import annotations
 
@@ -16,20 +16,31 @@ from .reading import Entries, Reader, Rules
 
 @dataclass
 class Count:
-    """What a stage's actions come to."""
+    """The counts of a stage's instructions.
+
+    Attributes:
+        updates: updates made.
+        in_flight: the most microbatches at one time between the start of their forward and the end
+            of their backward; the stage keeps the activations of each.
+        versions: buffers of weights: those in use, those kept for later and, where weights are
+            predicted, the true ones and those that predictions start from.
+        delays: microbatches by the number of updates between the version that their forward read
+            and their backward.
+
+    Example:
+        >>> from spectrain_ext.schedule import streams, validate
+        >>> first, last = validate(streams("1f1b-async", [2, 1]), minibatches=10)
+        >>> first.updates, first.in_flight, first.delays
+        (10, 2, {0: 1, 1: 9})
+    """
 
     updates: int = 0
-    # The most microbatches at one time between the begin of their forward and the end of their
-    # backward, both halves of it; of each the activations are kept.
     in_flight: int = 0
-    # Buffers of weights: the one that is computed with, those kept for later, and, where weights
-    # are predicted, the true ones and what they are predicted from.
     versions: int = 1
-    # {updates between what a microbatch's forward read and its backward: such microbatches}
     delays: dict[int, int] = field(default_factory=dict)
 
 
-Pair = tuple[int, int]  # a Reading; unlike it, the garbage collector does not look into it again
+Pair = tuple[int, int]  # a Reading, but one that the garbage collector stops tracking
 
 _NEWEST = Rules()
 _FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
@@ -38,21 +49,21 @@ _MISSING = (-1, -1)
 
 
 class Ledger(Reader[Pair]):
-    """Follows one stage's turns, checks them, and says what each computes with.
+    """Follows one stage's instructions, checks them, and returns the weights that each reads.
 
-    The memory that it takes does not grow with the length of the run.
+    Its memory does not grow with the length of the run.
 
     Args:
-        stage: its index k.
-        rules: which weights it computes with.
-        window: the most microbatches in flight, None to allow any number.
-        microbatches: the number that every minibatch must have; None: any, counted from 0.
-        entries: the versions of stage 0, where it reads these.
-        master: whether the true weights have a buffer of their own in any case, of a wider dtype.
+        stage: the index k.
+        rules: which weights it reads.
+        window: the most microbatches in flight; None: any number.
+        microbatches: the number in every minibatch; None: any, counted from 0.
+        entries: the versions of stage 0, where the rules read these.
+        master: whether the true weights have a buffer of their own, of a wider dtype, in any case.
 
     Attributes:
-        count: what it comes to so far.
-        heirs: of stage 0, the entries of other stages, which it tells its versions.
+        count: the counts so far.
+        heirs: for stage 0: the entries of other stages, which it notifies of its versions.
     """
 
     def __init__(
@@ -70,10 +81,10 @@ class Ledger(Reader[Pair]):
         self.heirs: Sequence[Entries] = ()
         self._stage = stage
         self._master = master or rules.has_master
-        # Parameters can be pointed at it, unless it has another dtype.
+        # Parameters can point at it, unless it has another dtype.
         self._reads_master = self.retains and rules.has_master and not master
         self._besides = int(self._master) + int(rules.keeps_before)
-        # Nothing is kept for later and the horizon is known: most schedules are counted so.
+        # Nothing is kept for later and the horizon is known: the fast path of most schedules.
         self._plain = (
             self._reads_newest
             and self._horizon is not None
@@ -85,26 +96,27 @@ class Ledger(Reader[Pair]):
             self.count.versions += len(ahead - {0} if self._reads_master else ahead) > 1
         self._window = window
         self._microbatches = microbatches
-        # What each microbatch read, None once it has had its backward; forgotten with the update.
+        # The weights each microbatch read, None after its backward; removed by the update.
         self._parts: dict[tuple[int, int], Pair | None] = {}
-        self._halved: set[tuple[int, int]] = set()  # whose weights' half is still to come
+        self._halved: set[tuple[int, int]] = set()  # whose second half is missing
         self._flying = 0
-        self._latest = 0  # the version that the last forward read: none before it exists
-        self._copied = -1  # the newest version of those that a turn has computed with
+        self._latest = 0  # the version that the last forward read; older ones are dropped
+        self._copied = -1  # the newest version that an instruction has read
 
     def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> Pair:
         return version, horizon
 
     def enter(self, run: Iterable[Instruction]) -> list[Pair]:
-        """The next turns: what each computes with; for an update, the version that it makes.
+        """Return what each of the next instructions reads; for an update, the version that it
+        makes.
 
         Raises:
-            ScheduleError: a forward has been seen before, exceeds the window, or reads a version
-                that does not exist yet or no longer; a backward has no forward before it, or has
-                been seen before; an update is not the one that is due, or comes before a forward or
-                a backward of its minibatch.
+            ScheduleError: a forward was seen before, exceeds the window, or reads a version that
+                does not exist yet or any longer; a backward has no forward before it, or was seen
+                before; an update is not due, or comes before a forward or a backward of its
+                minibatch.
         """
-        # A schedule has millions of turns: this loop is as plain as it can be.
+        # Schedules have millions of instructions: this loop avoids calls.
         count, parts, plain, halved = self.count, self._parts, self._plain, self._halved
         delays = count.delays
         ahead, backward_ahead = self._horizon or 0, self._backward_horizon
@@ -125,7 +137,7 @@ class Ledger(Reader[Pair]):
             elif kind is _UPDATE:
                 self._check_update(turn)
                 self.updated()
-                if self.written is not None:  # beside all that backwards want again
+                if self.written is not None:  # in addition to what backwards still need
                     self._count_versions(self.written)
                 count.updates = updates = self.version
                 reading = (updates, 0)
@@ -143,7 +155,7 @@ class Ledger(Reader[Pair]):
                     delays[delay] = delays.get(delay, 0) + 1
                 reading = (updates, backward_ahead) if plain else self.for_backward(i, j, ends)
                 if not plain:
-                    # Of second order is what the step wrote, linear what a backward predicts.
+                    # The step writes second-order predictions; backwards predict linearly.
                     linear = self._by_step and not self._stashes
                     self._count_versions((*reading, "linear") if linear else reading)
             readings.append(reading)
@@ -151,7 +163,7 @@ class Ledger(Reader[Pair]):
         return readings
 
     def close(self, minibatches: int | None = None) -> Count:
-        """The stage's actions have ended: what they come to.
+        """End the stage's instructions and return their count.
 
         Raises:
             ScheduleError: a microbatch has no backward, a minibatch no update.
@@ -189,7 +201,7 @@ class Ledger(Reader[Pair]):
             raise ScheduleError(self._stage, turn, reason)
 
     def _check_half(self, turn: Instruction) -> bool:
-        """Whether the backward ends with this, a whole one, or one half of it after the other."""
+        """Whether the backward ends here: a whole one, or the second half after the first."""
         kind, part = turn.kind, turn[1:]
         halved = part in self._halved
         if kind is _WEIGHTS and not halved:
@@ -242,7 +254,7 @@ class Ledger(Reader[Pair]):
         return reading
 
     def _count_versions(self, loaded: tuple[Any, ...]) -> None:
-        """Everything that exists while ``loaded`` is computed with."""
+        """Count everything that exists while ``loaded`` is in use."""
         now = self.version, 0
         others: set[tuple[Any, ...]] = {loaded}
         if self.retains:
@@ -268,7 +280,7 @@ def open_ledgers(
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
 ) -> list[Ledger]:
-    """A ledger per stage; without rules of the newest weights, forward and backward."""
+    """Return a ledger per stage; without rules all read the newest weights."""
     for name, values in (("rules", rules), ("windows", windows)):
         if values is not None and len(values) != stages:
             raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
@@ -287,12 +299,12 @@ def open_ledgers(
 def count_stage(
     schedule: str | Generator, entry: Place, place: Place, rules: Rules, master: bool
 ) -> Count:
-    """What the stage at ``place`` comes to in a long run; ``entry`` is the place of stage 0."""
+    """Return the count of the stage at ``place`` in a long run; ``entry`` is stage 0's place."""
     generate = find_generator(schedule)
     parts = place.microbatches
     entries = Entries(generate(entry))
     ledger = Ledger(place.stage, rules, microbatches=parts, entries=entries, master=master)
-    # Two windows and some minibatches take any schedule to its steady state, and once around.
+    # Two windows and six minibatches reach any schedule's steady state.
     enough = (entry.window + place.window) // parts + 6
     end = Instruction(_UPDATE, enough)
     ledger.enter(takewhile(end.__ne__, bounded(generate(place), place.stage)))

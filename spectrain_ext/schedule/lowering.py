@@ -1,6 +1,6 @@
-"""Lowering: what else a stage does around the instructions of its schedule, in which order.
+"""Adds the loads, receives, sends and other work around a schedule's instructions, in order.
 
-``spectrain timeline --instructions`` prints what comes of it.
+``spectrain timeline --instructions`` prints the result.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import NamedTuple
 from .instructions import Instruction, Kind
 from .place import Place
 
-#: What each kind of instruction of a schedule becomes.
+#: What each kind of instruction becomes.
 Table = Mapping[Kind, tuple[Kind, ...]]
 
 
 class Duties(NamedTuple):
-    """What a stage does beside its schedule."""
+    """A stage's work besides its schedule."""
 
-    pulls: bool | None = None  # the caller's batches come in here; None: at stage 0
-    blocks: bool = False  # at a receive
-    evaluates: bool = False  # goes forward only
-    recomputes: bool = False  # the forward, before a backward
+    pulls: bool | None = None  # takes the caller's batches; None: on stage 0
+    blocks: bool = False  # while receiving
+    evaluates: bool = False  # runs forwards only
+    recomputes: bool = False  # before a backward
     lends: bool = False  # later stages have copies of its weights
-    borrows: bool = False  # it has copies of the weights of earlier stages
-    sums: bool = False  # gradients, with its replicas
+    borrows: bool = False  # has copies of weights of earlier stages
+    sums: bool = False  # gradients over its replicas
     divides: bool = False  # gradients, where losses are sums
     clips: bool = False
     checks: bool = False  # whether loss and gradients are finite
-    tells_norm: bool = False  # which other stages need to clip by, or to agree on an update
-    averages: bool = False  # weights, with its replicas
-    reports: bool = False  # the caller hears from here that a minibatch is done with
+    tells_norm: bool = False  # other stages need it to clip or to agree on an update
+    averages: bool = False  # weights over its replicas
+    reports: bool = False  # notifies the caller that a minibatch has ended
 
 
 def lower(instructions: Iterable[Instruction], place: Place) -> Iterator[Instruction]:
-    """All that a stage does around the instructions of its schedule, with no other duties."""
+    """Yield all that a stage does around its schedule's instructions, without other duties."""
     first, later = tables(place, Duties())
     for kind, i, j in instructions:
         for each in (later if j else first)[kind]:
@@ -42,7 +42,7 @@ def lower(instructions: Iterable[Instruction], place: Place) -> Iterator[Instruc
 
 
 def tables(place: Place, duties: Duties) -> tuple[Table, Table]:
-    """What instructions of a minibatch's first microbatch become, and those of the others."""
+    """Return what instructions become: for a minibatch's first microbatch, and for the others."""
     later = _evaluation(place) if duties.evaluates else _training(place, duties)
     pulls = place.stage == 0 if duties.pulls is None else duties.pulls
     first = {**later, Kind.FORWARD: (Kind.PULL, *later[Kind.FORWARD])} if pulls else later
@@ -52,7 +52,7 @@ def tables(place: Place, duties: Duties) -> tuple[Table, Table]:
 def _training(place: Place, does: Duties) -> Table:
     is_last = place.stage == place.stages - 1
     receive_gradient = _if(not is_last, Kind.RECEIVE_GRADIENT)
-    # Without a flush this stage updates before the previous one: that one hears by the gradient.
+    # Without a flush this stage updates first: the gradient notifies the previous one.
     tells = does.checks and not does.tells_norm and place.stage > 0
     send_gradient = (
         *_if(tells, Kind.CHECK_GRADIENT),
@@ -60,13 +60,13 @@ def _training(place: Place, does: Duties) -> Table:
     )
 
     def begin(load: Kind, receive: Sequence[Kind]) -> tuple[Kind, ...]:
-        # Where a receive blocks, a load before it takes time in which the stage would wait.
+        # Where a receive blocks, load before it: the stage would only wait meanwhile.
         return (load, *receive) if does.blocks else (*receive, load)
 
     return {
         Kind.FORWARD: (
             *begin(Kind.LOAD_FORWARD, [Kind.RECEIVE_ACTIVATION]),
-            # Not before the receive, which may find that there is no such minibatch.
+            # After the receive, which may find that the run has ended.
             *_if(does.lends, Kind.SEND_TIED_WEIGHTS),
             *_if(does.borrows, Kind.RECEIVE_TIED_WEIGHTS),
             Kind.FORWARD,
@@ -120,7 +120,7 @@ def _evaluation(place: Place) -> Table:
             Kind.FORWARD,
             Kind.MEASURE if is_last else Kind.SEND_ACTIVATION,
         ),
-        Kind.BACKWARD: (  # the word that a microbatch is through goes from stage to stage
+        Kind.BACKWARD: (  # stages pass on the message that a microbatch has ended
             *_if(not is_last, Kind.RECEIVE_WORD),
             *_if(place.stage > 0, Kind.SEND_WORD),
         ),

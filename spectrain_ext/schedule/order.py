@@ -1,4 +1,4 @@
-"""Order: all stages' instructions run against each other, as they can run; checked and counted."""
+"""Runs all stages' instructions against each other in a possible order, checks and counts them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .place import Place
 from .reading import Reading, Rules
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
-_RUN = 4096  # instructions after which a stage that waits for nobody lets the others go on
-# Of what a device can begin at once: an update goes first, and what nobody waits for last.
+_RUN = 4096  # instructions after which a stage lets the others continue
+# Among what can begin at once: updates first, what no stage waits for last.
 _RANKS = {_UPDATE: 0, _WEIGHTS: 3}
-_ALONE = frozenset((_UPDATE, _WEIGHTS))  # they receive nothing and send nothing
+_ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 _NEVER = float("inf")
 
 
 class _Stage:
-    """One stage's instructions, and what its neighbours have sent it: theirs, in order."""
+    """One stage's instructions, and what its neighbours have sent it, in order."""
 
     def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
         self.instructions = instructions
@@ -34,11 +34,11 @@ class _Stage:
 def interleave(
     schedules: Sequence[Iterable[Instruction]], minibatches: int | None = None
 ) -> Iterator[tuple[int, list[Instruction]]]:
-    """All stages' instructions in an order in which they can run, as (stage, some of them)."""
+    """Yield all stages' instructions in a possible order, as (stage, some of them)."""
     n = len(schedules)
     stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
-    # Down and up again: activations travel the whole way in one sweep, and so do gradients.
-    # What can run does not depend on this order: a schedule that ends here ends on any machine.
+    # Down and up: activations travel the whole way in one sweep, and so do gradients. The order
+    # does not affect what can run: a schedule that ends here ends on any machine.
     sweep = [*range(n), *range(n - 2, 0, -1)]
     progress = True
     while progress:
@@ -81,7 +81,7 @@ def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
                     stage.waiting = instruction
                     return run
                 sent = inputs.popleft()
-                # one may have halves, the other not
+                # one of the two may have halves
                 if sent != instruction and sent[1:] != instruction[1:]:
                     raise _out_of_order(k, instruction, sent)
             if outputs is not None:
@@ -113,7 +113,7 @@ def _out_of_order(k: int, instruction: Instruction, sent: Instruction) -> Schedu
 
 
 def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleError:
-    """Why stage k waits for ever: the stage at the end of the chain of those that wait."""
+    """Return why stage k waits forever: the stage at the end of the chain of waiting ones."""
     sender = _sender(k, instruction)
     other = stages[sender].waiting
     if other is None:
@@ -128,11 +128,17 @@ def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleEr
     return ScheduleError(k, receive(instruction), reason)
 
 
-# Several stages on one device, which does one thing at a time.
+# Several stages on one device.
 
 
 def lay_out(stages: int, chunks: int) -> list[int]:
-    """The device of every stage: k mod ceil(stages/chunks)."""
+    """Return the device of every stage: k mod ceil(stages/chunks).
+
+    Example:
+        >>> from spectrain_ext.schedule import lay_out
+        >>> lay_out(stages=6, chunks=2)
+        [0, 1, 2, 0, 1, 2]
+    """
     devices = -(-stages // min(chunks, stages))
     return [k % devices for k in range(stages)]
 
@@ -142,22 +148,28 @@ def device_order(
     device_of: Sequence[int],
     minibatches: int | None = None,
 ) -> list[Iterator[tuple[int, Instruction]]]:
-    """What every device does one after another, as (stage, turn), lazily.
+    """Return what every device does in turn, as lazy iterators of (stage, instruction).
 
-    The order of a device is part of one order of all turns, in which everything that a turn waits
-    for comes before it: devices that keep to it, whatever time their work takes, never wait for
-    each other for ever. It is the same on every machine.
+    Each device's order is part of one order of all instructions in which everything that an
+    instruction waits for comes before it. Devices that follow it cannot deadlock, for any
+    durations. It is the same on every machine.
 
     Args:
-        actions: of every stage; finite, or endless with ``minibatches``.
-        device_of: the device of every stage, counted from 0.
-        minibatches: the length of the run; None: all that there are.
+        actions: per stage; finite, or endless with ``minibatches``.
+        device_of: the device of every stage, from 0.
+        minibatches: the length of the run; None: all instructions.
 
     Raises:
-        ScheduleError: as they are read: the schedule cannot be run.
-        ValueError: there is not one device for every stage.
+        ScheduleError: while iterating: the schedule cannot run.
+        ValueError: not one device per stage.
+
+    Example:
+        >>> from spectrain_ext.schedule import device_order, streams
+        >>> (only,) = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
+        >>> [(stage, each.kind.value) for stage, each in only][:3]
+        [(0, 'forward'), (1, 'forward'), (1, 'backward')]
     """
-    # Who reads the order of one device only lets go of the other copies, and nothing is kept.
+    # A caller that reads only one device drops the other copies, which then buffer nothing.
     copies = tee(_one_by_one(actions, device_of, minibatches), 1 + max(device_of, default=-1))
     return [_of_device(copy, d, device_of) for d, copy in enumerate(copies)]
 
@@ -173,27 +185,27 @@ def _one_by_one(
     device_of: Sequence[int],
     minibatches: int | None = None,
 ) -> Iterator[tuple[int, Instruction]]:
-    """The turns of all stages as devices begin them that are never idle without need.
+    """Yield the instructions of all stages as devices that never idle without need begin them.
 
-    A forward, a backward and half of one take one unit of time, an update and a message none. A
-    device does what can begin first; of turns that can begin at once an update, and the weights'
-    half of a backward last; else a forward after a backward and a backward after a forward, else
-    one of the oldest round of as many microbatches as there are devices, else a forward of the
-    first stage or a backward of the last. Interleaved 1F1B comes out in the order of Megatron-LM;
-    but that from three chunks and four devices on waits for some forwards, where these devices do a
-    backward meanwhile and end at the same time.
+    A forward, a backward and a half take one unit of time, an update and a message none. A device
+    runs what can begin first. Ties: an update first and the second half of a backward last; between
+    them a forward after a backward and a backward after a forward; then the oldest round of as many
+    microbatches as devices; then a forward of the first stage or a backward of the last.
+    Interleaved 1F1B comes out in Megatron-LM's order, except that from three chunks and four
+    devices on Megatron-LM waits for some forwards where these devices do a backward and end at the
+    same time.
     """
     n = len(actions)
     if len(device_of) != n:
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
     following = [bounded(actions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
-    # What was sent to each stage and when it is there: gradients, activations.
+    # What was sent to each stage and when it arrives: gradients, activations.
     inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
         [deque() for _ in range(n)],
         [deque() for _ in range(n)],
     )
-    sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none, and that send none
+    sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none; that send none
     devices = 1 + max(device_of, default=-1)
     stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
     free = [0] * devices
@@ -201,7 +213,7 @@ def _one_by_one(
     went_ahead = [False] * devices
 
     def choice(d: int) -> tuple[float, int, int, int, int]:
-        """When a device can begin something, and which stage's turn that is."""
+        """Return when a device can begin something, and of which stage."""
         found = (_NEVER, 0, 0, 0, -1)
         for k in stages_of[d]:
             turn = heads[k]
@@ -246,7 +258,7 @@ def _one_by_one(
             raise ScheduleError(k, receive(turn), "never arrives: no device can go on")
 
 
-# Checked, and counted.
+# Checks and counts.
 
 
 def follow(
@@ -255,7 +267,7 @@ def follow(
     minibatches: int | None = None,
     devices: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
-    """Some turns of a stage with what they compute with, of one stage after another as they run."""
+    """Yield (stage, instructions, what they read), of one stage after another as they run."""
     if devices is None:
         order = interleave(actions, minibatches)
     else:
@@ -274,29 +286,34 @@ def validate(
     windows: Sequence[int] | None = None,
     rules: Sequence[Rules] | None = None,
 ) -> list[Count]:
-    """Run the actions of all stages against each other, computing nothing, and count.
+    """Run the instructions of all stages against each other without computing, and count.
 
-    Checked are: there is nothing but computation; what a stage waits for is sent, and what is sent
-    is received, in the same order; no stages wait for each other for ever;
-    every microbatch has exactly one forward and one backward, whole or in two halves, in this
-    order, and every minibatch an update after its last backward, in the order of minibatches; no
-    stage has more microbatches in flight than its window; no version of the weights is read before
-    it exists or after it was dropped.
+    Checks: there are only forwards, backwards and updates; what a stage waits for is sent, and what
+    is sent is received, in the same order, without deadlocks; every microbatch has one forward,
+    then one backward, whole or in halves; every minibatch has an update after its last backward, in
+    order; windows are kept; no version of the weights is read before it exists or after it was
+    dropped.
 
     Args:
-        actions: of every stage; finite, or endless with ``minibatches``. They are read lazily: the
-            memory it takes does not grow with the length of the run.
+        actions: per stage; finite, or endless with ``minibatches``. Read lazily: memory does not
+            grow with the length of the run.
         minibatches: the length of the run.
-        microbatches: the number that every minibatch must have, None to allow any.
-        windows: the most microbatches in flight on every stage, None to allow any number.
-        rules: which weights the method has every stage compute with; None: the newest.
+        microbatches: the number in every minibatch; None: any.
+        windows: the most microbatches in flight per stage; None: any number.
+        rules: which weights every stage reads; None: the newest.
 
     Returns:
-        What every stage's actions come to.
+        The count of every stage.
 
     Raises:
-        ScheduleError: names the stage, the action, and what was expected.
+        ScheduleError: names the stage, the instruction, and what was expected.
         ValueError: ``windows`` or ``rules`` has another length than ``actions``.
+
+    Example:
+        >>> from spectrain_ext.schedule import streams, validate
+        >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=100, windows=[3, 2, 1])
+        >>> [max(count.delays) for count in counts]
+        [2, 1, 0]
     """
     ledgers = open_ledgers(len(actions), rules, windows, microbatches)
     deque(follow(actions, ledgers, minibatches), maxlen=0)
@@ -304,9 +321,15 @@ def validate(
 
 
 def check_generator(generate: Generator, places: Sequence[Place]) -> None:
-    """Raise unless a generator's actions can be run, and every update is of one minibatch alone."""
+    """Raise unless a generator's instructions can run and every update has one minibatch's
+    gradients.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place, WPipe, check_generator
+        >>> check_generator(WPipe(), [Place(0, 2, 2), Place(1, 2, 1)])
+    """
     microbatches = places[0].microbatches
-    # Enough for any window to be full, and for the steady state.
+    # Enough to fill any window and reach the steady state.
     minibatches = max(place.window for place in places) // microbatches + 6
     for place in places:
         action = next(iter(generate(place)), None)
@@ -318,8 +341,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     windows = [place.window for place in places]
     made = [generate(place) for place in places]
     validate(made, minibatches=minibatches, microbatches=microbatches, windows=windows)
-    # Both halves of a backward are between the same updates: so they meet one version, and the
-    # first may add gradients as well, of what cannot be put off.
+    # Both halves of a backward must be between the same updates: they read one version, and the
+    # first may add gradients too, of weights that cannot wait.
     for place in places:
         updates = 0
         for turn in bounded(generate(place), place.stage, minibatches):
@@ -330,7 +353,13 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
 
 
 class Met(NamedTuple):
-    """The weights that a microbatch's forward and its backward computed with on one stage."""
+    """The weights that a microbatch's forward and backward computed with on one stage.
+
+    Example:
+        >>> from spectrain_ext.schedule import Met, Reading
+        >>> Met(minibatch=3, microbatch=0, forward=Reading(2), backward=Reading(3)).forward.version
+        2
+    """
 
     minibatch: int
     microbatch: int
@@ -343,10 +372,16 @@ def read(
     rules: Sequence[Rules] | None = None,
     minibatches: int | None = None,
 ) -> Iterator[tuple[int, Met]]:
-    """What every microbatch meets on every stage, as (stage, Met), lazily, in order of backwards.
+    """Yield (stage, Met) for every microbatch on every stage, lazily, in order of backwards.
 
     Raises:
-        ScheduleError: the schedule cannot be run.
+        ScheduleError: the schedule cannot run.
+
+    Example:
+        >>> from spectrain_ext.schedule import read, streams
+        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
+        >>> met[3].forward.version, met[3].backward.version
+        (2, 3)
     """
     ledgers = open_ledgers(len(actions), rules)
     forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]

@@ -1,4 +1,4 @@
-"""Place: where a stage stands in its pipeline, and who runs it where it has several replicas."""
+"""Defines a stage's place in its pipeline, and which ranks run its replicas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """One stage of one pipeline: all that schedules and methods ask about it.
+    """One stage of one pipeline: all that schedules and methods need to know about it.
 
-    Of a stage with replicas, ``window`` and ``microbatches`` are one replica's own share.
+    With replicas ``window`` and ``microbatches`` are one replica's share.
 
     Attributes:
-        stage: its index k, counted from 0.
+        stage: the index k, from 0.
         stages: the number of stages N.
         window: microbatches that the stage may have in flight, at least 1.
-        microbatches: parts M that a minibatch is split into; one update follows the last part.
+        microbatches: the number M of microbatches in a minibatch; one update follows the last.
+
+    Example:
+        >>> from spectrain_ext.schedule import Place
+        >>> Place(stage=0, stages=4, window=4)
+        Place(stage=0, stages=4, window=4, microbatches=1)
     """
 
     stage: int
@@ -26,23 +31,28 @@ class Place(NamedTuple):
 
 
 class Replicas:
-    """How many replicas every stage has: which rank is which, and who runs which microbatch.
+    """The number of replicas of every stage: which rank each is, and which microbatches it runs.
 
-    Replicas are numbered stage by stage, and each is a rank of its own; or, where
-    ranks have several stages, number s is on rank s mod ranks: on rank r of R the stages r, r + R,
-    r + 2R, ... Microbatch j of every minibatch is run by replica j mod r of a stage with r
-    replicas: the 1F1B-RR of PipeDream (Narayanan et al., 2019).
+    Replicas are numbered stage by stage, and each is a rank. If ranks have several stages, number s
+    is on rank s mod R. Replica j mod r of a stage with r replicas runs microbatch j of every
+    minibatch: the 1F1B-RR of PipeDream (Narayanan et al., 2019).
 
     Args:
         counts: replicas of every stage, each at least 1.
-        ranks: fewer than stages, which have one replica each; None: one for every replica.
+        ranks: fewer than stages, which then have one replica each; None: one per replica.
 
     Attributes:
         counts: as given.
-        stages: their number.
-        total: the number of all replicas of all stages.
+        stages: the number of stages.
+        total: the number of all replicas.
         ranks: the number of processes.
         dealt: whether any stage has more than one replica.
+
+    Example:
+        >>> from spectrain_ext.schedule import Replicas
+        >>> replicas = Replicas([2, 1])
+        >>> replicas.ranks, list(replicas.ranks_of(0)), replicas.stages_on(2)
+        (3, [0, 1], [1])
     """
 
     def __init__(self, counts: Sequence[int], ranks: int | None = None) -> None:
@@ -55,11 +65,11 @@ class Replicas:
 
     @staticmethod
     def of(given: int | Sequence[int] | None, ranks: int) -> Replicas:
-        """What was asked for, on so many ranks: a number for every stage, one for all, or None: 1.
+        """Return replicas for this many ranks: a number for every stage, one for all, or None: 1.
 
         Raises:
-            TypeError: something else than numbers.
-            ValueError: a number below 1, or they do not make up the ranks.
+            TypeError: not numbers.
+            ValueError: a number below 1, or they do not add up to the ranks.
         """
         if given is None or isinstance(given, int):
             each = 1 if given is None else given
@@ -81,7 +91,7 @@ class Replicas:
         return found
 
     def check_microbatches(self, microbatches: int) -> None:
-        """Raise ValueError unless every stage can deal them out evenly."""
+        """Raise ValueError unless every stage can share the microbatches evenly."""
         for k, count in enumerate(self.counts):
             if microbatches % count:
                 raise ValueError(
@@ -90,37 +100,39 @@ class Replicas:
                 )
 
     def stage_and_replica(self, index: int) -> tuple[int, int]:
-        """What number ``index`` of all replicas is; for a rank, what it is or has first."""
+        """Return the stage and replica of a number among all, or of a rank's first stage."""
         for k in range(self.stages):
             if index < self._first[k + 1]:
                 return k, index - self._first[k]
         raise IndexError(f"rank {index} of {self.total}")
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages that a rank has."""
+        """Return the stages of a rank."""
         return [self.stage_and_replica(n)[0] for n in range(rank, self.total, self.ranks)]
 
     def ranks_of(self, stage: int) -> range:
-        """The ranks of a stage's replicas."""
+        """Return the ranks of a stage's replicas."""
         first = self._first[stage] % self.ranks
         return range(first, first + self.counts[stage])
 
     def indices_of(self, stage: int) -> range:
-        """The indices of a stage's replicas among all."""
+        """Return the numbers of a stage's replicas among all."""
         return range(self._first[stage], self._first[stage + 1])
 
     def runs(self, stage: int, microbatch: int) -> int:
-        """The index of the replica that runs a microbatch of every minibatch on a stage."""
+        """Return the number of the replica that runs a microbatch on a stage."""
         return self._first[stage] + microbatch % self.counts[stage]
 
     def depth(self, stage: int) -> int:
-        """Replicas from this stage on, per replica of it, rounded up: N - k where all have one."""
+        """Return the replicas from this stage on, per replica of it, rounded up; N - k without
+        replicas.
+        """
         return -(-(self.total - self._first[stage]) // self.counts[stage])
 
     def edges(self) -> Iterator[tuple[int, int]]:
-        """The replicas of neighbouring stages that share microbatches, as (earlier, later)."""
+        """Yield neighbouring stages' replicas that share microbatches, as (earlier, later)."""
         for k, (a, b) in enumerate(pairwise(self.counts)):
-            # They divide the microbatches: who meets whom repeats after their product.
+            # The pairs repeat after the product of the counts.
             yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(a * b)})
 
 

@@ -1,4 +1,4 @@
-"""Reading: a stage's rules, and the weights that they have each of its turns compute with."""
+"""Defines a stage's rules, and derives the weights that each forward and backward reads."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from .instructions import Instruction, Kind
 
 Reads = Literal["newest", "entry", "previous"]
 Law = Literal["linear", "geometric", "second-order", "difference", "average"]
-#: A law of one's own: from a horizon to what an optimizer can predict by.
+#: A law of your own: a function of the horizon.
 OwnLaw = Callable[[int], Any]
 Backward = Literal["current", "predict", "stash"]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The weights that a method has one stage compute with: a ``Method`` at one place.
-
-    ``Reader`` says what these mean, to whoever counts or runs a schedule.
+    """The weights that one stage computes with: a ``Method`` at one place.
 
     Attributes:
-        forward_reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``:
-            that of stage 0 when the microbatch began there; ``"previous"``: of minibatch i, version
-            i - 1.
-        law: how predictions are made. ``"second-order"`` ones are written by the step and cannot be
-            made again; ``"difference"`` needs the version before the newest as well, ``"average"``
-            an average of those. Any other is a function of the horizon.
+        forward_reads: the version that a forward reads. ``"newest"``: the current one; ``"entry"``:
+            stage 0's when the microbatch began there; ``"previous"``: version i - 1 for minibatch
+            i.
+        law: the prediction law. The step writes ``"second-order"`` predictions, which cannot be
+            made again; ``"difference"`` needs the version before the newest, ``"average"`` an
+            average of changes. Any other is a function of the horizon.
         forward_horizon: updates by which the forward's weights are predicted ahead; ``"counted"``:
-            to the version that its backward will meet.
-        lead: updates further of the second-order law.
-        backward: ``"current"``: the version of the moment; ``"predict"``: that, predicted
-            ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights again.
-        backward_horizon: see there.
-        once: all microbatches of a minibatch have the forward weights of its first.
-        correction: what updates do otherwise, one of ``spectrain_ext.corrections``.
+            up to the version that is current at its backward.
+        lead: further updates of the second-order law.
+        backward: ``"current"``: the newest version; ``"predict"``: that version predicted
+            ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights.
+        backward_horizon: see ``backward``.
+        once: all microbatches of a minibatch use the first one's forward weights.
+        correction: how updates correct late gradients: one of ``spectrain_ext.corrections``.
+
+    Example:
+        >>> from spectrain_ext.schedule import Rules, streams, validate
+        >>> rules = [Rules(backward="stash")] * 3
+        >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=20, rules=rules)
+        >>> [count.versions for count in counts]
+        [3, 2, 1]
     """
 
     forward_reads: Reads = "newest"
@@ -57,19 +62,19 @@ class Rules:
 
     @property
     def has_master(self) -> bool:
-        """Whether the true weights have a buffer of their own, beside what is computed with."""
+        """Whether the true weights have a buffer besides those in use."""
         return self.predicts or (self.correction is not None and self.correction.reads_stale)
 
     @property
     def by_step(self) -> bool:
-        """Whether a step writes the forwards' predictions, which nobody can make again."""
+        """Whether a step writes the forwards' predictions, which cannot be made again."""
         return self.law == "second-order" and (self.forward_horizon != 0 or self.lead != 0)
 
     def retains(self, microbatches: int | None) -> bool:
-        """Whether a backward meets other weights than its forward, each in a buffer of its own.
+        """Whether a backward and its forward read different weights, each in a buffer of its own.
 
-        They share one, written before each use, where that is as fast as two: an update comes
-        between any two forwards, and both their weights and the backward's are predicted.
+        They share one buffer, written before each use, where that is as fast: an update comes
+        between any two forwards, and the weights of both forward and backward are predicted.
         """
         if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
             return False
@@ -84,23 +89,28 @@ class Rules:
 
     @property
     def keeps_before(self) -> bool:
-        """Whether the version before the newest has a buffer as well, or an average of them."""
+        """Whether the version before the newest, or an average of changes, has a buffer."""
         return self.law in ("difference", "average") and self.predicts
 
     @property
     def averaging(self) -> float:
-        """What that average keeps of itself with every update; 0: it is the version before."""
+        """The share of itself that this average keeps in an update; 0: the version before."""
         return exp(-2.0 / self.backward_horizon) if self.law == "average" and self.predicts else 0.0
 
 
 class Reading(NamedTuple):
-    """The weights that a forward or a backward computes with.
-
-    Where there are millions of them they are plain pairs.
+    """The weights of a forward or a backward.
 
     Attributes:
-        version: updates of the stage that had been made to them.
-        horizon: by how many updates they are predicted ahead; 0 for the version itself.
+        version: the stage's updates that they contain.
+        horizon: by how many updates they are predicted ahead; 0: the version itself.
+
+    Example:
+        >>> from spectrain_ext.schedule import Rules, read, streams
+        >>> rules = [Rules(forward_horizon=1)] * 2
+        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
+        >>> met[3].forward, met[3].backward
+        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
     """
 
     version: int
@@ -108,21 +118,21 @@ class Reading(NamedTuple):
 
 
 class Entries:
-    """The version that stage 0 has when each microbatch enters, for the forwards of one stage."""
+    """The version that stage 0 has when each microbatch enters, for one stage's forwards."""
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self.following = 0  # that of the forward after the last, or, while it is not known, of this
-        # Read as far as they are needed; without any, stage 0 tells by ``note``.
+        self.following = 0  # the next forward's version, or, until it is known, this one's
+        # Read lazily; without any, stage 0 calls ``note``.
         self._actions = iter(actions)
         self._updates = 0
         self._known: deque[tuple[int, int, int]] = deque()
 
     def note(self, i: int, j: int, version: int) -> None:
-        """Stage 0 has this version when it begins the microbatch."""
+        """Record stage 0's version when it begins the microbatch."""
         self._known.append((i, j, version))
 
     def take(self, i: int, j: int) -> int:
-        """The version of one microbatch; a small minibatch has fewer of them than the schedule."""
+        """Return the version of a microbatch; small minibatches skip some of the schedule's."""
         known = self._known
         while True:
             if not known:
@@ -143,14 +153,14 @@ class Entries:
             self._updates += kind is Kind.UPDATE
 
 
-#: What stands for weights: a tuple of the version and how it is predicted, false if it is not.
+#: A key for weights: the version and how it is predicted, false if it is not.
 W = TypeVar("W", bound=tuple[Any, ...])
 
 
 class Reader(ABC, Generic[W]):
-    """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
+    """Applies ``Rules``: which weights an instruction computes with, and which must be kept.
 
-    A ``Ledger`` counts with it, and the engine's weights are loaded by it.
+    A ``Ledger`` counts with it; the engine loads weights by it.
     """
 
     def __init__(
@@ -158,11 +168,11 @@ class Reader(ABC, Generic[W]):
     ) -> None:
         self.rules = rules
         self.version = 0  # updates made in this run
-        # Whether what the newest version's last forward and last backward had stays for the next.
+        # Whether the newest version keeps the weights of its last forward and backward.
         self.retains = rules.retains(microbatches)
-        # What the last step wrote and nothing can write again, while forwards may read it.
+        # The step's own prediction, which cannot be made again, while forwards may read it.
         self.written: W | None = None
-        # None: a minibatch may have any number.
+        # -1: any number of microbatches.
         self._last = -1 if microbatches is None else microbatches - 1
         self._entries = Entries() if entries is None else entries
         self._reads_newest = rules.forward_reads == "newest"
@@ -171,19 +181,19 @@ class Reader(ABC, Generic[W]):
         self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
-        # What the last backward had, which a correcting update still needs: a forward may come
-        # between, where a minibatch has fewer samples than microbatches.
+        # A correcting update still needs the last backward's weights: in a minibatch with fewer
+        # samples than microbatches a forward may come between them.
         self._corrects = rules.correction is not None and rules.correction.reads_stale
         self._stale: W | None = None
-        self._in_flight: dict[tuple[int, int], W] = {}  # what their backwards must find again
+        self._in_flight: dict[tuple[int, int], W] = {}  # weights for their backwards
         self._wants: Counter[W] = Counter()
-        self._first: tuple[int, W] | None = None  # of this minibatch, with ``once``
-        self._oldest = 0  # version that a forward to come may read
+        self._first: tuple[int, W] | None = None  # minibatch and its weights, with ``once``
+        self._oldest = 0  # version that a later forward may read
         self._newest: list[W | None] = [None, None]  # of a forward, of a backward
 
     @abstractmethod
     def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> W:
-        """What stands for a version, predicted so far ahead: ``by_step``, or by anybody."""
+        """Return the key of a version, predicted so far ahead, by the step or by an operator."""
 
     def for_forward(self, i: int, j: int) -> W:
         if self.rules.once:
@@ -200,7 +210,7 @@ class Reader(ABC, Generic[W]):
         return weights
 
     def _ahead(self, version: int, i: int) -> W:
-        """The weights of a forward of minibatch i, which reads this version as the newest."""
+        """Return the weights of a forward of minibatch i that reads this version as the newest."""
         if self._horizon is None:
             return self._weights(version, i - version)
         if self._by_step and version == 0:
@@ -208,9 +218,9 @@ class Reader(ABC, Generic[W]):
         return self._weights(version, self._horizon, self._by_step)
 
     def _for_minibatch(self, i: int, j: int) -> W:
-        """The first microbatch's weights, kept until the last has them."""
+        """Return the first microbatch's weights, kept until the last one's forward."""
         if self._first is None or self._first[0] != i:
-            if self._first is not None:  # a small minibatch, whose last microbatch did not exist
+            if self._first is not None:  # a small minibatch had no last microbatch
                 self.release(self._first[1])
             self._first = i, self.written or self._ahead(self.version, i)
             self.hold(self._first[1])
@@ -221,7 +231,7 @@ class Reader(ABC, Generic[W]):
         return weights
 
     def _read_older(self, i: int, j: int) -> int:
-        """The version that a forward reads; what no later one reads need not be kept for it."""
+        """Return the version that a forward reads, and drop older ones."""
         if self.rules.forward_reads == "entry":
             version = self._entries.take(i, j)
             self._oldest = self._entries.following
@@ -231,7 +241,7 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What a backward computes with; ``ends`` is False for the first of its two halves."""
+        """Return the weights of a backward; ``ends`` is False for the first of two halves."""
         if j == self._last and ends:
             self.written = None  # an update comes before the next forward
         if self._stashes:
@@ -252,13 +262,12 @@ class Reader(ABC, Generic[W]):
         self._wants[weights] += 1
 
     def release(self, weights: W) -> None:
-        """One use less."""
         self._wants[weights] -= 1
         if not self._wants[weights]:
             del self._wants[weights]
 
     def updated(self) -> None:
-        """An update has been made, or is about to be: what only the last version had is over."""
+        """Advance the version at an update and drop what only the last version needed."""
         if self._stale is not None:
             self.release(self._stale)
             self._stale = None
@@ -268,7 +277,7 @@ class Reader(ABC, Generic[W]):
             self.written = self._ahead(self.version, 0)
 
     def _is_wanted(self, weights: W) -> bool:
-        """Whether a turn to come computes with them, and they cannot be made again."""
+        """Whether a later instruction computes with weights that cannot be made again."""
         return (
             weights in self._wants
             or (self.retains and weights in self._newest)

@@ -1,4 +1,4 @@
-"""Sharing: when the instructions of ranks run where stages have replicas and ranks share cores."""
+"""Simulates ranks whose stages have replicas and which share cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .place import Replicas
 from .simulation import LOADS, SENDS, Durations, Span, takes_of
 
 _NEVER = float("inf")
-_Message = tuple[int, bool, int, int]  # to which rank; whether forward; minibatch, microbatch
+_Message = tuple[int, bool, int, int]  # receiving rank, whether forward, minibatch, microbatch
 
 
 def simulate_ranks(
@@ -24,25 +24,32 @@ def simulate_ranks(
     minibatches: int,
     cores: int | None = None,
 ) -> Iterator[Span]:
-    """The spans of every rank's actions, in the order of their ends; ``stage`` in them is the rank.
+    """Yield the spans of every rank's actions, in the order of their ends; ``stage`` is the rank.
 
-    As ``simulate``, and besides: microbatch j of a minibatch is run by replica j mod r of a stage,
-    an update begins when all replicas of the stage have ended the minibatch, and with ``cores``
-    all ranks compute on so many. As long as more ranks than that have something to compute, each
-    gets an equal share of the cores (processor sharing: a scheduler of processes comes to that over
-    some milliseconds). Sends take no share. Versions are not followed.
+    Differences from ``simulate``: replica j mod r of a stage runs microbatch j of a minibatch; an
+    update begins when all replicas of the stage have ended the minibatch; with ``cores`` all ranks
+    share that many. While more ranks than cores compute, each gets an equal share (processor
+    sharing, which a scheduler of processes approximates over some milliseconds). Sends need no
+    core. Versions are not tracked.
 
     Args:
-        actions: of every rank, in the replica's own microbatches, as for ``simulate``.
+        actions: per rank, in the replica's own microbatches, as for ``simulate``.
         durations: of every stage.
         replicas: of every stage.
         minibatches: the length of the run.
-        cores: None: every rank has its own.
+        cores: None: one per rank.
 
     Raises:
-        ScheduleError: the schedule cannot be run.
-        ValueError: ``durations`` or ``actions`` for another number of stages or ranks, or less than
-            one core.
+        ScheduleError: the schedule cannot run.
+        ValueError: ``durations`` or ``actions`` are for another number of stages or ranks, or there
+            is less than one core.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations, Replicas, simulate_ranks, streams
+        >>> actions = streams("1f1b-async", [2, 1])
+        >>> two = simulate_ranks(actions, Durations.of(2), Replicas([1, 1]), minibatches=4, cores=1)
+        >>> max(span.end for span in two)
+        16.0
     """
     for name, found, wanted in (
         ("actions", len(actions), replicas.ranks),
@@ -56,7 +63,7 @@ def simulate_ranks(
 
 
 class _Machine:
-    """All ranks and their cores, from one event to the next."""
+    """Advances all ranks and their cores from one event to the next."""
 
     def __init__(
         self,
@@ -67,16 +74,16 @@ class _Machine:
         cores: int,
     ) -> None:
         self._durations, self._replicas, self._cores = durations, replicas, cores
-        self._now = self._served = 0.0  # the time, and what every rank that computes has got of it
+        self._now = self._served = 0.0  # the time, and every computing rank's share of it so far
         self._order = count()  # of events at the same time
-        self._running: list[tuple[float, int, int]] = []  # ranks that compute, until served so far
-        self._wakes: list[tuple[float, int, int]] = []  # ranks whose input has come, and when
+        self._running: list[tuple[float, int, int]] = []  # computing ranks, by share at the end
+        self._wakes: list[tuple[float, int, int]] = []  # waiting ranks, by when their input arrives
         self._begun = [0.0] * replicas.ranks
         self._pending: list[Instruction | None] = [None] * replicas.ranks
-        self._ended: dict[tuple[int, int], list[int]] = {}  # who waits for a stage's update
-        self._sent: dict[_Message, float] = {}  # or when it arrives, unless wires are inbound
+        self._ended: dict[tuple[int, int], list[int]] = {}  # ranks that wait for a stage's update
+        self._sent: dict[_Message, float] = {}  # or when it arrives, if wires are not inbound
         self._awaited: set[_Message] = set()
-        self._wire = [0.0] * replicas.ranks  # of what comes to each rank, when it is free
+        self._wire = [0.0] * replicas.ranks  # when each rank's inbound wire is free
         self._spans: list[Span] = []
         self._ranks = [
             self._rank(rank, bounded(run, replicas.stage_and_replica(rank)[0], minibatches))
@@ -111,12 +118,12 @@ class _Machine:
         next(self._ranks[rank], None)
 
     def _rank(self, rank: int, instructions: Iterator[Instruction]) -> Iterator[None]:
-        """What a rank does; where it yields it goes on when it has computed, or may go on."""
+        """Run a rank's instructions; yield while it computes or waits."""
         stage, replica = self._replicas.stage_and_replica(rank)
         counts, d = self._replicas.counts, self._durations
         takes = takes_of(d, stage)
         edge = {True: d.activation[stage], False: d.gradient[stage]}
-        free = {True: 0.0, False: 0.0}  # when its edges are, to the next and to the previous
+        free = {True: 0.0, False: 0.0}  # when its edges to the next and the previous stage are free
         for turn in instructions:
             self._pending[rank] = turn
             kind, i, j = turn
@@ -172,7 +179,7 @@ class _Machine:
             self._sent[message] = at
 
     def _arrival(self, message: _Message, sent: float) -> float:
-        """When a message that its receiver asks for, and that has been sent, arrives."""
+        """Return when a message that was sent and asked for arrives."""
         rank, forward, i, microbatch = message
         d = self._durations
         if not d.inbound:

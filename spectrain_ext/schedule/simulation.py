@@ -1,4 +1,4 @@
-"""Simulation: when every action of a schedule runs, given how long each takes."""
+"""Simulates when every instruction of a schedule runs, given how long each takes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ from .ledger import open_ledgers
 from .order import follow
 from .reading import Rules
 
-#: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
+#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
 Lane = Literal["compute", "to next", "to previous"]
 PerStage = float | Sequence[float]
 
 
 class Span(NamedTuple):
-    """One action of a stage, from its start to its end.
+    """One action of a stage, from start to end.
 
     Attributes:
-        stage: whose action it is.
-        lane: what is busy with it.
-        kind: the action: a forward, backward, update, a send, or a load where loads take time.
-        minibatch: of which minibatch.
-        microbatch: and microbatch.
-        start: when it begins, 0 for the first.
+        stage: the stage.
+        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
+        kind: a forward, backward, update or send, or a load if loads take time.
+        minibatch: the minibatch.
+        microbatch: the microbatch.
+        start: when it begins, in the unit of the durations; 0 for the first.
         end: when it ends.
-        version: updates in the weights that it computes with, after an update those that it made;
-            None for a send.
+        version: updates in the weights that it reads, or that an update has made; None for a send.
         horizon: by how many updates these weights are predicted ahead.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations, simulate, streams
+        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
+        >>> span.kind.value, span.start, span.end, span.version
+        ('forward', 0.0, 1.0, 0)
     """
 
     stage: int
@@ -51,16 +56,22 @@ class Durations:
 
     Attributes:
         forward: of one microbatch.
-        backward: of one microbatch, both halves of it.
+        backward: of one microbatch, both halves.
         update: of one minibatch.
-        load_forward: to have the forward's weights, as by predicting them.
-        load_backward: to have the backward's weights; its second half has them already.
-        activation: to send an activation to the next stage; the last stage's is not used.
-        gradient: to send a gradient to the previous stage; the first stage's is not used.
-        backward_weights: of a backward in two halves, the second one: the weights' gradients.
-        inbound: whether activations and gradients come to a device by one wire, one after another,
-            in the order in which the device asks for them; else every direction between two stages
+        load_forward: to make the forward's weights available, for example by predicting them.
+        load_backward: the same for the backward's weights; its second half needs none.
+        activation: to send activations to the next stage; the last stage's is not used.
+        gradient: to send gradients to the previous stage; the first stage's is not used.
+        backward_weights: the second half of a backward: the weights' gradients.
+        inbound: whether a device receives activations and gradients over one wire, one after
+            another, in the order in which it asks for them. Else each direction between two stages
             has a wire.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations
+        >>> times = Durations.of(2, forward=1.0, backward=[2.0, 3.0])
+        >>> times.forward, times.backward, times.backward_weights
+        ((1.0, 1.0), (2.0, 3.0), (1.0, 1.5))
     """
 
     forward: tuple[float, ...]
@@ -75,7 +86,7 @@ class Durations:
 
     @property
     def backward_input(self) -> tuple[float, ...]:
-        """Of a backward in two halves, the first one."""
+        """The first half of a backward: the input's gradient."""
         return tuple(map(sub, self.backward, self.backward_weights))
 
     @classmethod
@@ -93,13 +104,13 @@ class Durations:
         backward_weights: PerStage | None = None,
         inbound: bool = False,
     ) -> Durations:
-        """Durations of a pipeline; a single number is that of every stage.
+        """Return durations of a pipeline; a single number applies to every stage.
 
-        ``backward_weights`` is half of ``backward`` unless it is given.
+        ``backward_weights`` defaults to half of ``backward``.
 
         Raises:
-            ValueError: one is negative or not finite, or there are not as many as stages, or the
-                half of a backward is longer than the whole.
+            ValueError: a duration is negative or not finite, there is not one per stage, or the
+                second half of a backward is longer than the whole.
         """
         given = {
             "forward": forward,
@@ -138,13 +149,18 @@ def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a simulation comes to.
+    """The result of a simulation.
 
     Attributes:
         makespan: the end of the last action.
-        period: mean time from one update of stage 0 to the next, over the middle third of the run;
-            over all of it where that has no two updates, and 0 where there are no two at all.
+        period: mean time between updates of stage 0, over the middle third of the run; over all of
+            it if that has fewer than two updates, and 0 if the run has.
         busy: per stage, the share of the makespan in which it computes, loads or updates.
+
+    Example:
+        >>> from spectrain_ext.schedule import Summary
+        >>> Summary(makespan=10.0, period=2.0, busy=(0.75, 1.0)).bubbles
+        (0.25, 0.0)
     """
 
     makespan: float
@@ -153,7 +169,7 @@ class Summary:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Per stage, the share of the makespan in which it does nothing."""
+        """Per stage, the share of the makespan in which it idles."""
         return tuple(1.0 - share for share in self.busy)
 
 
@@ -165,24 +181,30 @@ def simulate(
     rules: Sequence[Rules] | None = None,
     devices: Sequence[int] | None = None,
 ) -> Iterator[Span]:
-    """The spans of every action of every stage, lazily, those of each lane in order.
+    """Yield the spans of every action of every stage, lazily, those of each lane in order.
 
-    A stage begins an action when it has ended the one before and, for a forward or a backward, its
-    input has arrived. Weights are loaded before the input is waited for. A send begins when its
-    value has been computed and the message before it on the same wire has arrived; the stage goes
-    on meanwhile. Batches are there from the start. A device with several stages does one thing at a
-    time, in the order of ``device_order``.
+    A stage begins an action when the one before has ended and, for a forward or a backward, its
+    input has arrived. It loads weights before it waits for the input. A send begins when its value
+    has been computed and the message before it on the same wire has arrived; the stage continues
+    meanwhile. Batches are available from the start. A device with several stages does one thing at
+    a time, in the order of ``device_order``.
 
     Args:
-        actions: of every stage; finite, or endless with ``minibatches``.
+        actions: per stage; finite, or endless with ``minibatches``.
         durations: of every stage.
         minibatches: the length of the run.
-        rules: which weights the method has every stage compute with; None: the newest.
-        devices: of every stage, counted from 0; None: each has its own.
+        rules: which weights every stage reads; None: the newest.
+        devices: of every stage, from 0; None: one each.
 
     Raises:
-        ScheduleError: the schedule cannot be run.
+        ScheduleError: the schedule cannot run.
         ValueError: ``durations`` or ``devices`` are for another number of stages.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations, simulate, streams, summarize
+        >>> spans = simulate(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
+        >>> summarize(spans).period
+        2.0
     """
     n = len(actions)
     if len(durations.forward) != n:
@@ -210,7 +232,7 @@ def simulate(
                 leaving[kind].sent.append(end)
 
 
-#: What comes before an instruction where it takes time, and its message.
+#: The load before an instruction, if it takes time, and the message after it.
 LOADS = {
     Kind.FORWARD: Kind.LOAD_FORWARD,
     Kind.BACKWARD: Kind.LOAD_BACKWARD,
@@ -224,7 +246,7 @@ SENDS: dict[Kind, tuple[Lane, Kind]] = {
 
 
 def takes_of(d: Durations, k: int) -> dict[Kind, tuple[float, float]]:
-    """How long a stage loads and computes for each kind of instruction."""
+    """Return how long a stage loads and computes for each kind of instruction."""
     return {
         Kind.FORWARD: (d.load_forward[k], d.forward[k]),
         Kind.BACKWARD: (d.load_backward[k], d.backward[k]),
@@ -235,14 +257,14 @@ def takes_of(d: Durations, k: int) -> dict[Kind, tuple[float, float]]:
 
 
 class _Edge:
-    """What a stage has sent to a neighbour, and the wire by which it comes, one by one."""
+    """What a stage has sent to a neighbour, and the wire that carries it."""
 
     def __init__(self, sender: int, takes: float, wire: list[float]) -> None:
         self.sent: deque[float] = deque()
         self._sender, self._takes, self._wire = sender, takes, wire
 
     def receive(self) -> tuple[int, float, float]:
-        """The sender of the next message, when it enters the wire, and when it arrives."""
+        """Return the next message's sender, and when it enters the wire and arrives."""
         leaves = max(self.sent.popleft(), self._wire[0])
         self._wire[0] = arrives = leaves + self._takes
         return self._sender, leaves, arrives
@@ -252,7 +274,7 @@ _StageEdges = dict[Kind, _Edge]
 
 
 def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
-    """What every stage's forwards and backwards receive by, and what they send by."""
+    """Return the edges by which every stage receives, and those by which it sends."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
@@ -266,17 +288,24 @@ def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], l
 
     for k in range(n - 1):
         connect(k, k + 1, d.activation[k], (Kind.FORWARD,))
-        # by the whole or by its first half
+        # of a whole backward or its first half
         connect(k + 1, k, d.gradient[k + 1], (Kind.BACKWARD, Kind.BACKWARD_INPUT))
     return received, sent
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:
-    """What the spans of a simulation, or of a real run, come to.
+    """Summarize the spans of a simulation or of a real run.
 
     Args:
         spans: of all stages.
-        devices: of every stage, counted from 0: ``busy`` and ``bubbles`` are then theirs.
+        devices: of every stage, from 0; ``busy`` and ``bubbles`` are then per device.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations, simulate, streams, summarize
+        >>> spans = simulate(streams("1f1b", [2, 1], 2), Durations.of(2), minibatches=1)
+        >>> summary = summarize(spans)
+        >>> summary.makespan, round(summary.bubbles[0], 3)
+        (6.0, 0.333)
     """
     busy: list[float] = []
     updates: list[float] = []
@@ -294,7 +323,7 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
 
 
 def period_of(updates: Sequence[float]) -> float:
-    """The mean time between a stage's updates, given when they end; see ``Summary``."""
+    """Return the mean time between a stage's updates from their ends; see ``Summary``."""
     first, last = len(updates) // 3, 2 * len(updates) // 3
     if last <= first:
         first, last = 0, len(updates) - 1
@@ -302,7 +331,7 @@ def period_of(updates: Sequence[float]) -> float:
 
 
 class Horizons(NamedTuple):
-    """Updates that a stage makes for other minibatches before a minibatch is done on all stages."""
+    """Updates of a stage for other minibatches before a minibatch ends on all stages."""
 
     forward: int  # counted from the version that the minibatch's first forward read
     backward: int  # counted from the version current at its backward
@@ -315,23 +344,29 @@ def count_horizons(
     minibatch: int,
     minibatches: int | None = None,
 ) -> list[Horizons]:
-    """How many updates ahead the end of a minibatch is, for every stage.
+    """Count how many updates ahead the end of a minibatch is, for every stage.
 
-    A minibatch ends with its update on stage 0. What a stage has updated by then, less its own
-    update for the minibatch, less the version that it read: that is the horizon that SpecTrain
-    (arXiv 1809.02839) predicts over. With the classic window, one microbatch per minibatch and
-    forwards as long as backwards, so that everything goes in rounds of one forward and one backward
-    each, it is ``k//2 + N-k-1`` and ``k//2``, the closed form there.
+    A minibatch ends with its update on stage 0. The horizon is the number of the stage's updates by
+    then, less its own update for the minibatch, less the version that it read: SpecTrain
+    (arXiv 1809.02839) predicts over it. With the classic window, one microbatch per minibatch and
+    forwards as long as backwards it is ``k//2 + N-k-1`` and ``k//2``, the closed form there.
 
     Args:
-        actions: of every stage; finite, or endless with ``minibatches``.
+        actions: per stage; finite, or endless with ``minibatches``.
         durations: of every stage.
-        minibatch: one in the middle of the run, where it has settled.
+        minibatch: one in the middle of the run, in its steady state.
         minibatches: the length of the run.
 
     Raises:
-        ScheduleError: the schedule cannot be run.
-        ValueError: there is no such minibatch.
+        ScheduleError: the schedule cannot run.
+        ValueError: the run has no such minibatch.
+
+    Example:
+        >>> from spectrain_ext.schedule import Durations, count_horizons, streams
+        >>> actions = streams("1f1b-async", [4, 3, 2, 1])
+        >>> found = count_horizons(actions, Durations.of(4), minibatch=20, minibatches=40)
+        >>> [tuple(each) for each in found]
+        [(3, 0), (2, 0), (2, 1), (1, 1)]
     """
     n = len(actions)
     read: list[int | None] = [None] * n
