@@ -372,7 +372,7 @@ class GlobalNorm:
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         assert self.complete(i)
-        # sorted, for reproducible bits
+        # Sorted, so that the bits do not depend on the order.
         given = [self._given[stage] for stage in sorted(self._given)]
         for _, _, other in given:
             written = other.event()

@@ -67,8 +67,7 @@ class Stage(Checks):
     divided = False  # whether ``count`` gives the divisor of the losses in advance
     codecs: Codecs = (None, None)  # for activations, for gradients
     before = 0  # minibatches in earlier runs
-    # bytes sent to the next stage and to the previous one; None: not counted
-    sent: list[int] | None = None
+    sent: list[int] | None = None  # bytes, to the next and the previous stage; None: not counted
 
     def __init__(
         self,
@@ -85,8 +84,7 @@ class Stage(Checks):
         self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
         self._blocks = RecomputedBlocks(module, blocks) if blocks else None
         self._on_host: OnHost | None = None
-        # by a recomputation, or by one that was cut short
-        self._entered: Sequence[ModuleBuffers] = ()
+        self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
         self.peak = 0  # the most microbatches in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -309,9 +307,7 @@ class Stage(Checks):
     def loss(
         self, i: int, j: int, loss_fn: Callable[..., Any], keep: Callable[..., Any] | None
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """Return a microbatch's part of the loss, its count if there is one, and what ``keep``
-        returns.
-        """
+        """Return a microbatch's part of the loss, its count if any, and what ``keep`` returns."""
         tape = self._tapes[i, j]
         graph = self._keeps_graph
         targets = self._targets.get(i)
