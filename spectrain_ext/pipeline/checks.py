@@ -147,9 +147,9 @@ class Checks(Loads):
         is_last = bool(self.edges.targets)
         if self.origin == self.index + 1.0 or (self.origin == inf and is_last):
             alone = self.global_norm is None and not is_last
-            who = f"stages 0 to {self.index} leave" if alone else "all stages leave"
+            who = f"stages 0 to {self.index} skip" if alone else "all stages skip"
             _logger.warning(
-                "minibatch %d, stage %d: %s; %s the update out", i, self.index, self._words(), who
+                "minibatch %d, stage %d: %s; %s the update", i, self.index, self._words(), who
             )
         self._undo(i)
 

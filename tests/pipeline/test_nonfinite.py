@@ -62,7 +62,7 @@ def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, c
             assert all(loss.isnan() for loss in losses[2:4])
             del losses[2:4]
             assert pipe.skipped == (2, 2, 2)
-            said = "minibatch {}, stage 2: the loss is not finite; all stages leave the update out"
+            said = "minibatch {}, stage 2: the loss is not finite; all stages skip the update"
             assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
                 said.format(i) for i in (2, 3)
             ]
