@@ -372,7 +372,7 @@ class Pipeline(Loops):
             if self._entered is not now:
                 self._train_by(now)
             if now.method is not before:
-                _logger.info("minibatch %d: the method is now %s", self.minibatches, now.method.name)
+                _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
     def _train_what_is_new(self) -> None:
         """Train the parameters that have become trainable since the last run."""
