@@ -2,11 +2,11 @@
 
 A codec is an object with two methods, which are called outside of autograd:
 
-- ``pack(tensor, backward)`` returns one new tensor of any shape and dtype. The tensor is a floating
-point tensor of any shape, strides and device; ``backward`` tells whether it is a gradient. -
-``unpack(packed, like, backward)`` returns a tensor with the shape and dtype of ``like``, on the
-device of ``packed``. ``like`` is on the meta device, with the shape, dtype and strides of the
-tensor that was packed.
+- ``pack(tensor, backward)`` returns one new tensor of any shape and dtype. ``tensor`` has a
+  floating point dtype, and any shape, strides and device. ``backward``: it is a gradient.
+- ``unpack(packed, like, backward)`` returns a tensor with the shape and dtype of ``like``, on the
+  device of ``packed``. ``like`` is on the meta device, with the shape, dtype and strides of the
+  tensor that was packed.
 
 If its attribute ``draws`` is true, it gets ``pack(tensor, backward, key)``: ``key`` is an integer
 that is different for each packed tensor in all runs. Random numbers seeded with it are the same in

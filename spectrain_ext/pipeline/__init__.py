@@ -1,6 +1,6 @@
 """Runs all stages of a pipeline in one process.
 
-Modules, in the order in which a minibatch meets them: ``pipeline`` is the interface, and
+Modules, in the order in which a minibatch passes them: ``pipeline`` is the interface, and
 ``arguments`` checks what it gets. ``executor`` interprets the stages' instructions. ``connections``
 joins the stages to one another and to the caller by ``edges``, where ``batch`` splits minibatches
 into microbatches. ``loads`` selects the weights that a ``stage`` computes with; a ``tape`` holds

@@ -169,7 +169,7 @@ def _recomputed(
 
 # CPU memory.
 
-_LEAST = 1024  # bytes; copying less is not worth it
+_MIN_BYTES = 1024  # bytes; copying less is not worth it
 
 
 class OnHost:
@@ -218,7 +218,7 @@ class OnHost:
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
             or tensor.device != self._device
-            or tensor.nbytes < _LEAST
+            or tensor.nbytes < _MIN_BYTES
             or tensor.is_conj()
             or tensor.is_neg()
             or (storage := tensor.untyped_storage()).data_ptr() in self._left

@@ -112,7 +112,7 @@ class Averaged:
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Tensor], int]:
-        """Return its tensors beside the weights, and its updates; empty before the first run."""
+        """Return its tensors without the weights, and its updates; empty before the first run."""
         return ({}, 0) if self._kept is None else self._kept.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:

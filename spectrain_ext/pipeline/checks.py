@@ -128,7 +128,7 @@ class Checks(Loads):
             origin = float(self._origins.pop(i))
             self.origin = origin if self.join is None else self.join(origin)
             if self.on_nonfinite == "raise" and self.origin:
-                raise FloatingPointError(self._words())
+                raise FloatingPointError(self._describe_origin())
             if self.global_norm is None:
                 self._decide(i)
 
@@ -148,12 +148,11 @@ class Checks(Loads):
         if self.origin == self.index + 1.0 or (self.origin == inf and is_last):
             alone = self.global_norm is None and not is_last
             who = f"stages 0 to {self.index} skip" if alone else "all stages skip"
-            _logger.warning(
-                "minibatch %d, stage %d: %s; %s the update", i, self.index, self._words(), who
-            )
+            why = self._describe_origin()
+            _logger.warning("minibatch %d, stage %d: %s; %s the update", i, self.index, why, who)
         self._undo(i)
 
-    def _words(self) -> str:
+    def _describe_origin(self) -> str:
         """Describe where the first non-finite number came from."""
         if self.origin == inf:
             return "the loss is not finite"

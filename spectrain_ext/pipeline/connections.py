@@ -291,7 +291,7 @@ class Connections:
 
     @property
     def columns(self) -> Any:
-        """The batch columns that the first stage keeps; None: all of them."""
+        """The first stage's filter for the columns of a batch; None: it has none."""
         return getattr(self._stages[0].module, "batch_columns", None)
 
     def yields(self, result: Result) -> None:

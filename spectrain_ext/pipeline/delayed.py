@@ -312,8 +312,7 @@ class Delayed:
 
     Raises:
         TypeError, ValueError: as for ``Pipeline``; or stages on several devices, stages that share
-            parameters, or ``delays`` under a schedule that
-            flushes or has windows of its own.
+            parameters, or ``delays`` under a schedule that flushes or sets its own windows.
 
     Between two calls the modules hold their true weights, as views of flat buffers: you may read,
     but not change them. Call ``release()`` at the end. Random numbers come from your generators,
@@ -410,7 +409,7 @@ class Delayed:
 
         Args:
             input: what the first stage takes; a mapping may hold the whole batch.
-            target: what ``loss_fn`` takes beside the output; None: the input.
+            target: what ``loss_fn`` takes besides the output; None: the input.
 
         Returns:
             The loss, a detached 0-d tensor; the CPU has not waited for it.

@@ -18,7 +18,7 @@ _WHOLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
 _NOT_ALONE = "NativeGroupNormBackward0"
 
 
-class _Caught:
+class _Arrived:
     """The gradients that arrived at a node in the first half; the second half starts with them.
 
     It is a prehook of the node. In the first half it notes them, after other hooks may have changed
@@ -57,7 +57,7 @@ def differentiate_inputs(
     if any(isinstance(node, BackwardCFunction) and node.name() in _WHOLE for node in users):
         differentiate(pairs)
         return None
-    way = _way([get_gradient_edge(leaf).node for leaf in wanted], users)
+    way = _nodes_on_path([get_gradient_edge(leaf).node for leaf in wanted], users)
     meetings: dict[Node | None, list[Node]] = {
         node: [child for child, _ in node.next_functions if child is not None and child not in way]
         for node in users
@@ -65,14 +65,14 @@ def differentiate_inputs(
     }
     meetings[None] = [root for root in roots if root not in way]  # the second half may start there
     alone, at_once = _leaves(meetings)
-    layers: list[tuple[Node, _Caught, Sequence[Tensor]]] = []
+    layers: list[tuple[Node, _Arrived, Sequence[Tensor]]] = []
     for node, leaves in alone.items():
         if node is None:
             continue
         if isinstance(node, BackwardCFunction) or node.name() == _NOT_ALONE:
             at_once += leaves
         else:
-            caught = _Caught()
+            caught = _Arrived()
             node.register_prehook(caught)
             layers.append((node, caught, leaves))
     differentiate(pairs, [*wanted, *at_once], keep=True)
@@ -84,7 +84,9 @@ def differentiate_inputs(
 
 
 def _differentiate_rest(
-    pairs: Pairs, leaves: Sequence[Tensor], layers: Sequence[tuple[Node, _Caught, Sequence[Tensor]]]
+    pairs: Pairs,
+    leaves: Sequence[Tensor],
+    layers: Sequence[tuple[Node, _Arrived, Sequence[Tensor]]],
 ) -> None:
     """Run the second half: leaves off the inputs' way, then leaves that join it."""
     differentiate(pairs, leaves)
@@ -109,7 +111,7 @@ def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
     return users
 
 
-def _way(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
+def _nodes_on_path(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
     """Return the nodes that a gradient passes on its way to these."""
     left = [end for end in ends if end in users]
     way = set(left)

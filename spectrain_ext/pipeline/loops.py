@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 #: How many losses the CPU fetches at once.
 _WAITING = 256
 #: How deeply nested samplers are searched.
-_NESTED = 5
+_SAMPLER_DEPTH = 5
 
 
 class Loops(nn.Module):
@@ -157,10 +157,9 @@ class Loops(nn.Module):
             processes get the same floats.
 
         Raises:
-            ValueError: there was no batch at all or in a later epoch (a generator lasts for one
-                only).
-            TypeError: a callback that cannot be called. And what ``run`` raises. An exception in a
-                callback ends the run as leaving its loop does.
+            ValueError: there was no batch, or none in a later epoch: a generator lasts for one.
+            TypeError: a callback that cannot be called.
+            And what ``run`` raises. An exception in a callback ends the run like leaving its loop.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int):
             raise TypeError(f"epochs: expected an int, got {type(epochs).__name__}")
@@ -289,7 +288,7 @@ def share_of(batches: object) -> tuple[str, str, int] | None:
 def _within(batches: object, *names: str) -> list[Any]:
     """Return ``batches`` and the objects under these attributes, recursively, each once."""
     found = {id(batches): batches}
-    for _ in range(_NESTED):
+    for _ in range(_SAMPLER_DEPTH):
         for one in list(found.values()):
             parts = (getattr(one, name, None) for name in names)
             found.update((id(part), part) for part in parts if part is not None)
@@ -332,11 +331,11 @@ def _mean_loss(epoch: Sequence[tuple[float, float]]) -> float:
 
 def warn_unless_begun(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
     """Return the run; warn if it is dropped before its first step, as when taken for a call."""
-    finalize(run, _tell_unless, begun).atexit = False
+    finalize(run, _warn_unless, begun).atexit = False
     return run
 
 
-def _tell_unless(begun: list[bool]) -> None:
+def _warn_unless(begun: list[bool]) -> None:
     if not begun:
         warnings.warn(
             "the iterator that run() returned was dropped, and nothing was trained; iterate over "

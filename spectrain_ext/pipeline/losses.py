@@ -131,9 +131,9 @@ class Losses:
         if self._shared is not None:
             self._shared.computed(i, j, part, mean if ends else None)
         if ends:
-            self._hand_out(i, shares, mean)
+            self._append_result(i, shares, mean)
 
-    def _hand_out(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
+    def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
         """Make a result that work on the caller's stream may use."""
         last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []

@@ -201,7 +201,7 @@ class Pipeline(Loops):
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, whole=len(here) == replicas.stages)
-            for weights in self._of_all_phases():
+            for weights in self._weights_of_all_phases():
                 weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
@@ -215,7 +215,7 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        for weights in self._of_all_phases():
+        for weights in self._weights_of_all_phases():
             if weights.bound:
                 callers_stream(weights.params[0].device).lend(weights.buffers())
                 weights.unbind()
@@ -288,17 +288,17 @@ class Pipeline(Loops):
         check_mode("run", self.devices)
         self._warn_of_evaluation()
         self._enter()
-        _logger.info("run begins: %s, %s", self.method.name, self._where())
+        _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
             with looking_on(observers, self._rules, self.devices):
                 yield from self._all_phases(batches, observers, keep)
         except GeneratorExit:
-            _logger.info("run ended, left by the caller: %s", self._where())
+            _logger.info("run ended, left by the caller: %s", self._describe_stages())
             raise
         except BaseException as error:
             _logger.error("run failed: %s: %s", type(error).__name__, error)
             raise
-        _logger.info("run ended: %s", self._where())
+        _logger.info("run ended: %s", self._describe_stages())
 
     def _warn_of_evaluation(self) -> None:
         """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
@@ -348,7 +348,7 @@ class Pipeline(Loops):
     def _enter(self) -> None:
         """Set up the stages for the phase that training has reached."""
         with deferred():
-            self._train_what_is_new()
+            self._train_new_parameters()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -374,7 +374,7 @@ class Pipeline(Loops):
             if now.method is not before:
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
-    def _train_what_is_new(self) -> None:
+    def _train_new_parameters(self) -> None:
         """Train the parameters that have become trainable since the last run."""
         connections = self._executor.connections
         try:
@@ -387,7 +387,7 @@ class Pipeline(Loops):
         if phases is self._phases:
             return
         self._phases = phases
-        for weights in self._of_all_phases():
+        for weights in self._weights_of_all_phases():
             weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
@@ -404,7 +404,7 @@ class Pipeline(Loops):
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
         return phase.globally or (self._on_nonfinite is not None and phase.flushes)
 
-    def _where(self) -> str:
+    def _describe_stages(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
         first, last = here[0], here[-1]
         if len(here) == 1:
@@ -525,7 +525,7 @@ class Pipeline(Loops):
     def _trained(self) -> list[StageWeights]:
         return [weights for weights in self._weights if weights is not None]
 
-    def _of_all_phases(self) -> list[StageWeights]:
+    def _weights_of_all_phases(self) -> list[StageWeights]:
         return [w for phase in self._phases for w in phase.weights if w is not None]
 
     @property

@@ -105,7 +105,7 @@ class ModuleBuffers:
         self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
-        """Put the values back; graphs that need the buffers have been used."""
+        """Put the values back; call this when no graph needs the buffers any more."""
         for held, found in self._found:
             held.update(found)
         for tensor, value in self._kept.items():

@@ -157,7 +157,7 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     here = dict(zip(indices, modules, strict=True))
     for k, module in here.items():
-        said = _said(module, k)
+        said = _declared_ties(module, k)
         for p, names in names_of(module).items():
             place = next((said[name] for name in names if name in said), None)
             home: tuple[int, str, nn.Parameter | None] | None = owners.get(p)
@@ -181,7 +181,7 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
     return found
 
 
-def _said(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
+def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
     """Return a stage's declared ties, by the names that its parameters have now."""
     given = getattr(module, ATTRIBUTE, {})
     if not isinstance(given, Mapping):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _REMEDY = "release() the pipeline and make another one of the stages"
 
 
-class _Grown(NamedTuple):
+class _StageChange(NamedTuple):
     """What trains a stage from now on."""
 
     position: int  # of the stage among those of this process
@@ -44,7 +44,7 @@ def with_new(
     options of new groups. A stage that had nothing to train gets what the factories make; its
     scheduler is advanced by the updates so far.
     """
-    grown: list[_Grown] = []
+    grown: list[_StageChange] = []
     for n, k in enumerate(training.modules):
         now = phases[0].weights[n]
         held = frozenset(() if now is None else now.params)
@@ -61,7 +61,7 @@ def with_new(
         training.check(k, made)
         if now is None:
             scheduler = _stepped(training.paced(k, made), minibatches)
-            grown.append(_Grown(n, training.weights(k, made, scheduler), (), (), {}))
+            grown.append(_StageChange(n, training.weights(k, made, scheduler), (), (), {}))
             continue
         groups, more = _groups(now.optimizer, made, new.keys())
         if more and now.scheduler is not None:
@@ -70,9 +70,9 @@ def with_new(
             )
         weights = training.weights(k, now.optimizer, now.scheduler, held)
         state = {p: made.state[p] for p in new if p in made.state}
-        grown.append(_Grown(n, weights, groups, more, state))
+        grown.append(_StageChange(n, weights, groups, more, state))
     for each in grown:
-        _grow(each)
+        _apply(each)
     return _changed(training, phases, grown) if grown else phases
 
 
@@ -103,7 +103,7 @@ def _groups(
     return groups, more
 
 
-def _grow(each: _Grown) -> None:
+def _apply(each: _StageChange) -> None:
     optimizer = each.weights[0].optimizer
     for group, params in each.groups:
         group["params"] = params
@@ -126,7 +126,7 @@ def _stepped(scheduler: LRScheduler | None, updates: int) -> LRScheduler | None:
 
 
 def _changed(
-    training: Training, phases: list[TrainingPhase], grown: Sequence[_Grown]
+    training: Training, phases: list[TrainingPhase], grown: Sequence[_StageChange]
 ) -> list[TrainingPhase]:
     changed = []
     for n, phase in enumerate(phases):

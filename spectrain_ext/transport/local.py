@@ -151,7 +151,7 @@ class Edge:
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the tensors, with copies in pinned memory of those that would block the CPU."""
-        large = tuple(tensor if _keeps_the_host(tensor) else None for tensor in given)
+        large = tuple(tensor if _may_block_cpu(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
         # The last copy from there: the CPU is ahead of the device by all slots at most.
@@ -206,7 +206,7 @@ class Edge:
             slot.clear()
 
 
-def _keeps_the_host(tensor: Tensor | None) -> bool:
+def _may_block_cpu(tensor: Tensor | None) -> bool:
     """Whether a copy to a CUDA device may block the CPU until the device has made it."""
     if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
         return False

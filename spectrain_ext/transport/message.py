@@ -276,9 +276,7 @@ class Layout(NamedTuple):
         return Message(tuple(tensors), flags, self.form)
 
     def shrinks_to(self, other: Layout) -> bool:
-        """Whether the other has the first of these tensors, each with at most one dimension
-        smaller.
-        """
+        """Whether the other has the first of these tensors, each smaller in at most one dim."""
         return len(self.tensors) >= len(other.tensors) and all(
             its is None or (mine is not None and mine.shrinks_to(its))
             for mine, its in zip(self.tensors, other.tensors, strict=False)
