@@ -1,9 +1,9 @@
 """Defers Ctrl-C until nothing is half done.
 
-Python may raise KeyboardInterrupt between any two bytecodes. Inside ``deferred()`` it waits for the
-end of an instruction, or of a change of where weights are; then the caller's handler of SIGINT is
-called as if the signal had arrived at that moment. A second Ctrl-C is not deferred, so that you can
-always stop the process; a step may then be partly done.
+Python may raise KeyboardInterrupt between any two bytecodes. Inside ``deferred()`` it waits until
+an instruction has ended, or weights have been moved; then the handler of SIGINT is called as
+if the signal had arrived at that moment. A second Ctrl-C is not deferred, so that you can always
+stop the process; a step may then be partly done.
 
 Signals reach only the main thread. In other threads, and where SIGINT is ignored or ends the
 process, nothing is deferred. Handlers of other signals that raise are not deferred either: their

@@ -119,7 +119,6 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
 
 
 def target_of(batch: Any) -> Any:
-    """Return the target of a batch that has been checked."""
     return batch if isinstance(batch, Mapping) else batch[1]
 
 

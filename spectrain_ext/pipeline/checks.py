@@ -69,7 +69,6 @@ class Checks(Loads):
     # Noted as it is computed; the CPU does not wait.
 
     def note_loss(self, i: int, loss: Tensor) -> None:
-        """Note the loss of a microbatch, on the compute stream."""
         if self.on_nonfinite is not None:
             self._note(i, torch.where(loss.detach().isfinite(), 0.0, inf))
 
@@ -153,7 +152,6 @@ class Checks(Loads):
         self._undo(i)
 
     def _describe_origin(self) -> str:
-        """Describe where the first non-finite number came from."""
         if self.origin == inf:
             return "the loss is not finite"
         if self.origin != self.index + 1.0:

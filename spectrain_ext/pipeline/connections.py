@@ -72,7 +72,6 @@ class Connections:
         loss_fn: LossFn,
         copies: Sequence[Copy],  # of other stages' weights, in these stages
     ) -> None:
-        """Make the edges of the stages of this process."""
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
@@ -190,7 +189,6 @@ class Connections:
         return self.mode is not Mode.TRAIN
 
     def change(self, method: Method, places: list[Place]) -> None:
-        """Train by this phase, at these places, from the next run on."""
         self._phase = method, places
 
     def evaluating(self, places: list[Place]) -> Connections:
@@ -208,7 +206,6 @@ class Connections:
         self._tied = (), ()
 
     def receivers(self) -> Iterable[Receiver]:
-        """Return all edges that end in this process."""
         return (*self._local.values(), *self._ties.edges)
 
     # The instructions of a stage.

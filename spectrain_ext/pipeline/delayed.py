@@ -199,7 +199,6 @@ class DelayedStage:
         return found
 
     def sent(self) -> Message:
-        """Return what the next stage gets from all parts."""
         messages = [activation(part.output) for part in self.parts]
         first = messages[0]
         if len(messages) == 1:
@@ -387,7 +386,6 @@ class Delayed:
             raise
 
     def _enter(self) -> None:
-        """Begin the next phase with the current weights."""
         phase = self._phase = self._phases[0]
         for old, weights in zip(self.stages, phase.weights, strict=False):
             if old.weights is not None and weights is not None and old.weights is not weights:

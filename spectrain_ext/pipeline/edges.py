@@ -28,8 +28,6 @@ from .tape import packed
 
 
 class Traffic(Enum):
-    """What an edge carries."""
-
     ACTIVATIONS = "activations"  # to the next stage
     GRADIENTS = "gradients"  # to the previous stage
     INPUTS = "inputs"  # of the caller's batches, to stage 0
@@ -57,7 +55,6 @@ class StageEdges:
     heard_end: Receiver | None = None  # the edge that has delivered the end of the run
 
     def microbatches_of(self, header: Header) -> int:
-        """Return how many of a minibatch's microbatches this replica computes."""
         return len(range(self.replica, header.parts, self.count))
 
     def targets_of(self, slot: Slot) -> list[Any]:
@@ -68,7 +65,6 @@ class StageEdges:
         return value if isinstance(value, Microbatches) else [value]
 
     def end(self) -> None:
-        """Tell the next stage that there are no more minibatches."""
         for edge in dict.fromkeys(self.to_next):
             edge.end()
 
@@ -255,5 +251,4 @@ class SharedLosses:
             self._parts[i, j] = part
 
     def header(self, i: int, j: int) -> Header:
-        """Return the header of a microbatch's gradient."""
         return Header(1, self._parts.pop((i, j), nan) if self.dealt else self.known.get(i, nan))

@@ -67,7 +67,6 @@ class Executor:
         self._counts: Cursor | None = None  # of the last run
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
-        """Use these places and this schedule from the next run on."""
         self.places = places
         self._schedule = find_generator(schedule)
 
@@ -122,7 +121,6 @@ class Executor:
 
     @property
     def running(self) -> bool:
-        """Whether a run has begun and not ended."""
         # Ask the generator: an exception could leave an attribute wrong.
         run = None if self._run is None else self._run()
         return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
@@ -177,7 +175,6 @@ class Executor:
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
-        """Free the receive buffers; a run makes new ones."""
         for edge in self.connections.receivers():
             edge.free_storage()
 

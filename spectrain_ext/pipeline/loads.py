@@ -79,7 +79,6 @@ class Loads:
         global_norm: GlobalNorm | None,
         on_nonfinite: OnNonfinite,
     ) -> None:
-        """Set how to train from the next run on."""
         self.weights = weights
         self.max_norm, self.clips_globally = max_norm, clips_globally
         self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
@@ -87,7 +86,6 @@ class Loads:
 
     @property
     def storage(self) -> Storage | None:
-        """The storage of the weights, while they are bound."""
         return None if self.weights is None else self.weights.storage
 
     @property

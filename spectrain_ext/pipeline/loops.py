@@ -44,7 +44,6 @@ class Loops(nn.Module):
     # Overridden by a pipeline over several processes.
 
     def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
-        """Return the batches that this process iterates over."""
         if batches is None:
             raise TypeError("batches: expected an iterable, got None")
         return batches
@@ -241,7 +240,6 @@ def _parts_of(batch: object, where: str) -> Sequence[object]:
 
 
 def _buffers_of(module: nn.Module) -> str:
-    """Return a digest of a module's buffers."""
     found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
@@ -296,8 +294,6 @@ def _within(batches: object, *names: str) -> list[Any]:
 
 
 class _Losses:
-    """The losses and counts of all minibatches, on a process that has them."""
-
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Tensor | None]] = []
         self._losses, self._counts = array("d"), array("d")

@@ -200,8 +200,6 @@ Measured = tuple[int, dict[str, list[tuple[float, float]]], dict[str, float]]
 
 
 class Measures:
-    """The metrics of an evaluation, where the last stage is."""
-
     def __init__(self, metrics: Mapping[str, Any], distributed: bool, split_dim: SplitDim) -> None:
         if not isinstance(metrics, Mapping):
             raise TypeError(

@@ -12,7 +12,6 @@ _COMPILED = "_orig_mod."
 
 
 def bare(name: str) -> str:
-    """Return a name without the prefix of a compiled module."""
     return name.removeprefix(_COMPILED)
 
 

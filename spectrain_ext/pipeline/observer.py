@@ -89,7 +89,6 @@ class Observer:
 
 
 def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observer]:
-    """Return the observers that were passed as ``trace``."""
     if not isinstance(trace, Sequence):
         return () if trace is None else (trace,)
     for n, one in enumerate(trace):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class TrainingPhase(NamedTuple):
-    """How a phase of the method trains the stages."""
-
     method: Method
     places: list[Place]  # of all stages; so are the rules
     rules: list[Rules]
@@ -41,7 +39,6 @@ class TrainingPhase(NamedTuple):
         return flushes(self.method.schedule)
 
     def memory(self) -> Iterator[StageMemory]:
-        """Yield what each stage here holds at most in a long run."""
         for weights, place in zip(self.weights, self.here, strict=True):
             if weights is not None:
                 yield weights.predicted()
@@ -52,8 +49,6 @@ class TrainingPhase(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """How the stages of this process are trained."""
-
     method: Method
     of_phases: Sequence[list[Place]]
     modules: Mapping[int, nn.Module]  # of this process, by index
@@ -73,7 +68,6 @@ class Training:
         return make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys(), held)
 
     def paced(self, k: int, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """Make the scheduler of stage k."""
         factor = factor_of([(phase, places[k]) for phase, places in self._phases])
         return paced(partial(make_scheduler, self.scheduler, k=k), factor)(optimizer)
 
@@ -82,7 +76,6 @@ class Training:
         return [[rules_at(p, place, optimizer) for place in places] for p, places in self._phases]
 
     def check(self, k: int, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if the method does not support stage k's optimizer."""
         for phase, places in self._phases:
             check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
 

@@ -69,26 +69,24 @@ class Pipeline(Loops):
     Args:
         stages: the parts of the model, in order. Each takes what the previous one returned: a
             tensor, or nested tuples, lists and dicts of tensors and constants.
-        optimizer: makes a stage's optimizer from the list of its trainable parameters.
+        optimizer: makes a stage's ``torch.optim.Optimizer`` from its list of trainable parameters.
         loss_fn: ``(output, target) -> loss``, a 0-d mean over samples, or a pair (sum, count).
         method: a name from ``methods()``, or a ``Method``.
         devices: one per stage; the stages are moved there. None: where their parameters are.
         scheduler: makes a learning-rate scheduler from an optimizer; it steps after each update.
         microbatches: parts that a minibatch is split into. ``"auto"``: the method's usual number.
-        window: microbatches in flight: ``"classic"`` (N - k on stage k of N), ``"wide"`` (2*(N - k)
-            - 1), a number, or one per stage. None: the method's own.
-        clip_norm: the largest 2-norm of a gradient; larger ones are scaled down. None: the
-            method's.
-        clip_scope: the norm of each ``"stage"``, the ``"global"`` norm of all stages, or
-            ``"auto"``.
+        window: how many microbatches stage k of N may have in flight: ``"classic"``, N - k;
+            ``"wide"``, 2*(N - k) - 1; a number; or one per stage. None: the method's own.
+        clip_norm: the largest 2-norm of a gradient; larger ones are scaled. None: the method's.
+        clip_scope: whose norm: each ``"stage"``'s, ``"global"`` (of all stages), or ``"auto"``.
         master_dtype: ``torch.float32`` keeps float32 master weights of 16-bit parameters.
-        recompute: what backwards recompute: True (whole stages), every k-th block, or a policy
-            ``(name, module) -> bool``.
+        recompute: what backwards compute again instead of keeping it: True, whole stages; k, every
+            k-th block; or a policy ``(name, module) -> bool``.
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
         on_nonfinite: what to do if a loss or gradient is inf or nan: ``"raise"``, ``"skip"``, None.
         offload: moves ``"activations"``, weight ``"versions"`` or ``"both"`` to CPU memory.
-        codec: compresses what stages send one another, see ``spectrain_ext.codecs``.
+        codec: packs what stages send one another, see ``spectrain_ext.codecs``.
 
     Attributes:
         method: the Method.
@@ -315,7 +313,6 @@ class Pipeline(Loops):
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        """Run one phase of the method after another."""
         done, left = 0, False
         while True:
             coming = self._entered.method.then
@@ -346,7 +343,6 @@ class Pipeline(Loops):
                 observer.changed(self._entered.rules, done)
 
     def _enter(self) -> None:
-        """Set up the stages for the phase that training has reached."""
         with deferred():
             self._train_new_parameters()
             while (then := self._phases[self.phase].method.then) is not None and (
@@ -375,7 +371,6 @@ class Pipeline(Loops):
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
     def _train_new_parameters(self) -> None:
-        """Train the parameters that have become trainable since the last run."""
         connections = self._executor.connections
         try:
             phases = with_new(

@@ -41,8 +41,6 @@ from .tape import (
 
 
 class Mode(Enum):
-    """What a run is for."""
-
     TRAIN = "train"
     EVALUATE = "evaluate"  # forwards only, modules in eval mode, with separate random numbers
     CALL = "call"  # forwards only, modules in the mode they are in
@@ -122,7 +120,6 @@ class Stage(Checks):
     # A run.
 
     def begin(self, cursor: Cursor, edges: StageEdges, mode: Mode) -> None:
-        """Start a run with the weights that the module holds."""
         self.cursor, self.edges, self._mode = cursor, edges, mode
         self.forget()
         self._numbers: AbstractContextManager[object] = self.random
@@ -214,7 +211,6 @@ class Stage(Checks):
         return message
 
     def hear_end(self) -> None:
-        """Note that there are no more minibatches, and tell the next stage."""
         self.cursor.stop()
         self.edges.end()
 
@@ -425,7 +421,6 @@ class Stage(Checks):
         self._finish(i, j, tape)
 
     def _finish(self, i: int, j: int, tape: Tape) -> None:
-        """Release what a backward needed."""
         if not self.immediate:
             self.compute.writes(tape.buffer)  # freed
             self._has_computed()

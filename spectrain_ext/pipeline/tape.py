@@ -189,7 +189,6 @@ def copied_out(value: Any, message: Message) -> Any:
 
 
 def activation(value: object) -> Message:
-    """Return the message that sends a stage's output."""
     if isinstance(value, Tensor):
         return Message((value.detach(),), (value.requires_grad,), TENSOR)
     tensors: list[Tensor] = []

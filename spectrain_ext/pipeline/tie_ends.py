@@ -218,7 +218,6 @@ class _Borrower:
         self._compute_with(self._of[i, j])
 
     def free_weights(self, i: int, j: int) -> None:
-        """After a backward: free its weights if nothing else uses them."""
         slot = self._of.pop((i, j))
         self.stage.compute.reads(slot.buffer)
         self._free_unless_used(slot)
@@ -245,7 +244,6 @@ class _Borrower:
         self._copy_last()
 
     def _copy_last(self) -> None:
-        """Copy what arrived last into the copies' own memory."""
         stage, slot = self.stage, self._now
         if slot is None:
             return
@@ -279,8 +277,6 @@ class _Borrower:
 
 
 class Ties:
-    """The ends of ties in the stages of this process."""
-
     def __init__(
         self,
         ties: Sequence[TiedStages],  # of all stages; the following is of this process

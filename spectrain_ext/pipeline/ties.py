@@ -41,7 +41,6 @@ class Copy:
         return Member(self.home, self.stage, self.home_name, self.names[0], self.held.requires_grad)
 
     def bind(self) -> None:
-        """Give the stage a parameter of its own."""
         if self.original is None or self.held is not self.original:
             return
         # Another pipeline made of these stages finds the tie by this.
@@ -73,7 +72,6 @@ class Copy:
 
 
 def copies_in(copies: Iterable[Copy], stage: int) -> dict[nn.Parameter, Copy]:
-    """Return a stage's parameters that are copies of other stages' parameters."""
     return {copy.held: copy for copy in copies if copy.stage == stage}
 
 

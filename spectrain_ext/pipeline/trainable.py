@@ -22,8 +22,6 @@ _REMEDY = "release() the pipeline and make another one of the stages"
 
 
 class _StageChange(NamedTuple):
-    """What trains a stage from now on."""
-
     position: int  # of the stage among those of this process
     weights: list[StageWeights]  # in each phase
     groups: Sequence[tuple[dict[str, Any], list[Tensor]]]  # with their new lists of parameters

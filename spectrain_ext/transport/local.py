@@ -170,7 +170,6 @@ class Edge:
         return found
 
     def begin(self) -> None:
-        """Start a run."""
         self._ended = False
 
     def end(self) -> None:

@@ -108,7 +108,6 @@ def flattened(
 
 
 def unflattened(form: Form, tensors: Iterator[Any]) -> Any:
-    """Return the value of this form with these tensors."""
     if isinstance(form, str):
         return next(tensors) if form == TENSOR else json.loads(form)
     if isinstance(form, Reference):

@@ -53,7 +53,6 @@ class PacedRates(LRScheduler):
                 group["lr"] = lr
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates of the next update."""
         # A rate that was changed by hand, divided by the factor, is what the scheduler continues
         # from.
         now, factor = rates_of(self.optimizer), self._factor(self._updates)

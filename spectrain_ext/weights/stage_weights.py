@@ -100,7 +100,6 @@ class StageWeights:
         return [*self.storage.buffers(), *loose_state(self.optimizer)]
 
     def measured(self, microbatches: int) -> StageMemory:
-        """Return the buffers that exist now, and the given number of microbatches."""
         flats = [] if self.storage is None else self.storage.flats()
         return StageMemory(len(flats), self.nbytes, microbatches)
 

@@ -42,12 +42,10 @@ class Flat:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, with the gaps between parameters."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 def flat_nbytes(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes of a ``Flat`` with these dtypes."""
     return sum(size * dtype.itemsize for dtype, size in _layout(params, dtypes)[1].items())
 
 
@@ -73,7 +71,6 @@ def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a parameter's true weights."""
     return p.dtype if master_dtype is None or p.dtype.itemsize != 2 else master_dtype
 
 
@@ -193,7 +190,6 @@ class Storage:
         return VersionBuffer(flat, Buffer(name))
 
     def bind(self) -> None:
-        """Move the parameters and the optimizer here."""
         optimizer = self.optimizer
         optimizer.bind(self.true.flat.views, self._state)
         for p, view in self.home.flat.views.items():
