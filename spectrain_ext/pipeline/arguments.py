@@ -344,7 +344,7 @@ def make_optimizer(
     module: nn.Module,
     k: int,
     copies: Set[Tensor] = frozenset(),
-    more: Set[Tensor] = frozenset(),  # that it must hold, frozen or not
+    more: Set[Tensor] = frozenset(),  # must be in it, frozen or not
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of stage k, None if it has nothing to train but copies."""
     trained = (p for p in module.parameters() if p.requires_grad or p in more)

@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     """A batch that has been checked, or one microbatch of a list."""
 
     where: str
-    values: tuple[Any, Any]  # of a mapping, both are the whole mapping
+    values: tuple[Any, Any]  # for a mapping, both are all of it
     input: Message
     target: Message
 

@@ -114,7 +114,7 @@ def _note(looks: _Looks) -> str:
     for n, look in enumerate(looks):
         if look is not None:
             shape, stride, dtype = look
-            # strides without gaps and overlaps
+            # Strides without gaps and overlaps.
             dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
             whats[n] = str(dtype).removeprefix("torch."), shape, dense
     return json.dumps(json.dumps(whats))

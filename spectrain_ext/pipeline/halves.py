@@ -14,7 +14,7 @@ from .tape import Pairs, differentiate
 
 # Nodes that autograd refuses to run for some inputs only, or twice. The names are torch's.
 _WHOLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
-# torch 2.13 crashes if asked for the weights' gradients alone with a channels_last input.
+# torch 2.13 ends the process if asked for the weights' gradients alone with a channels_last input.
 _NOT_ALONE = "NativeGroupNormBackward0"
 
 

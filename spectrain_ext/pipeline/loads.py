@@ -35,7 +35,7 @@ class Loads:
 
     cursor: Cursor  # the stage's position in the run
     weights: StageWeights | None = None  # None: no trainable parameters
-    max_norm: float | None = None  # that gradients are clipped to; None: no clipping
+    max_norm: float | None = None  # the largest gradient norm; None: no clipping
     counts: dict[int, Tensor]  # by minibatch: what its loss is divided by, where losses are sums
     divisor: Tensor | None = None  # of the last update
     clips_globally = False  # whether by the norm of all stages' gradients
@@ -241,7 +241,7 @@ class Loads:
         params = () if self.weights is None else self.weights.params
         with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
             norm = gradient_norm(params, self.device)
-            if self.origin:  # then send a value that no norm has
+            if self.origin:  # told by a negative number, which no norm is
                 norm = torch.full_like(norm, -self.origin)
         self.global_norm.give(i, self.index, norm, buffer, predict)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .losses import Result
 from .stage import Stage
 
-#: Ranges of torch.profiler: "F17"; for microbatch 1, "F17.1". On CUDA they mark CPU time, and the
+#: Ranges of torch.profiler: "F17", or "F17.1" for microbatch 1. On CUDA they mark CPU time, and the
 #: kernels in them show the device's.
 _RANGES: dict[Kind, str] = {
     Kind.LOAD_FORWARD: "predict",

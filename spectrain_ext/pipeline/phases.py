@@ -31,7 +31,7 @@ class TrainingPhase(NamedTuple):
     rules: list[Rules]
     here: list[Place]  # of the stages of this process; so is what follows
     weights: list[StageWeights | None]  # None: a stage without trainable parameters
-    max_norms: list[float | None]  # that gradients are clipped to
+    max_norms: list[float | None]  # the largest gradient norms
     globally: bool  # whether by the norm of all stages' gradients
 
     @property

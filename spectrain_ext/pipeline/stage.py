@@ -73,7 +73,7 @@ class Stage(Checks):
         module: nn.Module,
         device: torch.device,
         recomputes: bool = False,
-        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # that are recomputed
+        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # recomputed in the backward
         split_dim: int = 0,  # of the input's first tensor
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:

@@ -279,7 +279,7 @@ class _Borrower:
 class Ties:
     def __init__(
         self,
-        ties: Sequence[TiedStages],  # of all stages; the following is of this process
+        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
         copies: Sequence[Copy],
         stages: Mapping[int, Stage],
         depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``

@@ -33,8 +33,8 @@ class Copy:
     _seen: int = -1  # the original's version number at the last copy
 
     def __post_init__(self) -> None:
-        self._shared = self.held is self.original  # and will be shared again
-        self.trained = self.held.requires_grad  # ever
+        self._shared = self.held is self.original  # ``unbind`` restores that
+        self.trained = self.held.requires_grad  # now or earlier
 
     @property
     def member(self) -> Member:

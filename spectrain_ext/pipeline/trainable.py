@@ -50,7 +50,7 @@ def with_new(
         if not new:
             continue
         if now is not None:
-            now.check(k)  # others may have taken their places
+            now.check(k)  # its parameters may have been replaced
         where = f"stages[{k}]: parameter {bare(next(iter(new.values())))!r} has become trainable"
         if k in averaged:
             raise ValueError(f"{where}, and the averages of replicas are without it; {_REMEDY}")

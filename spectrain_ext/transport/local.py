@@ -29,7 +29,7 @@ class Slot:
         self.message: Message | None = None
         self.memory = FlatMemory()  # on the receiver's device
         self.staging = FlatMemory()  # of the CPU, on the way there
-        self.staged = Buffer(f"host memory of {name}")  # stands for it
+        self.staged = Buffer(f"host memory of {name}")  # stands for that memory
         self.clear()
 
     def clear(self) -> None:

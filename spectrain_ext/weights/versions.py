@@ -52,7 +52,7 @@ class Versions(Reader[Content]):
             return Content(version, self._step_law)
         if law == "difference":
             return Content(version, Difference(horizon))
-        if law == "average":  # the average change is the part of it that the average will take
+        if law == "average":  # back by average changes, each (1 - averaging) * (W - average)
             return Content(version, Difference((self.rules.averaging - 1.0) * horizon))
         return Content(version, _named(law, horizon), self._rates())
 
