@@ -229,19 +229,17 @@ class Pipeline(Loops):
         trace: Observer | Sequence[Observer] | None = None,
         keep: Keep | None = None,
     ) -> Iterator[Result]:
-        """Train on every batch: one update per batch and stage, without a flush between batches.
+        """Train on every batch, with one update per batch and stage.
 
         Args:
             batches: pairs (input, target), each a tensor or nested tuples, lists and mappings of
-                tensors; or mappings, which are input and target in one: stage 0 gets a dict, and so
-                does ``loss_fn(output, batch)``; or lists of microbatches that you have cut, see
-                ``Microbatches``. Tensors may be on any device. They are split along ``split_dim``;
-                tensors of size 1 there, 0-d tensors and non-tensors go to every microbatch whole.
-                The pipeline takes a batch when stage 0 is ready for it and always trains on all of
-                it. You may overwrite a batch on the GPU or in pageable memory once the next one is
+                tensors; or mappings, which stage 0 and ``loss_fn(output, batch)`` get as a dict; or
+                lists of microbatches that you have split, see ``Microbatches``. Tensors may be on
+                any device and are split along ``split_dim``; tensors of size 1 there, 0-d tensors
+                and non-tensors go to every microbatch whole. A batch is taken when stage 0 is ready
+                for it. You may overwrite one on the GPU or in pageable memory once the next one is
                 requested; leave pinned memory alone.
-            trace: an ``Observer`` or several, such as ``Trace`` or ``Metrics``; each costs some
-                time.
+            trace: an ``Observer`` or several, such as ``Trace`` or ``Metrics``, which cost time.
             keep: ``(output, target) -> tensor``, or a dict or tuple of tensors. It is called for
                 every microbatch, without a graph, and its values are in ``Result.kept``: 0-d
                 tensors as the mean over microbatches, weighted by samples; others concatenated.
