@@ -1,8 +1,8 @@
-"""Refuses subinterpreters: there `import torch` waits for itself, forever and without a word."""
+"""Raises in subinterpreters, where ``import torch`` would block forever without a message."""
 
 from importlib import import_module
 
-for _name in ("_interpreters", "_xxsubinterpreters"):  # Python 3.13, and before
+for _name in ("_interpreters", "_xxsubinterpreters"):  # Python 3.13, and earlier
     try:
         _interpreters = import_module(_name)
     except ImportError:

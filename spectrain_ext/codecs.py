@@ -1,16 +1,16 @@
-"""Codecs: how what crosses an edge is packed, so that slow links carry fewer bytes.
+"""Packs what crosses an edge, so that slow links carry fewer bytes.
 
-A codec is a value with two methods, which are called outside of autograd:
+A codec is an object with two methods, which are called outside of autograd:
 
-- ``pack(tensor, backward)`` returns one new tensor of any shape and dtype. The tensor is a floating
-  one of any shape, strides and device; ``backward`` says whether it is a gradient.
-- ``unpack(packed, like, backward)`` returns a tensor with the shape and the dtype of ``like``, on
-  the device of ``packed``. ``like`` is on the meta device, and has the shape, dtype and strides of
-  what was packed.
+- ``pack(tensor, backward)`` returns one new tensor of any shape and dtype. ``tensor`` has a
+  floating point dtype, and any shape, strides and device. ``backward``: it is a gradient.
+- ``unpack(packed, like, backward)`` returns a tensor with the shape and dtype of ``like``, on the
+  device of ``packed``. ``like`` is on the meta device, with the shape, dtype and strides of the
+  tensor that was packed.
 
-One whose ``draws`` is true gets ``pack(tensor, backward, key)``: an integer of its own for each
-tensor that is packed in all runs. Random numbers that are seeded with it are the same in any number
-of processes and in a run that was resumed.
+If its attribute ``draws`` is true, it gets ``pack(tensor, backward, key)``: ``key`` is an integer
+that is different for each packed tensor in all runs. Random numbers seeded with it are the same in
+any number of processes and in a resumed run.
 """
 
 from __future__ import annotations
@@ -25,22 +25,42 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """What packs tensors for an edge."""
+    """The interface of codecs, for your own ones.
+
+    Example:
+        >>> class Half:
+        ...     def pack(self, tensor, backward):
+        ...         return tensor.half()
+        ...     def unpack(self, packed, like, backward):
+        ...         return packed.to(like.dtype)
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, codec=Half())
+        >>> len(pipe.fit([(torch.ones(4, 2), torch.ones(4, 1))]))
+        1
+        >>> pipe.release()
+    """
 
     def pack(self, tensor: Tensor, backward: bool) -> Tensor:
-        """The tensor as it is sent."""
+        """Return the tensor as it is sent."""
 
     def unpack(self, packed: Tensor, like: Tensor, backward: bool) -> Tensor:
-        """The tensor as it is used, like the one that was packed."""
+        """Return the tensor as it is used, like the one that was packed."""
 
 
-#: Of activations and of gradients; None: they go as they are.
+#: Of activations and of gradients; None: not packed.
 Codecs: TypeAlias = tuple[Codec | None, Codec | None]
 
 
 @dataclass(frozen=True)
 class BFloat16:
-    """Each number as a bfloat16, to nearest; infinities and NaN arrive as such."""
+    """Each number as a bfloat16, rounded to nearest; infinities and NaN are preserved.
+
+    Example:
+        >>> codec, x = st.codecs.BFloat16(), torch.tensor([[1.0, 1.001]])
+        >>> codec.unpack(codec.pack(x, backward=False), x.to("meta"), backward=False)
+        tensor([[1., 1.]])
+    """
 
     def pack(self, tensor: Tensor, backward: bool) -> Tensor:
         return tensor.to(torch.bfloat16)
@@ -51,11 +71,16 @@ class BFloat16:
 
 @dataclass(frozen=True)
 class Float8:
-    """Activations as e4m3, gradients as e5m2, to nearest, with a bfloat16 scale per block.
+    """Activations as e4m3, gradients as e5m2, rounded to nearest, with a bfloat16 scale per block.
 
-    A block is ``block`` elements that follow one another in row-major order, and the rest is a
-    block of its own: 130 bytes for 128 elements. A block with a number that is not finite arrives
-    as NaN; so do numbers beyond the range of float32.
+    A block is ``block`` consecutive elements in row-major order; the remaining ones form a shorter
+    block. 128 elements take 130 bytes. A block with a number that is not finite, or is beyond
+    float32's range, arrives as NaN.
+
+    Example:
+        >>> codec, x = st.codecs.Float8(), torch.tensor([[448.0, 1.0]])
+        >>> codec.unpack(codec.pack(x, backward=False), x.to("meta"), backward=False)
+        tensor([[448.,   1.]])
     """
 
     block: int = 128
@@ -77,14 +102,19 @@ class Float8:
 
 @dataclass(frozen=True)
 class Int8:
-    """Integers from -127 to 127, with a bfloat16 scale per block, by its largest magnitude.
+    """Integers from -127 to 127, with a bfloat16 scale per block, set by its largest magnitude.
 
     Activations are rounded to nearest. Gradients are rounded stochastically, up with the
-    probability of the fraction, so that their mean is right; ``seed`` says by which random numbers.
+    probability of the fraction, so that their mean is exact; ``seed`` selects the random numbers.
 
-    A block is ``block`` elements that follow one another in row-major order, and the rest is a
-    block of its own: 66 bytes for 64 elements. A block with a number that is not finite arrives as
-    NaN; so do numbers beyond the range of float32.
+    A block is ``block`` consecutive elements in row-major order; the remaining ones form a shorter
+    block. 64 elements take 66 bytes. A block with a number that is not finite, or is beyond
+    float32's range, arrives as NaN.
+
+    Example:
+        >>> codec, x = st.codecs.Int8(), torch.tensor([[127.0, 0.4]])
+        >>> codec.unpack(codec.pack(x, backward=False), x.to("meta"), backward=False)
+        tensor([[127.,   0.]])
     """
 
     block: int = 64
@@ -127,11 +157,16 @@ class Int8:
 
 @dataclass(frozen=True)
 class Int4(Int8):
-    """Integers from -7 to 7, two in a byte, otherwise like ``Int8``: 34 bytes for 64 elements.
+    """Integers from -7 to 7, two per byte, otherwise like ``Int8``: 34 bytes for 64 elements.
 
-    With ``hadamard`` whole blocks are turned by the normalized Hadamard matrix before they are
-    rounded, and back after it, which spreads the outliers of activations over their block (as in
-    TAH-Quant, arXiv 2506.01352); ``block`` is then a power of two.
+    With ``hadamard``, whole blocks are multiplied by the normalized Hadamard matrix before
+    rounding, and again after it, which spreads outliers of activations over their block (as in
+    TAH-Quant, arXiv 2506.01352); ``block`` must then be a power of two.
+
+    Example:
+        >>> codec, x = st.codecs.Int4(), torch.tensor([[7.0, 0.4]])
+        >>> codec.unpack(codec.pack(x, backward=False), x.to("meta"), backward=False)
+        tensor([[7., 0.]])
     """
 
     hadamard: bool = False
@@ -160,7 +195,7 @@ class Int4(Int8):
 
 
 def codecs_of(codec: Any) -> Codecs:
-    """What was given as ``codec``, for both directions; TypeError if it is no codec."""
+    """Return a ``codec`` argument as a pair for both directions; TypeError if it is not a codec."""
     given = codec if isinstance(codec, tuple) and not _packs(codec) else (codec, codec)
     if len(given) != 2 or not all(one is None or _packs(one) for one in given):
         raise TypeError(
@@ -176,9 +211,10 @@ def _packs(codec: object) -> bool:
 
 
 def is_coded(tensor: Tensor) -> bool:
-    """Whether a codec is asked: integers, and tensors of fewer than two dimensions go as they are.
+    """Whether a tensor is packed: floating point, with at least two dimensions.
 
-    Such are counts and scales. By sizes an uneven last microbatch would be told from others.
+    Others are counts and scales, for example. A limit by size would treat an uneven last microbatch
+    differently.
     """
     return tensor.is_floating_point() and tensor.dim() > 1
 
@@ -186,7 +222,12 @@ def is_coded(tensor: Tensor) -> bool:
 def packed_bytes(
     codec: Codec | None, nbytes: float, dtype: torch.dtype = torch.float32, backward: bool = False
 ) -> float:
-    """How many bytes a codec makes of a tensor of so many, judged by 65,536 zeros."""
+    """Return how many bytes a tensor of ``nbytes`` has when packed, measured on 65,536 zeros.
+
+    Example:
+        >>> st.codecs.packed_bytes(st.codecs.Int8(), 4096.0)
+        1056.0
+    """
     if codec is None:
         return nbytes
     sample = torch.zeros(2**16, dtype=dtype)
@@ -204,19 +245,19 @@ def _check_block(codec: Any) -> None:
 
 
 def _in_blocks(flat: Tensor, block: int) -> Tensor:
-    """A flat tensor, [blocks, block], with zeros behind it."""
+    """Return a flat tensor as [blocks, block], padded with zeros."""
     missing = -len(flat) % block
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, block)
 
 
 def _scales(blocks: Tensor, limit: float) -> Tensor:
-    """What the largest magnitude of each block is the limit of, [blocks, 1], float32.
+    """Return each block's largest magnitude divided by the limit, [blocks, 1], float32.
 
-    It is a bfloat16, rounded up, so that no quotient is beyond the limit. Where a number of the
-    block is not finite it is NaN.
+    It is rounded up to a bfloat16, so that no quotient exceeds the limit. If a number of the block
+    is not finite it is NaN.
     """
     largest = torch.linalg.vector_norm(blocks, inf, 1, keepdim=True)
-    # A smaller one could not be divided by.
+    # A smaller scale cannot be divided by.
     scales = (largest / limit).clamp_(min=torch.finfo(torch.bfloat16).tiny) + largest * 0
     near = scales.to(torch.bfloat16)
     above = torch.nextafter(near, torch.full_like(near, inf))
@@ -225,8 +266,8 @@ def _scales(blocks: Tensor, limit: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    """The normalized Hadamard matrix, which is symmetric, and its own inverse."""
-    with torch.inference_mode(False):  # it stays
+    """Return the normalized Hadamard matrix, which is symmetric and its own inverse."""
+    with torch.inference_mode(False):  # it is cached
         matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
         while len(matrix) < size:
             matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -239,18 +280,18 @@ def _joined(scales: Tensor, rest: Tensor, nbytes: int) -> Tensor:
 
 
 def _parted(packed: Tensor, like: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The scales, [blocks, 1], float32; and the bytes of the elements."""
+    """Return the scales, [blocks, 1], float32, and the bytes of the elements."""
     size = 2 * -(-like.numel() // block)
     return packed[:size].view(torch.bfloat16).float().view(-1, 1), packed[size:]
 
 
 def _placed(values: Tensor, like: Tensor) -> Tensor:
-    """The values with the shape, dtype and strides of another tensor, in memory of their own."""
+    """Return the values with the shape, dtype and strides of another tensor, in new memory."""
     shaped = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=values.device)
     return shaped.copy_(values.view(like.shape))
 
 
-#: The built-in codecs by name, as the command line has them.
+#: The built-in codecs by the command line's names.
 NAMES: dict[str, Codec] = {
     "bfloat16": BFloat16(),
     "float8": Float8(),

@@ -1,4 +1,4 @@
-"""The exceptions that only a pipeline raises; bad arguments are plain TypeError and ValueError."""
+"""Defines the exceptions of pipelines; wrong arguments raise plain TypeError or ValueError."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 class StageError(RuntimeError):
     """An exception inside a stage, the loss or an optimizer ended the run.
 
-    The original exception is the cause (``__cause__``). The minibatches in flight were dropped, no
-    further update was made, the modules hold their true weights and the pipeline can run again.
+    The original exception is its cause (``__cause__``). The minibatches in flight are dropped, no
+    further update is made, the modules hold their true weights, and the pipeline can run again.
 
     Attributes:
         stage: index of the stage, counted from 0.
@@ -21,7 +21,7 @@ class StageError(RuntimeError):
     """
 
     def __init__(self, stage: int, minibatch: int, action: str, reason: str) -> None:
-        super().__init__(stage, minibatch, action, reason)  # these args make it picklable
+        super().__init__(stage, minibatch, action, reason)  # makes it picklable
         self.stage = stage
         self.minibatch = minibatch
         self.action = action
@@ -32,26 +32,26 @@ class StageError(RuntimeError):
 
 
 class OrderingError(RuntimeError):
-    """A buffer was used on a stream that had not waited for a conflicting use on another."""
+    """A stream used a buffer without waiting for a conflicting use on another stream."""
 
 
 class RankError(RuntimeError):
-    """The run of a pipeline over several processes was ended, by whatever rank failed first.
+    """A failed rank ended the run of a pipeline over several processes.
 
-    Every rank that survives raises it, with the same first cause; the rank that failed raises its
-    own exception. The modules hold their true weights; the pipeline cannot run again, since what
-    was in flight between the ranks is lost: start again from a checkpoint.
+    Every surviving rank raises this, with the same first cause; the failed rank raises its own
+    exception. The modules hold their true weights. The pipeline cannot run again, because messages
+    between ranks are lost: start again from a checkpoint.
 
     Attributes:
         rank: the rank that reports.
         action: what it was doing.
         culprit: the rank that failed first.
-        reason: what is known of the first cause: that rank's action and exception, or how it was
-            missed.
+        reason: the first cause, as far as known: that rank's action and exception, or how its
+            absence was noticed.
         edge: the edge that the reporting rank was waiting on, None if it was not waiting.
-        waited: for how many seconds it had.
-        report: the file that says more of all ranks, empty if there is none; with the name of the
-            host in front if it is another one.
+        waited: how long it had waited, in seconds.
+        report: the file with a report of all ranks, after the name of its machine if that is
+            another one; empty if there is none.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ def report_note(report: str, before: str = "") -> str:
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit; the message names the file.
 
-    A failed save leaves earlier checkpoints whole, a failed load leaves everything as it was.
+    A failed save leaves earlier checkpoints intact; a failed load changes nothing.
     """
 
 
 def make_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make every call, also if one raises; the first one's exception is then raised."""
+    """Make every call, even if one raises; then raise the first exception."""
     first: Exception | None = None
     for call in calls:
         try:
@@ -104,26 +104,25 @@ def make_all(calls: Iterable[Callable[[], object]]) -> None:
         try:
             raise first
         finally:
-            del first  # whose traceback has this frame
+            del first  # its traceback has this frame
 
 
 @contextmanager
 def placed(where: str) -> Iterator[None]:
-    """What is raised inside gets a note that says where that was."""
+    """Add a note with the place to exceptions raised inside."""
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(where)
+        error.add_note(where)
         raise
 
 
 @contextmanager
 def noted_on(cause: BaseException) -> Iterator[None]:
-    """What goes wrong inside, after ``cause`` has been raised, becomes a note on it."""
+    """Turn an exception inside, after ``cause`` has been raised, into a note on ``cause``."""
     try:
         yield
     except Exception as error:
-        # A device that has failed fails every call: the last one says nothing of why.
-        if error is not cause and hasattr(cause, "add_note"):  # Python 3.11
+        # On a device that has failed every call fails: the last one does not explain why.
+        if error is not cause:
             cause.add_note(f"and then, at the end of the run: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Packages that only some of this one's features need, each named where it is missing."""
+"""Imports optional packages; an error names the feature and the command that installs one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def require(module: str, what: str, remedy: str) -> Any:
-    """Return a module that not everyone has; else say what needs it, and what installs it."""
+    """Import a module; if it is missing, raise an error that says what needs it and the remedy."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -18,18 +18,18 @@ def require(module: str, what: str, remedy: str) -> Any:
 
 
 def require_matplotlib() -> None:
-    """Find out before there is something to draw."""
+    """Raise an error early if matplotlib is missing."""
     require("matplotlib", "the picture needs matplotlib", "pip install 'spectrain_ext[pictures]'")
 
 
 @contextmanager
 def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """A figure of so many inches, saved at the end; the same picture is the same file."""
+    """Yield a figure of this size in inches, and save it; the same picture gives the same bytes."""
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
-    # No pyplot: it would choose a backend and keep global state. Text stays text in an SVG.
+    # No pyplot: it would choose a backend and keep global state. SVG text stays text.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"}):
         figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
         yield figure
@@ -38,7 +38,7 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
 
 
 def require_tensorboard() -> Any:
-    """Return ``torch.utils.tensorboard``, or find out before there are figures."""
+    """Return ``torch.utils.tensorboard``, or raise an error early if it is missing."""
     return require(
         "torch.utils.tensorboard",
         "the curves need TensorBoard",

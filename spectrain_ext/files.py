@@ -1,4 +1,4 @@
-"""Files: those of others are read within bounds, our own are whole or not there at all."""
+"""Reads files up to a size limit, and writes files either completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Of a model whose weights are in several files, as Hugging Face's tools have it.
+#: The index of a model whose weights are in several files, as in Hugging Face's tools.
 MODEL_INDEX = "model.safetensors.index.json"
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
-    """Return a file's content; a pipe or a device is not waited for."""
+    """Return the content of a plain file of at most ``largest`` bytes, without blocking."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -25,7 +25,7 @@ def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
             raise ValueError(f"{Path(path)}: expected a plain file")
         if status.st_size <= largest:
             with open(handle, "rb", closefd=False) as file:
-                # as much memory is taken beforehand
+                # read() allocates this much in advance
                 content = file.read(status.st_size + 1)
             if len(content) <= largest:
                 return content
@@ -50,7 +50,7 @@ def read_json(path: str | os.PathLike[str], largest: int) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for every number that is not finite, which JSON cannot hold."""
+    """Return the value with None for numbers that are not finite, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -65,8 +65,8 @@ def partial(path: Path) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, and read again, which is on the disk at the end of the block."""
-    # Never what is there already, or what a link leads to.
+    """Yield a new file for writing and reading; at the end of the block it is on the disk."""
+    # Never an existing file, nor the target of a link.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with open(handle, "w+b") as file:
         yield file
@@ -75,8 +75,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whose name stands for the old or the new content at any time."""
-    remove(partial(path))  # of a write that did not end
+    """Replace a file's content atomically."""
+    remove(partial(path))  # from a write that was interrupted
     try:
         with new_file(partial(path)) as file:
             file.write(content)
@@ -88,7 +88,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's names to the disk."""
+    """Write a directory's entries to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -97,7 +97,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what is there, if anything: a link itself, and never what it leads to."""
+    """Remove a file, directory or link, if it exists; a link's target stays."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""Interrupts: a Ctrl-C waits until nothing is half done.
+"""Defers Ctrl-C until nothing is half done.
 
-Python raises KeyboardInterrupt between any two steps of the interpreter. Inside ``deferred()`` it
-waits: for the end of an instruction, of a change of where weights are. Whatever handler of SIGINT
-the caller has is then called, as if the signal had come at that moment. A second Ctrl-C is not
-deferred, so that nobody is locked in; where it comes a step may be made in part.
+Python may raise KeyboardInterrupt between any two bytecodes. Inside ``deferred()`` it waits until
+an instruction has ended, or weights have been moved; then the handler of SIGINT is called as
+if the signal had arrived at that moment. A second Ctrl-C is not deferred, so that you can always
+stop the process; a step may then be partly done.
 
-Signals come to the main thread alone; in others, and where SIGINT is ignored or ends the process,
-all of this does nothing. Handlers of other signals that raise are not deferred either: their
+Signals reach only the main thread. In other threads, and where SIGINT is ignored or ends the
+process, nothing is deferred. Handlers of other signals that raise are not deferred either: their
 exception ends a run as any other does, and the true weights are put back.
 """
 
@@ -19,20 +19,20 @@ from typing import Any
 
 
 class _State:
-    """What there is once for a process."""
+    """The state of the process."""
 
     def __init__(self) -> None:
-        self.pending: tuple[int, FrameType | None] | None = None  # the signal that waits
-        self.depth = 0  # contexts that are entered, one inside another
+        self.pending: tuple[int, FrameType | None] | None = None  # the deferred signal
+        self.depth = 0  # how many contexts are entered, one inside another
         self.waits = False  # for other processes
-        self.before: Any = None  # the caller's handler, of when this one was last installed
+        self.before: Any = None  # the caller's handler when this one was installed
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.depth and self.pending is None and not self.waits:
             self.pending = number, frame
         else:
-            # Also outside of any context, where an exception out of a second Ctrl-C left this
-            # handler installed.
+            # Also outside of any context, if an exception from a second Ctrl-C left this handler
+            # installed.
             self.pending = None
             self.before(number, frame)
 
@@ -44,7 +44,7 @@ class _State:
             signal.signal(signal.SIGINT, self.note)
 
     def remove(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self.note:  # the caller has set no other meanwhile
+        if signal.getsignal(signal.SIGINT) == self.note:  # else the caller has set another
             signal.signal(signal.SIGINT, self.before)
 
 
@@ -52,7 +52,7 @@ STATE = _State()
 
 
 def boundary() -> None:
-    """Nothing is half done: call the handler of a signal that waits."""
+    """Call the handler of a deferred signal: nothing is half done here."""
     if STATE.pending is not None:
         noted, STATE.pending = STATE.pending, None
         handler = signal.getsignal(signal.SIGINT)
@@ -63,16 +63,16 @@ def boundary() -> None:
 
 
 def held_back() -> bool:
-    """Whether a KeyboardInterrupt waits; any thread may ask."""
+    """Whether a KeyboardInterrupt is deferred; any thread may ask."""
     return STATE.pending is not None and STATE.before is signal.default_int_handler
 
 
-# Not made by contextlib: a signal that comes on the way through its code would be one that a
-# context never hears of. What a context then leaves wrong, the one around it puts right.
+# Classes, not contextlib: a signal inside contextlib's code would bypass the context. The outer
+# context corrects what an inner one leaves wrong.
 
 
 class deferred:
-    """Inside, a Ctrl-C waits for ``boundary``, or for the end; may be entered again inside."""
+    """Inside, Ctrl-C is deferred until ``boundary``, or until the end; may be nested."""
 
     __slots__ = ("_outer", "_waits")
     _outer: int | None
@@ -84,7 +84,7 @@ class deferred:
             if self._outer == 0:
                 STATE.install()
             self._waits, STATE.waits = STATE.waits, False
-            STATE.depth = self._outer + 1  # last: without an end nobody would take it back
+            STATE.depth = self._outer + 1  # last: no __exit__ follows an exception in here
 
     def __exit__(self, *_: object) -> None:
         if self._outer is not None:
@@ -95,7 +95,7 @@ class deferred:
 
 
 class callers:
-    """Inside ``deferred``, code of the caller's runs, with the handler that it has, or sets."""
+    """Inside ``deferred``: run the caller's code, with the caller's handler."""
 
     __slots__ = ("_own",)
     _own: bool
@@ -114,7 +114,7 @@ class callers:
 
 
 class waiting:
-    """Inside, this process waits for others, and a Ctrl-C comes through."""
+    """Inside, this process waits for others, and Ctrl-C is not deferred."""
 
     __slots__ = ("_before",)
     _before: bool | None  # None in another thread, whose waits no signal ends

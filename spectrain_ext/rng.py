@@ -1,4 +1,4 @@
-"""StageRandom: a generator state of a stage's own, so that dropout ignores the schedule."""
+"""Gives each stage its own random numbers, so that dropout does not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 States = list[Tensor]
 
-#: Torch has one default generator per device for all threads: who has put a stage's numbers there,
-#: or may draw, holds this. A stage may run another pipeline, so the same thread may take it again.
+#: Torch has one default generator per device for all threads. Hold this while a stage's state is in
+#: it, or while random numbers may be drawn. Reentrant, since a stage may run another pipeline.
 RNG_LOCK = threading.RLock()
-# A child that is forked meanwhile would wait for ever for a thread that it does not have.
+# Otherwise a child forked meanwhile would wait forever for a thread that it does not have.
 os.register_at_fork(
     before=RNG_LOCK.acquire, after_in_parent=RNG_LOCK.release, after_in_child=RNG_LOCK.release
 )
 
 
 class StageRandom:
-    """Inside ``with RNG_LOCK, random`` the default generators go on with this stage's numbers.
+    """A stage's random numbers: ``with RNG_LOCK, random`` puts its state into the generators.
 
     A stage runs its forwards in the order of minibatches under every schedule, so every schedule
     gives a minibatch the same dropout masks.
 
-    Stages that are run by several threads take turns, so that each draws what it would alone. Torch
-    has no generator per thread, so any other thread that meanwhile draws from a default generator,
-    or seeds one, disturbs the stage and is disturbed: it needs a ``torch.Generator`` of its own.
+    Stages in several threads take turns, so that each draws what it would draw alone. Torch has no
+    generator per thread: another thread that draws from a default generator meanwhile, or seeds it,
+    changes the stage's numbers, and its own. It needs a ``torch.Generator``.
     """
 
     def __init__(self, stage: int, device: torch.device, replica: int = 0) -> None:
@@ -37,8 +37,8 @@ class StageRandom:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
-        with RNG_LOCK:  # elsewhere a stage's seed may be there
-            # which advances no generator of the caller's
+        with RNG_LOCK:  # another stage's seed may be there
+            # does not advance the caller's generators
             seed = mixed_seed(torch.initial_seed(), stage)
         if replica:  # the first has the numbers of a stage without replicas
             seed = mixed_seed(seed, replica)
@@ -62,14 +62,14 @@ class StageRandom:
         self._own, self._callers = own, []
 
     def leave(self) -> None:
-        """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""
+        """Restore the caller's state, if an exception bypassed the end of ``with``."""
         if self._callers:
             with RNG_LOCK:
                 self._put(self._callers)
                 self._callers = []
 
     def rewind(self) -> None:
-        """Inside ``with``, draw again what has been drawn since it was entered."""
+        """Inside ``with``: go back to the state at its start."""
         self._put(self._entered)
 
     def _put(self, states: States) -> None:
@@ -77,11 +77,11 @@ class StageRandom:
             generator.set_state(state)
 
     def states(self) -> States:
-        """Where the stage's numbers stand, outside of ``with``."""
+        """Return the stage's state, outside of ``with``."""
         return self._own
 
     def set_states(self, states: Sequence[Tensor]) -> None:
-        """Go on from what ``states`` returned; ValueError if it was for another kind of device."""
+        """Continue from ``states()``; raise ValueError if it is from another kind of device."""
         if [len(state) for state in states] != [len(state) for state in self._own]:
             raise ValueError(
                 f"states: expected {len(self._own)} of {[len(s) for s in self._own]} bytes, got "
@@ -91,7 +91,7 @@ class StageRandom:
 
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
-        """Inside, numbers are drawn again from there; where they stood is not changed."""
+        """Inside, draw from these states; the stage's own state does not change."""
         with RNG_LOCK:
             own, self._own = self._own, states
             try:
@@ -103,6 +103,6 @@ class StageRandom:
 
 
 def mixed_seed(seed: int, index: int) -> int:
-    """A seed per index; with seed + index, neighbouring seeds would share numbers."""
+    """Return a seed for an index; with seed + index, neighboring seeds would share numbers."""
     mixed = (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % 2**64
     return (mixed ^ (mixed >> 31)) % 2**63

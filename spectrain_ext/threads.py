@@ -1,9 +1,10 @@
-"""Threads: the cores that this process may use, and whether torch's threads have one each.
+"""Finds how many cores this process may use, and warns if torch has more threads than cores.
 
-OpenMP's threads wait for one another without letting go of their cores, so that one without a core
-stops the others. Four stages of 16 by 16 took 1.6 ms a minibatch on one thread of a machine whose
-two cores had a load of 8, and 70 to 100 ms on two, the default there; with OMP_WAIT_POLICY=PASSIVE
-3 to 8 ms. In the best of those runs a second thread brought such a model nothing: 0.9 ms, not 0.8.
+OpenMP threads wait for one another without releasing their cores, so one thread without a core
+stops the others. Four stages of 16 by 16 took 1.6 ms per minibatch with one thread on a machine
+with two cores and a load of 8. With two threads, the default there, they took 70 to 100 ms, and 3
+to 8 ms with OMP_WAIT_POLICY=PASSIVE. Even in the best of those runs a second thread did not help
+this model: 0.9 instead of 0.8 ms.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Crowd(NamedTuple):
-    """Threads that have no core each."""
+    """A problem with too many threads for the cores, and its remedy."""
 
     what: str
     remedy: str
 
 
 def cores() -> int:
-    """Those that this process may run on, and no more than its control group has the time of."""
+    """Return how many cores this process may use, by affinity and control group."""
     affinity = getattr(os, "sched_getaffinity", None)
     there = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
     return max(1, math.ceil(min(there, _quota())))
 
 
 def _quota() -> float:
-    """Cores' worth of time, as containers are given it; infinite where nobody says."""
+    """Return the control group's limit in cores; infinite without one."""
     old = [_CGROUP / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
     for files in ([_CGROUP / "cpu.max"], old):
         try:
@@ -48,7 +49,7 @@ def _quota() -> float:
 
 
 def crowded() -> Crowd | None:
-    """What is said of the processes that torchrun has started here; None: all have a core."""
+    """Describe too many threads of the processes that torchrun started here; None: not so."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(1, int(given)) if given.isdigit() else 1
     threads, there = torch.get_num_threads(), cores()
@@ -70,7 +71,7 @@ def crowded() -> Crowd | None:
 
 
 def disturbed() -> Crowd | None:
-    """The same where other work leaves torch's threads no core each; None where it does."""
+    """Describe other work that leaves torch's threads without a core each; None: there is none."""
     threads, there = torch.get_num_threads(), cores()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if threads == 1 or load + threads <= there + 1:
@@ -86,7 +87,7 @@ def disturbed() -> Crowd | None:
 
 @cache
 def warn_of_threads() -> None:
-    """Say once in the log if they have not; of several processes one says it."""
+    """Warn once in the log of too many threads; only on the first process of this machine."""
     crowd = crowded()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if crowd is not None and first and torch.get_num_threads() > 1:

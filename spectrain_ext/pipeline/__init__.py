@@ -1,12 +1,12 @@
 """Runs all stages of a pipeline in one process.
 
-In the order in which a minibatch meets them: ``pipeline`` is what people call, and ``arguments``
-checks what it is given; ``executor`` interprets the stages' instructions one after another;
-``connections`` join the stages to one another and to the caller by ``edges``, where minibatches are
-cut into microbatches by ``batch``; ``loads`` say which weights a ``stage`` computes with, which
-keeps a ``tape`` until the backward; ``losses`` go out again. An ``observer`` may look on. ``loops``
-make whole trainings of runs, and measure the model between them. ``delayed``
-computes the same, or with other delays, without instructions and edges.
+Modules, in the order in which a minibatch passes them: ``pipeline`` is the interface, and
+``arguments`` checks what it gets. ``executor`` interprets the stages' instructions. ``connections``
+joins the stages to one another and to the caller by ``edges``, where ``batch`` splits minibatches
+into microbatches. ``loads`` selects the weights that a ``stage`` computes with; a ``tape`` holds
+what its backward needs. ``losses`` go back to the caller. An ``observer`` may watch a run.
+``loops`` builds training and evaluation from runs. ``delayed`` computes the same, or with other
+delays, without instructions and edges.
 """
 
 from spectrain_ext.transport import Microbatches

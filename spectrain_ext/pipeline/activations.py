@@ -1,4 +1,4 @@
-"""Activations: what a stage keeps from a forward to its backward, and what it computes again."""
+"""Recomputes blocks in the backward, and moves what autograd saves to CPU memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from spectrain_ext.weights.storage import on_host, unchanged, unpacked
 from .names import full_names
 from .tape import ModuleBuffers
 
-#: What is computed again before or in a backward: nothing, the whole stage, its every k-th block,
-#: or what a function of a module's name and the module picks.
+#: What is computed again in a backward: nothing, the whole stage, every k-th block, or what a
+#: function of a module's name and the module selects.
 Recompute = bool | int | Callable[[str, nn.Module], bool]
 
-#: What lies in host memory while it waits: what autograd saves, versions of the weights.
+#: What waits in CPU memory: what autograd saves, versions of the weights.
 Offload = Literal["activations", "versions", "both"] | None
 
 
 def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
-    """A stage's blocks by name: what ``block_names`` says, or its children.
+    """Return a stage's blocks by name: those in ``block_names``, or its children.
 
-    Lists and dicts of modules, which nobody calls, stand for their members.
+    The members of lists and dicts of modules, which are not called themselves, take their place.
     """
     names = getattr(stage, "block_names", None)
     if names is not None:
@@ -51,7 +51,7 @@ def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 def recomputed_blocks(
     stages: Mapping[int, nn.Module], recompute: Recompute
 ) -> dict[int, dict[str, nn.Module]]:
-    """By stage the blocks whose forward is run again in the backward.
+    """Return, by stage, the blocks whose forward runs again in the backward.
 
     Raises:
         ValueError: a stage that is one graph, or compiled as a whole.
@@ -94,7 +94,7 @@ def _blocks_at(
 def _picked(
     stage: nn.Module, modules: Mapping[str, nn.Module], pick: Callable[[str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Those that a function picks, by the model's names; what is inside of these is not asked."""
+    """Yield the modules that a function selects by the model's names; go into those it does not."""
     for name, module in modules.items():
         (full,) = full_names(stage, [f"{name}."], "").values()
         if pick(full.rstrip(".") or name, module):
@@ -105,16 +105,16 @@ def _picked(
 
 
 class RecomputedBlocks:
-    """Blocks whose calls keep their arguments; what autograd saves of them is computed again.
+    """Blocks whose calls keep only their arguments; what autograd saves in them is recomputed.
 
-    That is ``torch.utils.checkpoint``, in the backward, with the weights that the backward meets,
-    the random numbers and the module buffers of the first time. The calls are replaced for the time
-    of a run: nothing is called otherwise, and no module gets another name.
+    The backward recomputes it with ``torch.utils.checkpoint``, with its own weights and with the
+    random numbers and module buffers of the first forward. The blocks' calls are replaced during a
+    run; no module is wrapped or renamed.
     """
 
     def __init__(self, stage: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        # Hooks of a block are part of its call, as they may make its weights. But those of a stage
-        # that says what its blocks are may be its own, and have to stay outside.
+        # Hooks of a block are part of its call, as they may make its weights. In a stage that
+        # defines ``block_names`` they may be the stage's own, and must stay outside.
         named = getattr(stage, "block_names", ())
         self._blocks = [
             (module, name, "forward" if name in named else "_compiled_call_impl")
@@ -131,7 +131,7 @@ class RecomputedBlocks:
             held[attribute] = partial(_recomputed, name, module, call)
 
     def end(self) -> None:
-        """Have the blocks be what they were; may be repeated, or done without a begin."""
+        """Restore the blocks' calls; may be repeated, or called without a begin."""
         while self._replaced:
             module, attribute, before = self._replaced[-1]
             vars(module).pop(attribute, None)
@@ -142,14 +142,14 @@ class RecomputedBlocks:
 def _recomputed(
     name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a block that autograd is to save nothing of but its arguments."""
+    """Call a block so that autograd saves nothing of it but its arguments."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     leaves, form = tree_flatten((args, kwargs))
     first = [(args, kwargs)]
 
     def run(*leaves: Any) -> Any:
-        # The second time lists and dicts are what they were before the first.
+        # The second call gets lists and dicts as they were before the first.
         given, named = first.pop() if first else tree_unflatten(leaves, form)
         return call(*given, **named)
 
@@ -167,19 +167,19 @@ def _recomputed(
     return output
 
 
-# What is kept, in host memory.
+# CPU memory.
 
-_LEAST = 1024  # bytes that are worth a copy
+_MIN_BYTES = 1024  # bytes; copying less is not worth it
 
 
 class OnHost:
-    """Inside, what autograd saves is copied to host memory, and for its backward to the device.
+    """Inside, what autograd saves is copied to CPU memory, and back to the device for its backward.
 
-    Parameters, module buffers, what lies in a receive buffer until the backward anyway (``lent``),
-    and small tensors stay where they are. Whole storages are copied, each once, and a backward gets
-    the strides that its forward had, so that it calls the same kernels. On CUDA the host's memory
-    is pinned, and copies go with the current stream, which computes: it orders them with their
-    uses, and nothing waits for them.
+    Parameters, module buffers, tensors in a receive buffer (``lent``), which stay there anyway, and
+    small tensors are not copied. Storages are copied as a whole, each once. A backward gets the
+    strides of its forward, so that it calls the same kernels. On CUDA the CPU memory is pinned and
+    copies go to the current stream, the one that computes: it orders them with their uses, and the
+    CPU waits for nothing.
     """
 
     lent: Sequence[Tensor | None] = ()
@@ -188,9 +188,9 @@ class OnHost:
         self, module: nn.Module, device: torch.device, inner: AbstractContextManager[object]
     ) -> None:
         self._module, self._device = module, device
-        self._inner = inner  # whose hooks come first: saved weights
-        self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
-        # While the weak references are there, no other storage is where one of these was.
+        self._inner = inner  # its hooks come first: saved weights
+        self._hooks: saved_tensors_hooks | None = None  # inside; if kept, these would form a cycle
+        # As long as the weak references exist, no other storage has the address of one of these.
         self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}
 
     def __enter__(self) -> None:
@@ -218,7 +218,7 @@ class OnHost:
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
             or tensor.device != self._device
-            or tensor.nbytes < _LEAST
+            or tensor.nbytes < _MIN_BYTES
             or tensor.is_conj()
             or tensor.is_neg()
             or (storage := tensor.untyped_storage()).data_ptr() in self._left

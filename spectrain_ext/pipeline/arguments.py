@@ -1,4 +1,4 @@
-"""Checks of what a pipeline is made of: every error names the argument, the place, the remedy."""
+"""Checks the arguments of a pipeline; every error names the argument, the place and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
-    """The stages as a list of modules that share no module; parameters they may."""
+    """Return the stages as a list of modules; they may share parameters, but not modules."""
     try:
         modules = list(stages)
     except TypeError:
@@ -72,18 +72,18 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-#: Which stage of a cut a module is, and of how many; None: of none.
+#: A module's index among the stages of a cut, and their number; None: it is not from a cut.
 CutPlace: TypeAlias = "tuple[int, int] | None"
 
 
 def cut_place(module: nn.Module) -> CutPlace:
-    """What ``partition`` or ``cut_at`` noted in it; ``torch.compile`` hands it on."""
+    """Return what ``partition`` or ``cut_at`` noted in it; ``torch.compile`` preserves it."""
     found: CutPlace = getattr(module, "cut_place", None)
     return found
 
 
 def check_order(places: Sequence[CutPlace]) -> None:
-    """Refuse stages of one cut in another order, twice, or with some left out."""
+    """Refuse stages of one cut in another order, repeated, or with some left out."""
     remedy = "give all stages of a cut in their order, and a module in the place of one left out"
     at, previous = -1, None
     for index, place in enumerate(places):
@@ -91,7 +91,7 @@ def check_order(places: Sequence[CutPlace]) -> None:
             continue
         k, n = place
         what = f"stages[{index}]: it is stage {k} of the {n} that a model was cut into"
-        own = index - at > 1  # modules of one's own stand between
+        own = index - at > 1  # the user's own modules stand between
         if previous is None or (previous[0] == previous[1] - 1 and k == 0):
             if k > 0 and not own:
                 raise ValueError(f"{what}, and stage {k - 1} is not before it; {remedy}")
@@ -109,7 +109,7 @@ def check_order(places: Sequence[CutPlace]) -> None:
 
 
 def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
-    """Where the modules are; one without tensors goes with the one before it, or else after it."""
+    """Return each module's device; one without tensors gets its predecessor's, or else the next."""
     found: list[torch.device | None] = []
     for k, module in enumerate(modules):
         device = None
@@ -137,7 +137,7 @@ def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
 
 
 def checked_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
-    """One usable device per stage, each with its index."""
+    """Return one usable device per stage, each with its index."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(f"devices: expected a sequence of {stages} devices, got {devices!r}")
     if len(devices) != stages:
@@ -178,7 +178,7 @@ def _checked_cuda(device: torch.device, k: int) -> torch.device:
 
 
 def _check_native(device: torch.device, where: str) -> None:
-    """Torch's CUDA is not enough: this package needs its own."""
+    """Raise unless this package has its CUDA kernels; torch with CUDA is not enough."""
     if device.type == "cuda":
         try:
             _C.require_cuda()
@@ -187,7 +187,7 @@ def _check_native(device: torch.device, where: str) -> None:
 
 
 def checked_microbatches(microbatches: object, method: Method, replicas: Replicas) -> int:
-    """The parts of a minibatch; ``"auto"`` is what is usual for the method."""
+    """Return the number of microbatches; ``"auto"`` is the method's usual number."""
     if microbatches == "auto":
         return microbatches_of(method, replicas.stages, replicas)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
@@ -200,7 +200,7 @@ def checked_microbatches(microbatches: object, method: Method, replicas: Replica
 
 
 def clips_globally(method: Method, clip_norm: float | None, clip_scope: str) -> bool:
-    """Whether the norm of a phase's gradient is that of all stages together."""
+    """Whether a phase clips by the gradient norm of all stages together."""
     if clip_scope not in ("auto", "stage", "global"):
         raise ValueError(f"clip_scope: expected 'auto', 'stage' or 'global', got {clip_scope!r}")
     if clip_scope == "auto":
@@ -241,7 +241,7 @@ def _positive(what: str, value: object) -> float:
 
 
 def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> None:
-    """Refuse what the kernels cannot update 16-bit weights in, and warn where nothing does."""
+    """Refuse dtypes that the kernels do not support, and warn of 16-bit weights without masters."""
     if master_dtype not in (None, torch.float32):
         raise ValueError(
             f"master_dtype: expected torch.float32, or None for none, got {master_dtype!r}"
@@ -298,7 +298,7 @@ def check_offload(offload: object, recompute: object, on_nonfinite: object) -> N
 
 
 def check_mode(call: str, devices: Iterable[torch.device]) -> None:
-    """Refuse to train where autograd records nothing, or keeps casts of weights that change."""
+    """Refuse inference mode (no autograd) and autocast (its cast weights would be outdated)."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: inference mode is on; training needs autograd")
     for kind in {device.type for device in devices}:
@@ -316,7 +316,7 @@ def check_factories(optimizer: object, scheduler: object) -> None:
 
 
 def check_loss_fn(loss_fn: object, microbatches: int, count: object = None) -> None:
-    """Refuse what cannot be called, and parameters that nobody would train; warn of a sum."""
+    """Refuse a loss that cannot be called, or has parameters that train nowhere; warn of a sum."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
@@ -344,9 +344,9 @@ def make_optimizer(
     module: nn.Module,
     k: int,
     copies: Set[Tensor] = frozenset(),
-    more: Set[Tensor] = frozenset(),  # what it is to hold, frozen or not
+    more: Set[Tensor] = frozenset(),  # must be in it, frozen or not
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of stage k, None if it has nothing to train but copies of others' weights."""
+    """Return the optimizer of stage k, None if it has nothing to train but copies."""
     trained = (p for p in module.parameters() if p.requires_grad or p in more)
     params = [p for p in trained if p not in copies]
     if not params:
@@ -375,7 +375,7 @@ def make_optimizer(
 def make_scheduler(
     factory: Callable[[Any], LRScheduler] | None, optimizer: Any, k: int
 ) -> LRScheduler | None:
-    """The scheduler of stage k, None if there is nothing to schedule."""
+    """Return the scheduler of stage k, None if there is no factory."""
     if factory is None:
         return None
     made = factory(optimizer)
@@ -388,7 +388,7 @@ def make_scheduler(
 
 
 def _needed(step: Callable[..., object]) -> str:
-    """The arguments that a call of it cannot leave out."""
+    """Return the names of the arguments that a call cannot omit."""
     return ", ".join(
         p.name
         for p in signature(step).parameters.values()

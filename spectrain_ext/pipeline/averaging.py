@@ -1,4 +1,4 @@
-"""Averaging in a pipeline: one stage's replica among those that it is averaged with."""
+"""Averages the weights of a stage's replicas during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .stage import Stage
 
 
 def check_averaged(method: Method, tied: bool = False) -> None:
-    """Raise ValueError where the method changes in the course of training, or stages are tied."""
+    """Raise ValueError if the method changes during training, or stages are tied."""
     if method.then is not None:
         raise ValueError(
             f"averaging: method {method.name!r} changes to {method.then.method.name!r} in the "
@@ -27,13 +27,13 @@ def check_averaged(method: Method, tied: bool = False) -> None:
 
 
 class Averaged:
-    """What averages the true weights of a stage with those of its other replicas."""
+    """Averages the true weights of a stage with those of its other replicas."""
 
     def __init__(self, stage: Stage, asked: Averaging, exchange: Exchange) -> None:
         assert stage.weights is not None
         self._stage, self._weights = stage, stage.weights
-        # ``exchange`` is never called while the thread may draw random numbers: another replica may
-        # be a thread that waits for its turn.
+        # ``exchange`` is never called while the thread holds the lock for random numbers: another
+        # replica may be a thread that waits for it.
         self._asked, self._exchange = asked, exchange
         self._kept: Averager | None = None  # from the first run on
         self._weights.moves = True
@@ -53,11 +53,11 @@ class Averaged:
 
     @property
     def _left_out(self) -> bool:
-        """Whether all replicas leave this update out."""
+        """Whether all replicas skip this update."""
         return self._stage.origin > 0 and self._stage.global_norm is not None
 
     def send(self, i: int, j: int) -> None:
-        """Before an update: what the other replicas need of these weights goes off."""
+        """Before an update: send what the other replicas need of these weights."""
         if self._left_out:
             return
         assert self._kept is not None
@@ -65,7 +65,7 @@ class Averaged:
             self._kept.before(self._row())
 
     def average_in(self, i: int, j: int) -> None:
-        """After it: the weights become what the others' make of them."""
+        """After an update: average the weights with those of the other replicas."""
         if self._left_out:
             return
         kept, stage = self._kept, self._stage
@@ -85,18 +85,18 @@ class Averaged:
         return in_a_row([wide.get(p, p) for p in self._weights.params])
 
     def forget(self) -> None:
-        """Begin anew with the next run."""
+        """Start anew with the next run."""
         self._kept = None
 
     def average(self) -> Callable[[], list[Tensor]]:
-        """What is evaluated, by parameter: all replicas call this, and then what it returns."""
+        """Start averaging for an evaluation; all replicas call this, and then its result."""
         own = self._row_between_runs()
         average = (self._kept or self._made(own)).average(own)
         return lambda: list(taken_apart(average(), self._weights.params))
 
     @contextmanager
     def holding(self, values: list[Tensor]) -> Iterator[None]:
-        """Inside, the parameters are these; then what they were."""
+        """Inside, the parameters have these values; afterwards their own."""
         before = [p.detach().clone() for p in self._weights.params]
         self._hold(values)
         try:
@@ -112,11 +112,11 @@ class Averaged:
     # Checkpoints.
 
     def state(self) -> tuple[dict[str, Tensor], int]:
-        """What it keeps beside the weights, and its updates; nothing before the first run."""
+        """Return its tensors without the weights, and its updates; empty before the first run."""
         return ({}, 0) if self._kept is None else self._kept.state()
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from there; ValueError if that does not fit."""
+        """Continue from a state; ValueError if it does not fit."""
         if not tensors:
             self._kept = None
             return
@@ -125,5 +125,5 @@ class Averaged:
         self._kept = made
 
     def undo(self) -> Callable[[], None]:
-        """Return what puts the state of now back."""
+        """Return a function that restores the present state."""
         return partial(setattr, self, "_kept", self._kept)

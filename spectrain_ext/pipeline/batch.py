@@ -1,4 +1,4 @@
-"""Minibatch: the caller's pair, mapping or list of microbatches, checked and cut."""
+"""Checks the caller's batches and splits them into microbatches."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from spectrain_ext.transport import (
 
 from .tape import packed
 
-#: Along which dimension the samples of a batch's tensors lie: of all, or of each part of the batch;
-#: None: it is not cut.
+#: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 _Dims = list[int | None]  # of the tensors of an input, or of a target
 
@@ -40,10 +39,10 @@ class Microbatch(NamedTuple):
 
     input: Message
     target: Message
-    samples: int  # 0 of a minibatch that is not cut
+    samples: int  # 0 if the minibatch is not split
 
     def as_batch(self) -> object:
-        """What a caller hands in for it."""
+        """Return it in the form in which a caller passes batches."""
         value = packed(self.input, self.input.tensors)
         if self.target is self.input:
             return value
@@ -51,10 +50,10 @@ class Microbatch(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A batch that has been checked, or a microbatch of the caller's."""
+    """A batch that has been checked, or one microbatch of a list."""
 
     where: str
-    values: tuple[Any, Any]  # of a mapping both are all of it
+    values: tuple[Any, Any]  # for a mapping, both are all of it
     input: Message
     target: Message
 
@@ -64,9 +63,9 @@ def split(
     minibatch: int,
     microbatches: int,
     split_dim: SplitDim = 0,
-    objects: bool = True,  # whether what is neither a tensor nor a constant may be in it
+    objects: bool = True,  # whether it may contain objects other than tensors and constants
 ) -> list[Microbatch]:
-    """Check a batch and cut it into parts whose sizes differ by at most one, or take its own."""
+    """Check a batch and split it into parts whose sizes differ by at most one, or use its own."""
     where = f"batches[{minibatch}]"
     cut = microbatches_in(batch, where, warns=microbatches > 1)
     if cut is not None:
@@ -94,7 +93,7 @@ def split(
 
 
 def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any] | None:
-    """The microbatches of a batch that the caller has cut; None: it is in one piece."""
+    """Return the microbatches of a batch that the caller has cut; None: it is in one piece."""
     if not isinstance(batch, list):
         return None
     if isinstance(batch, Microbatches) or len(batch) != 2:
@@ -120,7 +119,6 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
 
 
 def target_of(batch: Any) -> Any:
-    """The target of a batch that has been checked."""
     return batch if isinstance(batch, Mapping) else batch[1]
 
 
@@ -163,11 +161,11 @@ def _message(value: object, where: str, objects: bool) -> Message:
     return Message(detached, (False,) * len(detached), form)
 
 
-# Where the samples are.
+# The dimensions of the samples.
 
 
 def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
-    """What it says of the input, and of the target; a mapping is both."""
+    """Return the dimensions of the input and of the target; a mapping is both."""
     if isinstance(split_dim, (tuple, list)) and len(split_dim) == 2:
         return split_dim[0], split_dim[1]
     if isinstance(split_dim, (int, Mapping)) and not isinstance(split_dim, bool):
@@ -179,7 +177,7 @@ def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
 
 
 def first_dim(split_dim: SplitDim) -> int:
-    """Of the input's first tensor that has samples."""
+    """Return the dimension of the input's first tensor that has samples."""
     return next(_ints_in(sides_of(split_dim)[0]), 0)
 
 
@@ -192,7 +190,7 @@ def _ints_in(split_dim: Any) -> Iterator[int]:
 
 
 def _dims_of(batch: _Batch, split_dim: SplitDim) -> tuple[_Dims, _Dims]:
-    """The dimensions of the tensors of its input, and of its target."""
+    """Return the dimensions of the tensors of the batch's input, and of its target."""
     given, wanted = sides_of(split_dim)
     if batch.input is batch.target and given != wanted:
         raise ValueError(
@@ -204,7 +202,7 @@ def _dims_of(batch: _Batch, split_dim: SplitDim) -> tuple[_Dims, _Dims]:
 
 
 def _dims(split_dim: Any, value: Any, side: str) -> _Dims:
-    """The dimension of every tensor of an input, of a target, or of what is in them."""
+    """Return the dimension of every tensor in an input, a target or a part of one."""
     if split_dim is None or (isinstance(split_dim, int) and not isinstance(split_dim, bool)):
         return [split_dim for _ in tensors_in(value)]
     expected = "an int or None"
@@ -223,26 +221,26 @@ def _dims(split_dim: Any, value: Any, side: str) -> _Dims:
 
 
 def _size(tensor: Tensor, dim: int | None) -> int | None:
-    """Its size there, -1 if it has no such dimension; None: every microbatch gets it as it is."""
+    """Return the tensor's size there, -1 without that dimension, None if it is not split."""
     if dim is None or not tensor.dim():
         return None
     return tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else -1
 
 
 def _common(sizes: Sequence[int | None]) -> int | None:
-    """What tensors of size 1 are broadcast to."""
+    """Return the size that tensors of size 1 are broadcast to."""
     known = [size for size in sizes if size is not None and size >= 0]
     return next((size for size in known if size != 1), known[0] if known else None)
 
 
 def samples_in(value: object, split_dim: Any = 0) -> int | None:
-    """The samples of a target, or of tensors; None: it has no tensor with such a dimension."""
+    """Return the samples of a target, or of tensors; None: no tensor has that dimension."""
     dims = _dims(split_dim, value, "the target")
     return _common(list(map(_size, tensors_in(value), dims)))
 
 
 def _samples(batch: _Batch, dims: tuple[_Dims, _Dims]) -> int:
-    """The number that all of its tensors agree on; raise ValueError if they do not."""
+    """Return the number of samples that all tensors agree on; raise ValueError otherwise."""
     tensors = [t for t in (*batch.input.tensors, *batch.target.tensors) if t is not None]
     both = [*dims[0], *dims[1]]
     sizes = [_size(tensor, dim) for tensor, dim in zip(tensors, both, strict=True)]
@@ -281,7 +279,7 @@ def _warn_of_another_dim(batch: _Batch, split_dim: SplitDim) -> None:
 
 
 def sizes_of(samples: int, parts: int) -> list[int]:
-    """The samples of the parts that ``split`` makes of so many."""
+    """Return the sizes of the parts that ``split`` makes of so many samples."""
     whole, more = divmod(samples, parts)
     return [whole + (j < more) for j in range(parts)]
 
@@ -301,14 +299,14 @@ def cut_message(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Mes
 
 
 def together(messages: Sequence[Message]) -> Message:
-    """Targets of the microbatches of a minibatch, as one message of ``Microbatches``."""
+    """Return the targets of a minibatch's microbatches as one message of ``Microbatches``."""
     tensors = tuple(chain.from_iterable(message.tensors for message in messages))
     forms = (message.form for message in messages)
     return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
 
 
 def hand_in(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
-    """Send a side of the caller's batch where it is used."""
+    """Send the input or the target of the caller's batch to its stage."""
     callers: dict[torch.device, Stream] = {}
     for tensor in message.tensors:
         if tensor is not None and tensor.device not in callers:
@@ -322,7 +320,7 @@ def hand_in(edge: Sender, message: Message, batch: Buffer, header: Header = NO_H
             given.append(caller.event())
             caller.record(given[-1])
     read = edge.send(message, batch, *given, header=header)
-    # From host to device nobody waits: the call has read pageable memory when it returns, and
+    # Copies from CPU to GPU need no wait: when the call returns it has read pageable memory, and
     # torch's allocator keeps pinned memory until it has been read.
     for device, caller in callers.items():
         if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):

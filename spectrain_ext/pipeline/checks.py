@@ -1,4 +1,4 @@
-"""Checks: whether a minibatch's loss and gradients are finite, and what is undone where not."""
+"""Checks whether a minibatch's loss and gradients are finite, and undoes its effects if not."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _logger = logging.getLogger(__name__)
 
 
 class Checks(Loads):
-    """A stage's part in leaving out updates by what is not finite.
+    """Lets a stage skip updates whose loss or gradients are not finite.
 
-    Under a schedule that flushes, the stages tell one another where such a number comes from, its
-    ``origin``, and none of them updates. Without a flush it goes back with the gradients.
+    With a schedule that flushes, the stages exchange the ``origin`` of non-finite numbers, and none
+    of them updates. Without a flush it goes back with the gradients.
     """
 
     edges: StageEdges
     random: StageRandom
-    # The input's gradients, what stands for the memory of these, and a count.
+    # The input's gradients, the buffer that stands for their memory, and a count.
     _outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None
-    join: Callable[[float], float] | None = None  # the largest origin of all replicas
-    skipped = 0  # updates left out, in all runs
+    join: Callable[[float], float] | None = None  # returns the largest origin of all replicas
+    skipped = 0  # updates skipped, in all runs
 
     def forget(self) -> None:
         self.origin = 0.0
-        self._origins: dict[int, Tensor] = {}  # as far as they are known, 0-d
-        # Of minibatches in flight, what their forwards are to leave as it was.
+        self._origins: dict[int, Tensor] = {}  # by minibatch, as far as known, 0-d
+        # By minibatch in flight: what must be as before if it is skipped.
         self._kept: dict[int, tuple[States, list[ModuleBuffers]]] = {}
 
     @property
     def _tells(self) -> bool:
-        """Whether the previous stage hears of origins with the gradients."""
+        """Whether origins go to the previous stage with the gradients."""
         return self.on_nonfinite is not None and self.global_norm is None
 
-    # What is to be undone.
+    # Undoing.
 
     def keep(self, i: int, j: int, module: object) -> None:
-        """Before a forward: keep the buffers of what it calls, and where random numbers stand."""
+        """Before a forward: keep the buffers of what it calls, and the state of random numbers."""
         if self.on_nonfinite == "skip" and j == 0:
             _, buffers = self._kept.setdefault(i, (self.random.states(), []))
             buffers.append(ModuleBuffers(module))
@@ -59,17 +59,16 @@ class Checks(Loads):
         if exactly:
             self.random.set_states(states)
         with self.computing(writes=(self.module_buffers,)), torch.no_grad():
-            for each in reversed(buffers):  # a loss may have the module in it
+            for each in reversed(buffers):  # the loss may contain the module
                 if exactly:
                     each.restore()
                 else:
                     each.restore_finite()
         self.compute.record(self.computed)
 
-    # What is noted as it is computed, without a wait.
+    # Noted as it is computed; the CPU does not wait.
 
     def note_loss(self, i: int, loss: Tensor) -> None:
-        """On the compute stream: the loss of a microbatch has come out."""
         if self.on_nonfinite is not None:
             self._note(i, torch.where(loss.detach().isfinite(), 0.0, inf))
 
@@ -77,7 +76,7 @@ class Checks(Loads):
         self._origins[i] = torch.maximum(self._origins.get(i, origin), origin)
 
     def take_origin(self, i: int, slot: Slot) -> None:
-        """A gradient has come: its last tensor is an origin."""
+        """Note the origin that came as the last tensor of a gradient."""
         message = slot.message
         if not self._tells or message is None:
             return
@@ -90,17 +89,19 @@ class Checks(Loads):
     def with_origin(
         self, i: int, gradients: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """What is sent of gradients: the origin as well, where the previous stage hears of it."""
+        """Return gradients with the origin, if the previous stage needs it."""
         return (*gradients, self._origins[i]) if self._tells else gradients
 
     def check_gradient(self, i: int, j: int) -> None:
-        """Before a gradient is sent: note whether it is finite, and in the end the weights' too."""
+        """Before a gradient is sent: note whether it is finite; at the last one, the weights'
+        too.
+        """
         assert self._outgoing is not None
         leaves, outgoing, _ = self._outgoing
         found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
         if j == len(self.cursor.shares[i]) - 1:
             found.extend(gradient for _, gradient in self._gradients())
-        # It goes with what is sent.
+        # The origin is sent with them.
         with self.computing(reads=(self.weight_gradients,), writes=(outgoing,)):
             self._note(i, self._origin_in(found))
         self.compute.record(self.computed)
@@ -116,7 +117,7 @@ class Checks(Loads):
     # Instructions of an update.
 
     def check_finite(self, i: int, j: int) -> None:
-        """Find out whether loss and gradients of a minibatch are finite here; waits for that."""
+        """Determine whether loss and gradients of a minibatch are finite here; the CPU waits."""
         predict = self.predict
         predict.wait(self.computed)
         with predict.using(reads=(self.weight_gradients,)):
@@ -126,12 +127,12 @@ class Checks(Loads):
             origin = float(self._origins.pop(i))
             self.origin = origin if self.join is None else self.join(origin)
             if self.on_nonfinite == "raise" and self.origin:
-                raise FloatingPointError(self._words())
+                raise FloatingPointError(self._describe_origin())
             if self.global_norm is None:
                 self._decide(i)
 
     def agree(self, i: int, j: int) -> None:
-        """Under a schedule that flushes: hear what the other stages have found."""
+        """With a schedule that flushes: get the origins of the other stages."""
         assert self.global_norm is not None
         self.origin = self.global_norm.origin(i, self.predict, self.device)
         with self.predict.using(reads=(self.weight_gradients,)):
@@ -145,14 +146,12 @@ class Checks(Loads):
         is_last = bool(self.edges.targets)
         if self.origin == self.index + 1.0 or (self.origin == inf and is_last):
             alone = self.global_norm is None and not is_last
-            who = f"stages 0 to {self.index} leave" if alone else "all stages leave"
-            _logger.warning(
-                "minibatch %d, stage %d: %s; %s the update out", i, self.index, self._words(), who
-            )
+            who = f"stages 0 to {self.index} skip" if alone else "all stages skip"
+            why = self._describe_origin()
+            _logger.warning("minibatch %d, stage %d: %s; %s the update", i, self.index, why, who)
         self._undo(i)
 
-    def _words(self) -> str:
-        """Where the first number that is not finite has come from."""
+    def _describe_origin(self) -> str:
         if self.origin == inf:
             return "the loss is not finite"
         if self.origin != self.index + 1.0:
@@ -162,15 +161,14 @@ class Checks(Loads):
             for name, gradient in self._gradients()
             if not all_finite([gradient], self.device)
         ]
-        if not names:  # of its input, or of tied weights, which have been sent
+        if not names:  # that of its input, or of tied weights, which have been sent
             return "a gradient is not finite"
-        return (
-            f"the gradient of {names[-1]!r} is not finite"  # to the last one backwards come first
-        )
+        # The backward reaches the last one first.
+        return f"the gradient of {names[-1]!r} is not finite"
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether all numbers are finite, 0-d: their ends are, and cannot overflow as a norm does."""
+    """Whether all numbers are finite, 0-d: tests minimum and maximum, which do not overflow."""
     values = [t._values() if t.is_sparse else t for t in tensors]
     found = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]
     ends = [end.double() for t in found for end in torch.aminmax(t)]

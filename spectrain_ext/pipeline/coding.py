@@ -1,4 +1,4 @@
-"""Coding: what crosses an edge, packed by a codec and unpacked on the other side."""
+"""Packs messages with a codec before they cross an edge, and unpacks them afterwards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spectrain_ext.transport import FLAT, TENSOR, Message, each
 
 from .tape import Entry
 
-# In front of a message's form: that tensors are packed, and what each was before.
+# Marks the form of a message with packed tensors; a note of what each was comes next.
 _CODED = "coded"
-#: Shape, strides and dtype of each tensor that is packed.
+#: Shape, strides and dtype of each packed tensor.
 _Looks = tuple[tuple[Any, ...] | None, ...]
 
 
 def in_words(codecs: Codecs) -> list[str]:
-    """The same on all ranks that have the same."""
+    """Describe the codecs by text that is the same on all ranks with the same codecs."""
     return [
         f"{type(one).__module__}.{type(one).__qualname__}"
         if type(one).__repr__ is object.__repr__
@@ -34,7 +34,7 @@ def in_words(codecs: Codecs) -> list[str]:
 
 @torch.no_grad()
 def packed_message(codec: Codec, message: Message, backward: bool, *key: int) -> Message:
-    """A message as it crosses an edge; ``key`` is of numbers that only this message has."""
+    """Return the message as it crosses an edge; ``key``: numbers that no other message has."""
     tensors = message.tensors
     looks: _Looks = tuple(
         (t.shape, t.stride(), t.dtype) if t is not None and is_coded(t) else None for t in tensors
@@ -51,7 +51,7 @@ def packed_message(codec: Codec, message: Message, backward: bool, *key: int) ->
 
 @torch.no_grad()
 def unpacked_message(codec: Codec, message: Message, backward: bool) -> Message:
-    """The message that was packed; one in which nothing was, as it is."""
+    """Return the message with its tensors unpacked; one without packed tensors is unchanged."""
     if not isinstance(message.form, tuple) or message.form[:1] != (_CODED,):
         return message
     _, note, form = message.form
@@ -63,7 +63,7 @@ def unpacked_message(codec: Codec, message: Message, backward: bool) -> Message:
 
 
 def crossed(codec: Codec, value: Any, *key: int) -> Any:
-    """A value as the next stage gets it; what is computed of it passes its gradient as it is."""
+    """Return a value as the next stage gets it; gradients pass through unchanged."""
     places = count()
 
     def cross(tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _look(tensor: Tensor, device: torch.device) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {device}".removeprefix("torch.")
 
 
-# What a packed tensor was goes with the message's form, as a constant: it is announced once.
+# The note goes with the message's form, as a constant: it is sent once per form.
 
 
 @lru_cache(maxsize=256)
@@ -114,7 +114,7 @@ def _note(looks: _Looks) -> str:
     for n, look in enumerate(looks):
         if look is not None:
             shape, stride, dtype = look
-            # Without gaps and overlaps.
+            # Strides without gaps and overlaps.
             dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
             whats[n] = str(dtype).removeprefix("torch."), shape, dense
     return json.dumps(json.dumps(whats))

@@ -1,4 +1,4 @@
-"""Connections: what joins the stages of a process to one another and to the caller."""
+"""Connects the stages of a process to one another and to the caller."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from .ties import Copy, TiedStages, ties_of
 
 _logger = logging.getLogger(__name__)
 
-#: Whether what an instruction waits for has come; it changes nothing.
+#: Whether the input of an instruction has arrived; without side effects.
 Ready = Callable[[int, int], bool]
 
 
 class Connections:
-    """The edges between stages, what stages put together, and the results for the caller.
+    """The edges between stages, what all stages share, and the results for the caller.
 
-    Here all stages of a pipeline are in one process. A rank of several says which of its edges lead
-    to other ranks, and what else it does with these.
+    Here all stages are in one process. The subclass for several processes defines which edges lead
+    to other ranks, and what else a rank does.
     """
 
     loss_fn: LossFn
     edges: dict[int, StageEdges]  # by stage
-    measure: Callable[[Any, Any], object]  # takes the output and the target of every batch
-    count: Callable[[Any], float | Tensor] | None = None  # of a target what losses are divided by
+    measure: Callable[[Any, Any], object]  # receives the output and the target of every batch
+    count: Callable[[Any], float | Tensor] | None = None  # of a target: what losses are divided by
     codecs: Codecs = (None, None)
-    takes_batches = True  # whether the caller's batches come in here
-    own_minibatches = False  # whether each replica trains on one of its own
+    takes_batches = True  # whether the caller's batches come in at this process
+    own_minibatches = False  # whether each replica trains on its own minibatches
     _source: Source | None
     _losses: Losses | None
     _ties: Ties
@@ -55,12 +55,13 @@ class Connections:
     _tied: tuple[Sequence[TiedStages], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
-        self.indices: Sequence[int] = range(stages)  # of the stages of this process
-        self.replicas, self.replica = Replicas((1,) * stages), 0  # of all stages; the one here
+        self.indices: Sequence[int] = range(stages)  # the stages of this process
+        # The replicas of all stages, and the index of the one here.
+        self.replicas, self.replica = Replicas((1,) * stages), 0
         self.split_dim = split_dim
         self.averaged: Mapping[int, Averaged] = {}  # by stage
         self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase needs it
-        self.results: deque[Result] = deque()  # that wait for the caller
+        self.results: deque[Result] = deque()  # waiting for the caller
         self.mode = Mode.TRAIN
 
     def connect(
@@ -69,16 +70,15 @@ class Connections:
         of_phases: Sequence[list[Place]],  # of all stages, in each phase of the method
         method: Method,
         loss_fn: LossFn,
-        copies: Sequence[Copy],  # of others' weights, that these stages have
+        copies: Sequence[Copy],  # of other stages' weights, in these stages
     ) -> None:
-        """Give the stages of this process their edges."""
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))
 
     def tie_again(self, copies: Sequence[Copy]) -> None:
-        """Some of these, which got no gradients, do so from the next run on."""
+        """Reconnect ties, some of which send gradients only from the next run on."""
         self._tied = ties_of(each.member for each in copies), copies
         self._ties = self._made_ties()
 
@@ -98,7 +98,7 @@ class Connections:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._later = places, later  # see put_off_by
         self._ties = self._made_ties()
-        # By the replicas at both ends; None: the caller's batches.
+        # By the ranks at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -115,7 +115,7 @@ class Connections:
         return Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
 
     def _edges_of(self, k: int) -> StageEdges:
-        """A stage's: its l-th microbatch of a minibatch is microbatch replica + l * replicas."""
+        """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
         replicas, count = self.replicas, self.replicas.counts[k]
         mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
         here = replicas.runs(k, self.replica)
@@ -135,11 +135,9 @@ class Connections:
         return made
 
     def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
-        """The end here of an edge that leads here."""
         return self._edge(what, a, b)
 
     def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
-        """The end here of an edge that leads from here."""
         return self._edge(what, a, b)
 
     def _edge(self, what: Traffic, a: int | None, b: int) -> Edge:
@@ -153,20 +151,20 @@ class Connections:
                 name = "edge batch -> loss"
             depth = self._depth(what, to.index)
             if self.evaluates and what is not Traffic.GRADIENTS:
-                # Where stages only go forward: what a stage works on, and what comes.
+                # Forwards only: the microbatches being computed, and the next one.
                 depth = self._places[to.index].microbatches + 1
             found = self._local[what, a, b] = Edge(name, source, to.device, to.compute, depth)
         return found
 
     def _depth(self, what: Traffic, receiver: int) -> int:
-        """Messages of an edge to this stage that may be under way or in use at once.
+        """Return how many messages of an edge to this stage may be under way or in use at once.
 
-        One more than its sender may have microbatches in flight, or as many more as the receiver
-        puts off its weights' halves of backwards. By the time a slot is written again, the sender
-        has then heard of the end of the backward that read it, and whatever that backward passed on
-        in the same memory has been copied. A batch comes in as a whole, and is used to the end of
-        its backward: there are those of stage 0's window and of one more; the targets of a
-        minibatch are one message, but in an evaluation.
+        That is one more than the sender's microbatches in flight, plus those whose weight half of
+        the backward the receiver puts off. When a slot is written again, the sender has then
+        learned that the backward which read it has ended, and what that backward sent from the same
+        memory has been copied. Batches come in whole and are used until the end of their backward:
+        those of stage 0's window, and one more. Except in evaluations, the targets of a minibatch
+        are one message.
         """
         places, later = self._places, self._later[receiver]
         if what is Traffic.ACTIVATIONS:
@@ -183,7 +181,7 @@ class Connections:
         return depth_of(self._places[home], self._later[copy], self._counted)
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
-        """The ends here of a tie's edges to another process: of weights, and of gradients."""
+        """Return this process's ends of a tie to another process: of weights, and of gradients."""
         raise AssertionError("all stages are here")
 
     @property
@@ -191,11 +189,10 @@ class Connections:
         return self.mode is not Mode.TRAIN
 
     def change(self, method: Method, places: list[Place]) -> None:
-        """From the next run on all stages train by this phase, at these places."""
         self._phase = method, places
 
     def evaluating(self, places: list[Place]) -> Connections:
-        """What joins the same stages in evaluations: edges of their own."""
+        """Return connections of the same stages for evaluations, with edges of their own."""
         made = copy(self)
         made.mode, made.own_minibatches = Mode.EVALUATE, False
         made.norm, made.averaged = None, {}
@@ -205,14 +202,13 @@ class Connections:
         return made
 
     def _only_forward(self) -> None:
-        """Leave out what evaluations have no need of: copies here have the true weights."""
+        """Omit ties: in evaluations, copies in this process have the true weights."""
         self._tied = (), ()
 
     def receivers(self) -> Iterable[Receiver]:
-        """All edges that end in this process."""
         return (*self._local.values(), *self._ties.edges)
 
-    # What a stage does in a run.
+    # The instructions of a stage.
 
     def duties(self, stage: Stage) -> Duties:
         k = stage.index
@@ -221,7 +217,7 @@ class Connections:
             recomputes=stage.recomputes,
             lends=self._ties.lends(k),
             borrows=self._ties.borrows(k),
-            divides=True,  # a loss is known to be a sum when it has been computed
+            divides=True,  # only a computed loss shows whether it is a sum
             clips=stage.max_norm is not None,
             checks=stage.on_nonfinite is not None,
             tells_norm=stage.global_norm is not None,
@@ -242,7 +238,7 @@ class Connections:
         return found
 
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
-        """What its instructions wait for; those that are left out wait for nothing, or block."""
+        """Return what a stage's instructions wait for; others wait for nothing, or block."""
         edges, k, found = self.edges[stage.index], stage.index, {}
         for kind, receivers in (
             (Kind.RECEIVE_ACTIVATION, edges.inputs),
@@ -259,19 +255,19 @@ class Connections:
         return found
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        """Is told each instruction that begins; None: nobody is."""
+        """Return what is called with each instruction that begins; None: nothing."""
         return None
 
     # A run.
 
     def run(self) -> AbstractContextManager[None]:
-        """Inside, a run takes place."""
+        """Return a context in which a run takes place."""
         return nullcontext()
 
     def order(
         self, schedule: Generator, places: list[Place]
     ) -> Iterator[tuple[int, Instruction]] | None:
-        """Which stage computes what, one after another, without an end; None: they take turns."""
+        """Return an endless order of the stages' instructions; None: the stages take turns."""
         return None
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
@@ -292,19 +288,19 @@ class Connections:
 
     @property
     def columns(self) -> Any:
-        """Of the first stage, which drops those of a batch that nobody takes; None: of none."""
+        """The first stage's filter for the columns of a batch; None: it has none."""
         return getattr(self._stages[0].module, "batch_columns", None)
 
     def yields(self, result: Result) -> None:
-        """The caller gets a result."""
+        """Called before the caller gets a result."""
 
     def leave(self) -> None:
-        """The caller has left the run: begin no minibatch that has not begun."""
+        """The caller has left the run: begin no further minibatch."""
         if self._source is not None:
             self._source.left = True
 
     def close(self) -> None:
-        """The stages have finished their instructions."""
+        """Called when the stages have finished their instructions."""
 
     def end(self) -> None:
         if self.norm is not None:
@@ -316,7 +312,7 @@ class Connections:
 
 
 def taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
-    """A batch, or a tuple of several, without the columns that are dropped."""
+    """Return a batch, or a tuple of batches, without the columns that are dropped."""
     if several:
         numbered = enumerate(batch, i * len(batch))
         return tuple(taken(columns, False, one, n) for n, one in numbered)

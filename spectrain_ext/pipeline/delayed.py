@@ -1,10 +1,10 @@
-"""Delayed: trains on one device as a Pipeline would, or with any other delays, in far fewer calls.
+"""Trains on one device with a pipeline's delays, or any others, in far fewer calls.
 
-A pipeline of N stages and M microbatches runs N*M forwards for a minibatch, of a sample or two each
-where models are small. But a stage's microbatches of one minibatch differ in the weights that they
-meet by one update at most. Here all that meet the same weights run together, and a minibatch is
-finished before the next begins: what the schedule has its forwards read earlier is kept, or
-predicted, when it would have been read.
+A pipeline of N stages and M microbatches runs N*M forwards per minibatch, often with a sample or
+two each. But the weights that a minibatch's microbatches use on a stage differ by one update at
+most. Here all microbatches with the same weights run together, and a minibatch is finished before
+the next one begins: weights that the schedule reads earlier are kept, or predicted, at the update
+where it would have read them.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ _Gradients = Sequence[Tensor | None]
 
 
 class _Part(NamedTuple):
-    """Samples of a minibatch that meet the same weights on a stage, from forward to backward."""
+    """Samples of a minibatch that use the same weights on a stage, from forward to backward."""
 
-    samples: int  # 0 where nobody has counted
-    backward: Content | None  # the weights that it meets
-    buffer: VersionBuffer | None  # where they are written over the forward's; None: they are those
+    samples: int  # 0 if they were not counted
+    backward: Content | None  # the weights that it uses
+    # Where they are written over the forward's; None: they are the forward's.
+    buffer: VersionBuffer | None
     leaves: _Gradients
     output: Any
 
 
 class DelayedStage:
-    """One stage: its module, and the weights that minibatches to come will meet."""
+    """One stage: its module, and the weights that future minibatches will use."""
 
     def __init__(
         self,
@@ -91,16 +92,16 @@ class DelayedStage:
         self.index, self.module, self.weights = index, module, weights
         self._place, self._generator = place, find_generator(schedule)
         self._microbatches = range(place.microbatches)
-        self._in_place: bool | None = None  # whether the module works in place on its input
-        # A statistic of a batch is one microbatch's.
+        self._in_place: bool | None = None  # whether the module modifies its input in place
+        # Batch statistics are those of one microbatch.
         self._apart = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
         )
 
     def begin(self) -> None:
-        """Take the weights of now for the first version, and forget all others."""
+        """Take the current weights as the first version, and forget all others."""
         self.parts: list[_Part] = []
-        self._met: dict[tuple[Kind, int, int], Content] = {}  # by the forwards and backwards ahead
+        self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
         if self.weights is None:
             return
         if not self.weights.bound:
@@ -109,12 +110,13 @@ class DelayedStage:
         self._actions: Iterator[Instruction] = self._generator(self._place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = self.weights._bound, self.weights.versions
-        self._own: list[VersionBuffer] = []  # of parts whose backward meets others
+        self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
 
     def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
-        """What the next minibatch's forwards and backwards compute with.
+        """Return what the next minibatch's forwards and backwards compute with.
 
-        The schedule is read up to its update, and the weights that it names meanwhile are held.
+        Reads the schedule up to that minibatch's update, and holds the weights that are named
+        there.
         """
         if self.weights is None:
             return [(None, None)] * len(self._microbatches)
@@ -126,9 +128,9 @@ class DelayedStage:
                 break
             if kind is Kind.FORWARD:
                 self._hold(kind, i, j, versions.for_forward(i, j))
-            elif kind is not Kind.BACKWARD_INPUT:  # both halves meet the same
+            elif kind is not Kind.BACKWARD_INPUT:  # both halves use the same
                 backwards.append(j)
-        # Those that a small minibatch lacks come first: corrections read what the last one met.
+        # Those that a small minibatch lacks come first: corrections read what the last one used.
         for j in sorted(backwards, key=lambda j: j < microbatches):
             self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
         found = self._met.pop
@@ -151,7 +153,7 @@ class DelayedStage:
         return self._own[n]
 
     def _load(self, content: Content | None, own: VersionBuffer | None) -> None:
-        """Compute with these weights, where they are, or written over what another buffer has."""
+        """Compute with these weights, in their buffer, or copied over the weights in ``own``."""
         if content is None:
             return
         buffer = self._versions.find(content)
@@ -163,8 +165,8 @@ class DelayedStage:
             self._storage.point(buffer)
 
     def forward(self, message: Message, sizes: Sequence[int]) -> None:
-        """Run all microbatches of the next minibatch, which have so many samples."""
-        # Which tensors are cut, should parts meet different weights.
+        """Run all microbatches of the next minibatch, which have these sizes."""
+        # The tensors to split if parts use different weights.
         self._cuts = [t is not None and _has_samples(t, sum(sizes)) for t in message.tensors]
         self._of_microbatches = self._read(len(sizes))
         met = [(*pair, self._apart * j) for j, pair in enumerate(self._of_microbatches)]
@@ -190,14 +192,13 @@ class DelayedStage:
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
         if self._in_place is False:
             return run_on(self.module, message, entry=False)
-        # What the previous stage has returned, or the caller's batch, is not to be changed.
+        # Copies: the previous stage's output, or the caller's batch, must not change.
         copies = tuple(None if t is None else t.clone() for t in message.tensors)
         found = run_on(self.module, message._replace(tensors=copies), entry=True)
         self._in_place = self._in_place or any(t is not None and t._version for t in copies)
         return found
 
     def sent(self) -> Message:
-        """What the next stage gets of all parts."""
         messages = [activation(part.output) for part in self.parts]
         first = messages[0]
         if len(messages) == 1:
@@ -222,7 +223,7 @@ class DelayedStage:
         )
 
     def backward(self, gradients: _Gradients) -> _Gradients:
-        """Run their backwards, from the gradients of what was sent; returns those of the input."""
+        """Run the backwards from the gradients of what was sent; return the input's gradients."""
         samples = [part.samples for part in self.parts]
         columns = [self._cut(gradient, samples) for gradient in gradients]
         found = []
@@ -245,7 +246,7 @@ class DelayedStage:
 
     @staticmethod
     def _added(column: _Gradients, leaves: _Gradients, cut: bool) -> Tensor | None:
-        """The gradient of one tensor of the input, which had parts or went to each as it was."""
+        """Return the gradient of one input tensor, which was split, or went to each part whole."""
         known = [
             torch.zeros_like(leaf) if gradient is None else gradient
             for gradient, leaf in zip(column, leaves, strict=True)
@@ -256,7 +257,7 @@ class DelayedStage:
         return torch.cat(known) if cut else torch.stack(known).sum(0)
 
     def step(self) -> None:
-        """The update; the true weights are in the module then."""
+        """Update the weights; afterwards the module has the true weights."""
         weights = self.weights
         if weights is None:
             return
@@ -279,47 +280,51 @@ def _has_samples(tensor: Tensor, samples: int) -> bool:
 
 
 class Delayed:
-    """Trains with delayed gradients on one device, and predicts: for who studies staleness.
+    """Trains with delayed gradients, and predictions, on one device: for studies of staleness.
 
-    It computes what ``Pipeline`` would with these arguments, up to the order of sums, and with
-    several microbatches in a fraction of its calls; or, with ``delays``, has gradients as late as
-    you say. One minibatch is finished before the next begins: ``train_on`` one by one instead of
-    ``run``.
+    It computes what ``Pipeline`` does with these arguments, up to the order of sums, and with
+    several microbatches in a fraction of its calls. With ``delays``, gradients are as late as you
+    say. Call ``train_on`` for one minibatch after another instead of ``run``.
 
     Args:
-        model: a module, which is then one stage; or a sequence of stages as ``Pipeline`` has them,
-            all on one device.
-        optimizer: makes a stage's optimizer from its parameters; which of them a method can predict
-            with, see ``Pipeline``.
+        model: a module, which is one stage; or a sequence of stages as for ``Pipeline``, all on one
+            device.
+        optimizer: makes a stage's optimizer from its parameters; see ``Pipeline``.
         loss_fn: ``(output, target) -> loss``, a mean over the samples, or a pair (sum, count).
-        method: a name out of ``methods()``, or a ``Method``, without a change at a gap.
-        delays: how many updates lie between the weights that a minibatch's gradient is computed
-            from and those that it changes: a number for all stages, or one per stage, at least 0.
-            A stage that is late by d, where the latest is by D, goes by what the method says of
-            stage D - d of a pipeline of D + 1 stages with one microbatch, so that each predicts for
-            its own delay. None: the delays of the pipeline.
-        scheduler: makes a learning-rate scheduler from a stage's optimizer, stepped after each
-            update.
+        method: a name from ``methods()``, or a ``Method`` whose phases do not begin at a gap.
+        delays: the number of updates between the weights that a minibatch's gradient is computed
+            from and those that it changes: one for all stages, or one per stage, at least 0. If D
+            is the largest delay, a stage with delay d does what the method does on stage D - d of a
+            pipeline of D + 1 stages with one microbatch, so that each stage predicts for its own
+            delay. None: the delays of the pipeline.
+        scheduler: makes a learning-rate scheduler from an optimizer; it steps after each update.
         microbatches: parts of a minibatch, or ``"auto"``, as for ``Pipeline``; 1 with ``delays``.
         window: as for ``Pipeline``; None with ``delays``.
-        clip_norm: the largest 2-norm of a gradient, of a stage's, or of all where the method
+        clip_norm: the largest 2-norm of a stage's gradient, or of all stages' if the method
             flushes.
-        codec: as for ``Pipeline``, with the same draws where a minibatch is one microbatch.
+        codec: as for ``Pipeline``, with the same random numbers if a minibatch is one microbatch.
 
     Attributes:
         method: the Method.
-        delays: the updates by which each stage is late, at most, in the present phase of the
-            method.
+        delays: the largest delay of each stage, in updates, in the current phase of the method.
         minibatches: trained on so far.
 
     Raises:
-        TypeError, ValueError: what ``Pipeline`` would raise; or stages on several devices, stages
-            that share parameters, or delays where the method's schedule leaves no choice.
+        TypeError, ValueError: as for ``Pipeline``; or stages on several devices, stages that share
+            parameters, or ``delays`` under a schedule that flushes or sets its own windows.
 
-    Between two calls the modules hold their true weights, as views of flat buffers: read them, but
-    do not change them, and call ``release()`` at the end. Random numbers are the caller's, where a
-    pipeline's stages draw their own. Where microbatches of a minibatch meet different weights
-    (``microbatches`` above 1), samples lie along dimension 0 of all tensors between stages.
+    Between two calls the modules hold their true weights, as views of flat buffers: you may read,
+    but not change them. Call ``release()`` at the end. Random numbers come from your generators,
+    while a pipeline's stages have their own. If microbatches of a minibatch use different weights
+    (``microbatches`` above 1), samples must lie along dimension 0 of all tensors between stages.
+
+    Example:
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> delayed = st.Delayed(nn.Linear(2, 1), sgd, nn.functional.mse_loss, delays=2)
+        >>> losses = [delayed.train_on(torch.ones(4, 2), torch.ones(4, 1)) for _ in range(4)]
+        >>> delayed.minibatches, delayed.delays
+        (4, (2,))
+        >>> delayed.release()
     """
 
     def __init__(
@@ -381,7 +386,6 @@ class Delayed:
             raise
 
     def _enter(self) -> None:
-        """Begin the first of the phases that are left, with the weights of now."""
         phase = self._phase = self._phases[0]
         for old, weights in zip(self.stages, phase.weights, strict=False):
             if old.weights is not None and weights is not None and old.weights is not weights:
@@ -402,14 +406,15 @@ class Delayed:
         """Train on one minibatch: one update of every stage.
 
         Args:
-            input: what the first stage takes; in a mapping everything of a batch may be.
-            target: what ``loss_fn`` takes beside the output; None: the input, as of such a mapping.
+            input: what the first stage takes; a mapping may hold the whole batch.
+            target: what ``loss_fn`` takes besides the output; None: the input.
 
         Returns:
-            The loss, a detached 0-d tensor; nobody has waited for it.
+            The loss, a detached 0-d tensor; the CPU has not waited for it.
 
-        After an exception the true weights are in the modules (some stages may have made an update
-        more than others), and training goes on as from the start: nothing is late yet.
+        After an exception the modules hold the true weights (some stages may have made one update
+        more than others), and training continues as from the start: the first gradients have no
+        delay.
         """
         try:
             loss = self.compute(input, target)
@@ -424,7 +429,7 @@ class Delayed:
         return loss
 
     def compute(self, input: Any, target: Any = None) -> Tensor:
-        """The same without the updates, which are to follow."""
+        """Do the same without the updates, which must follow."""
         check_mode("train_on", self._devices)
         (device,) = self._devices
         while (then := self._phase.method.then) and self.minibatches >= (then.after or 0):
@@ -459,7 +464,7 @@ class Delayed:
     def _loss(
         self, last: DelayedStage, target: Any, device: torch.device
     ) -> tuple[Tensor, _Gradients]:
-        """The loss, and what the last stage's backward begins with."""
+        """Return the loss, and what the last stage's backward starts with."""
         parts, leaves = last.parts, list[Tensor | None]()
         if len(parts) == 1:
             found = self._loss_fn(parts[0].output, target)
@@ -479,7 +484,7 @@ class Delayed:
         return mean, [None if leaf is None else leaf.grad for leaf in leaves]
 
     def _crossed(self, message: Message, sender: int, backward: bool) -> Message:
-        """A message as it arrives at a neighbour; with one microbatch a pipeline draws the same."""
+        """Return a message as it arrives; with one microbatch, codecs draw as in a pipeline."""
         codec = self._codecs[backward]
         if codec is None:
             return message
@@ -502,7 +507,7 @@ class Delayed:
 
     @contextmanager
     def true_weights(self) -> Iterator[nn.Module]:
-        """Inside, the model (of stages an ``nn.Sequential``) in evaluation, without a graph."""
+        """Inside, yield the model (an ``nn.Sequential`` of stages) in eval mode, without graph."""
         modes = ModuleModes(self._model)
         modes.evaluate()
         try:
@@ -512,9 +517,9 @@ class Delayed:
             modes.restore()
 
     def release(self) -> None:
-        """Give the modules and optimizers ordinary storage of their own, and free all buffers.
+        """Give modules and optimizers ordinary storage, and free all buffers.
 
-        Trained on after it, they begin anew: nothing is late yet.
+        Training after it starts anew: the first gradients have no delay.
         """
         for stage in self.stages:
             stage.end()

@@ -1,4 +1,4 @@
-"""Edges: what a stage receives and sends by, and the minibatches that it hears of so."""
+"""Defines a stage's edges, its position in the schedule, and the source of its minibatches."""
 
 from __future__ import annotations
 
@@ -28,81 +28,76 @@ from .tape import packed
 
 
 class Traffic(Enum):
-    """What goes by an edge."""
-
     ACTIVATIONS = "activations"  # to the next stage
     GRADIENTS = "gradients"  # to the previous stage
     INPUTS = "inputs"  # of the caller's batches, to stage 0
-    TARGETS = "targets"  # of these, to the last stage
+    TARGETS = "targets"  # of the caller's batches, to the last stage
     TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
-    TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
+    TIED_GRADIENTS = "tied gradients"  # of tied weights, to the stage that owns them
 
     @property
     def tied(self) -> bool:
-        """Whether it is of weights that two stages have."""
+        """Whether it belongs to parameters that two stages share."""
         return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
 
 
 @dataclass
 class StageEdges:
-    """The edges of one stage: of each kind one per microbatch of its own in a minibatch."""
+    """The edges of one stage: for each kind, one per microbatch that this replica computes."""
 
-    replica: int = 0  # of ``count``
+    replica: int = 0  # index of this replica, of ``count``
     count: int = 1
     inputs: Sequence[Receiver] = ()  # the previous stage's ``to_next``
-    targets: Sequence[Receiver] = ()  # of the last stage only
+    targets: Sequence[Receiver] = ()  # on the last stage only
     gradients: Sequence[Receiver] = ()  # the next stage's ``to_previous``
     to_next: Sequence[Sender] = ()
     to_previous: Sequence[Sender] = ()
-    heard_end: Receiver | None = None  # which has told of the run's end
+    heard_end: Receiver | None = None  # the edge that has delivered the end of the run
 
     def microbatches_of(self, header: Header) -> int:
-        """How many of a minibatch's microbatches are computed here."""
         return len(range(self.replica, header.parts, self.count))
 
     def targets_of(self, slot: Slot) -> list[Any]:
-        """The targets of the microbatches here, of what has come of a minibatch's."""
+        """Return the targets of the microbatches here, from a received message."""
         message = slot.message
         assert message is not None
         value = packed(message, message.tensors)
         return value if isinstance(value, Microbatches) else [value]
 
     def end(self) -> None:
-        """Tell the next stage that there are no more minibatches."""
         for edge in dict.fromkeys(self.to_next):
             edge.end()
 
 
 class Cursor:
-    """The compute instructions of one stage, without those that the run turns out not to have.
+    """The position of one stage in its schedule, limited to the instructions that the run contains.
 
-    A stage hears of a minibatch, and of the end of the run, with the messages of its forwards. The
-    microbatches of a minibatch are known before the stage comes to its second one.
+    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards. It
+    knows how many microbatches a minibatch has before it comes to the second one.
     """
 
     def __init__(self, instructions: Iterator[Instruction]) -> None:
-        self._instructions = instructions  # the schedule's, without an end
-        self.upcoming = next(instructions, None)  # be it a part of the run or not
+        self._instructions = instructions  # of the schedule; endless
+        self.upcoming = next(instructions, None)  # whether or not the run contains it
         self.minibatches: int | None = None  # the length of the run, once it is known
         self.added = 0
-        # Of each minibatch in flight the share of its samples that each microbatch has, 0 before
-        # that has come.
+        # By minibatch in flight: each microbatch's share of the samples, 0 before it has arrived.
         self.shares: dict[int, list[float]] = {}
-        self.current: Instruction | None = None  # being run
-        self.step = 0  # how many of the steps that it consists of have been made
-        self.finished = False  # the stage has been found to have nothing left to do
+        self.current: Instruction | None = None  # the one that is running
+        self.step = 0  # how many of its steps are done
+        self.finished = False  # whether the stage has nothing left to do
 
     def add(self, microbatches: int) -> None:
-        """There is one more minibatch; a small one has fewer microbatches than the schedule."""
+        """Add a minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self.added] = [0.0] * microbatches
         self.added += 1
 
     def stop(self) -> None:
-        """There are no more minibatches than those added."""
+        """Note that no minibatches follow those added."""
         self.minibatches = self.added
 
     def peek(self) -> Instruction | None:
-        """What follows the current instruction, as far as is known now; None: nothing."""
+        """Return the instruction that comes next, as far as is known now; None: there is none."""
         following = self.upcoming
         while following is not None:
             kind, i, j = following
@@ -110,13 +105,13 @@ class Cursor:
                 j == 0 or j < len(self.shares[i])
             ):
                 break
-            # Updates come in the order of minibatches: nothing follows one that is left out.
+            # Updates come in the order of minibatches: nothing follows one that the run lacks.
             following = None if kind is Kind.UPDATE else next(self._instructions, None)
             self.upcoming = following
         return following
 
     def take(self) -> Instruction | None:
-        """Make what follows the current instruction; None: the stage has finished."""
+        """Advance to the next instruction and return it; None: the stage has finished."""
         following = self.upcoming
         if (
             following is None
@@ -133,7 +128,7 @@ class Cursor:
 
 
 class Source:
-    """Takes the caller's batches, and sends what they are made of where it is used."""
+    """Takes the caller's batches, splits them, and sends inputs and targets to their stages."""
 
     def __init__(
         self,
@@ -146,21 +141,21 @@ class Source:
         count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
         self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
-        self._count = count  # of a batch's target what its loss is divided by
-        self._whole = whole  # each is a tuple of batches, which are not cut
-        # Replicas, each of which trains on a minibatch of its own.
+        self._count = count  # of a batch's target: what its loss is divided by
+        self._whole = whole  # each is a tuple of batches, which are not split
+        # How many replicas train on a minibatch of their own.
         self._trained_apart = replicas.counts[0] if own_minibatches else 1
         self._objects = all(edge.by_reference for edge in (*inputs, *targets))
         self._batch = Buffer("the caller's batch")
-        # Which microbatches' targets go by each, in one message for all of a minibatch's: with 16
-        # microbatches over two processes that takes a tenth of the time.
+        # By edge: the microbatches whose targets it carries. All targets of a minibatch go in one
+        # message: with 16 microbatches over two processes that takes a tenth of the time.
         self._targets: dict[Sender, list[int]] = {}
         for n, edge in enumerate(targets):
             self._targets.setdefault(edge, []).append(n)
-        self.left = False  # whether the caller has left the run: no batch is taken any more
+        self.left = False  # whether the caller has left the run; no batch is taken then
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
-        """A run begins; ``stop`` is to be called at its end."""
+        """Start a run; ``stop`` is called at its end."""
         self._batches, self._stop, self.left = batches, stop, False
 
     def pull(self, i: int, j: int) -> None:
@@ -206,9 +201,9 @@ class Source:
         return found
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
-        """What each microbatch has of the samples of what its replica makes one update of.
+        """Return each microbatch's weight in the loss of the update that it belongs to.
 
-        Or what its sum is multiplied by, where ``count`` tells what the loss is divided by.
+        That is its share of the samples, or 1 / ``count(target)`` where ``count`` is given.
         """
         if self._count is not None and not self._whole:
             targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
@@ -224,28 +219,28 @@ class Source:
 
 
 class SharedLosses:
-    """A stage's part in telling all ranks the losses, which go back with gradients."""
+    """Passes losses back to all ranks, together with gradients; one stage's part of that."""
 
     def __init__(self, dealt: bool, sends_back: bool) -> None:
-        # Whether stages have replicas: nobody then knows a minibatch's loss by its last gradient,
-        # and every gradient goes with its own microbatch's part.
+        # Whether stages have replicas: a minibatch's last gradient then does not carry the whole
+        # loss, so every gradient carries its own microbatch's part.
         self.dealt = dealt
         self._sends_back = sends_back  # whether there is an earlier stage
-        self.known: dict[int, float] = {}  # of each minibatch in flight, as far as it is known
+        self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known
         self._parts: dict[tuple[int, int], float] = {}
 
     def begin(self) -> None:
         self.known, self._parts = {}, {}
 
     def computed(self, i: int, j: int, part: Tensor, total: Tensor | None) -> None:
-        """The last stage has a microbatch's part of the loss, and with the last one the sum."""
+        """Note a microbatch's part of the loss on the last stage; ``total``: of the minibatch."""
         if self.dealt:
             self._pass_on(i, j, part.item())
         elif total is not None:
             self.known[i] = total.item()
 
     def came_back(self, i: int, j: int, value: float) -> None:
-        """A gradient has come with this."""
+        """Note the loss that arrived with a gradient."""
         if self.dealt:
             self._pass_on(i, j, value)
             value += self.known.get(i, 0.0)
@@ -256,5 +251,4 @@ class SharedLosses:
             self._parts[i, j] = part
 
     def header(self, i: int, j: int) -> Header:
-        """What goes with the gradient of a microbatch."""
         return Header(1, self._parts.pop((i, j), nan) if self.dealt else self.known.get(i, nan))

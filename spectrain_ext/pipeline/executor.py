@@ -1,4 +1,4 @@
-"""Executor: runs the instructions of all stages of a process, in one thread."""
+"""Runs the instructions of all stages of a process, in one thread."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .stage import Stage
 
 
 class _Step(NamedTuple):
-    """One instruction of the lowered stream, for any microbatch, with what runs it."""
+    """One instruction of the lowered stream, and the handler that runs it."""
 
     kind: Kind
-    ready: Ready | None  # whether what it waits for has come; None: it waits for nothing, or blocks
+    ready: Ready | None  # whether its input has arrived; None: it has no input, or blocks
     run: Handler
 
 
 class _Program:
-    """What each compute instruction of a stage consists of, as steps."""
+    """The steps of each compute instruction of a stage."""
 
     def __init__(
         self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
@@ -40,8 +40,8 @@ class _Program:
         handlers = watched(observers, stage, connections.handlers(stage))
         ready = connections.ready(stage)
         self.announce = connections.announce(stage)
-        # What an instruction takes with it, in the same turn: an update, or the word that a batch
-        # is through.
+        # Compute instructions that run in the same turn as the one before them: an update, and in
+        # an evaluation the notice that a batch is finished.
         self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
         if connections.evaluates:
             self.takes = Kind.UPDATE, Kind.BACKWARD
@@ -55,7 +55,7 @@ class _Program:
 
 
 class Executor:
-    """The stages of this process, and the loop that drives them."""
+    """The stages of this process, and the loop that runs them."""
 
     places: list[Place]  # of all stages of the pipeline
     _schedule: Schedule
@@ -67,7 +67,6 @@ class Executor:
         self._counts: Cursor | None = None  # of the last run
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
-        """From the next run on."""
         self.places = places
         self._schedule = find_generator(schedule)
 
@@ -117,18 +116,17 @@ class Executor:
 
     @property
     def begun(self) -> int:
-        """Minibatches, by the last run."""
+        """How many minibatches the last run has begun."""
         return 0 if self._counts is None else self._counts.added
 
     @property
     def running(self) -> bool:
-        """Whether a run has begun and not ended: its generator can go on."""
-        # No exception can keep that from being true, as it could an attribute.
+        # Ask the generator: an exception could leave an attribute wrong.
         run = None if self._run is None else self._run()
         return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
     def mend(self) -> None:
-        """End a run whose end was cut short, as by a second Ctrl-C."""
+        """End a run whose end was cut short, for example by a second Ctrl-C."""
         if not self._ended and not self.running:
             self._fail()
 
@@ -147,37 +145,36 @@ class Executor:
         connections.begin(batches, keep)
 
     def _check(self) -> None:
-        """Raise an error if a parameter is not where, or not what, it was when stages were made."""
+        """Raise an error if a parameter has been moved or replaced since the stages were made."""
         for stage in self.stages:
             stage.check()
 
     def _check_storage(self) -> None:
-        """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
+        """Make the same check, after comparing a few addresses, since the caller had control."""
         for stage in self.stages:
             weights = stage.weights
             if weights is not None and weights.storage and not weights.storage.in_place():
                 self._check()
 
     def _end(self) -> None:
-        """Put the true weights back, and let the caller follow; all of it may be repeated."""
+        """Put the true weights back and let the caller's streams follow; may be repeated."""
         ends = [stage.end for stage in self.stages]
         make_all((*ends, self.connections.end, self.let_caller_follow))
         self._ended = True
 
     def _drop(self) -> None:
-        """After a failure: wait until no stream works any more, and forget what was in flight."""
+        """After a failure: wait for all streams, and forget what was in flight."""
         streams = list(self._streams())
         for stream in streams:
             stream.leave()
         waits = (stream.synchronize for stream in streams)
         forgets = (stage.forget for stage in self.stages)
         resets = (edge.reset for edge in self.connections.receivers())
-        # All is tried: a device that has failed lets none of it succeed. What comes follows the
+        # Try everything: on a device that has failed none of it succeeds. At the end, follow the
         # caller, who may have used the weights since.
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
-        """A run makes new ones as it needs them."""
         for edge in self.connections.receivers():
             edge.free_storage()
 
@@ -188,17 +185,18 @@ class Executor:
         for edge in self.connections.receivers():
             yield edge.stream
 
-    # The caller's stream is the one that is current at the call: it may be another one each time.
-    # What becomes part of a CUDA graph takes in no other stream; what came before has been done.
+    # The caller's stream is the one that is current at the call; it may change from call to call.
+    # Work that is captured into a CUDA graph waits for no other stream; earlier work is done by
+    # then.
 
     def _captured(self) -> bool:
         return any(captured(stage.device) for stage in self.stages)
 
     def follow_caller(self) -> None:
-        """Everything issued from here on follows what the caller has issued so far."""
+        """Order all later work of the stages after the caller's work so far."""
         if self._captured():
             return
-        for stage in self.stages:  # the caller may have changed them
+        for stage in self.stages:  # the caller may have written them
             for buffer in stage.shared:
                 callers_stream(stage.device).writes(buffer)
         for device in {stage.device for stage in self.stages}:
@@ -212,7 +210,7 @@ class Executor:
             stage.predict.record(stage.loaded)
 
     def let_caller_follow(self) -> None:
-        """What the caller issues from here on follows every computation and load issued so far."""
+        """Order the caller's later work after all computations and loads issued so far."""
         if self._captured():
             return
         for stage in self.stages:
@@ -229,22 +227,21 @@ class Executor:
         yield
         self.follow_caller()
 
-    # The loop. Stage k of N runs a compute instruction, as far as its input has come, then stage
-    # k + 1 one of its own, and so on, until all have finished. Of a 1F1B schedule (F: forward, B:
-    # backward with the update that may follow) that comes to
+    # The loop. Stage k of N runs a compute instruction once its input has arrived, then stage k + 1
+    # runs one, and so on, until all have finished. For a 1F1B schedule (F: forward, B: backward and
+    # the update that may follow) this gives
     #
-    #     stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
-    #     stage 1      F0 F1 B0 F2 B1 F3 B2 ...
-    #     stage 2         F0 B0 F1 B1 F2 B2 ...
+    # stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ... stage 1      F0 F1 B0 F2 B1 F3 B2 ... stage 2         F0
+    # B0 F1 B1 F2 B2 ...
     #
-    # and each of these is made of steps, as ``schedule/lowering.py`` says: for F3 on stage 1 load
-    # forward weights, receive activation, forward, send activation.
+    # Each of these consists of steps, see ``schedule/lowering.py``; F3 on stage 1, for example:
+    # load forward weights, receive activation, forward, send activation. </raw>
 
     def _steps(self, observers: Sequence[Observer]) -> Iterator[Result]:
-        """Give the stages their turns until all have finished."""
+        """Run all stages in turn until all have finished."""
         connections, results = self.connections, self.connections.results
-        # Made per run: kept, these methods would make a cycle that holds all buffers until a
-        # garbage collection.
+        # Made per run: if kept, these methods would form a cycle that holds all buffers until the
+        # next garbage collection.
         programs = [_Program(s, self.places[s.index], connections, observers) for s in self.stages]
         if self._order is not None:
             for program in programs:
@@ -265,7 +262,7 @@ class Executor:
         connections.close()
 
     def _turn(self, program: _Program) -> bool:
-        """Run a stage's instruction, and what it takes with it, as far as can be now."""
+        """Run a stage's instruction, and those of the same turn, until one has to wait."""
         cursor, announce = program.stage.cursor, program.announce
         progress = False
         while cursor.current is not None or cursor.take() is not None:
@@ -286,14 +283,14 @@ class Executor:
                 except RankError:
                     raise
                 except Exception as error:
-                    if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                    if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
                         raise
                     notes = getattr(error, "__notes__", ())
                     reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
                     raise StageError(program.stage.index, i, kind.value, reason) from error
                 progress = True
                 if cursor.minibatches is not None and i >= cursor.minibatches:
-                    break  # the stage has heard that the run has ended before
+                    break  # the stage has learned that the run ended before this
             cursor.current, progress = None, True
             if computes is Kind.UPDATE:  # the minibatch is over
                 cursor.shares.pop(i, None)
@@ -305,16 +302,16 @@ class Executor:
     def _in_order(
         self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
     ) -> Iterator[Result]:
-        """Run instructions in an order, which goes on after the end of the run."""
+        """Run instructions in a given order, which may be longer than the run."""
         results, of = self.connections.results, {p.stage.index: p for p in programs}
-        # Their updates wait for what comes after them, the norm of another stage's gradients.
+        # Their updates wait for a later instruction: for the gradient norm of another stage.
         late: list[_Program] = []
         while any(p.stage.cursor.current or p.stage.cursor.peek() for p in programs):
             k, instruction = next(order)
             cursor = of[k].stage.cursor
             if cursor.current is not None:
                 raise _stuck([of[k]])
-            if cursor.peek() == instruction:  # else the run does not have it
+            if cursor.peek() == instruction:  # otherwise the run does not contain it
                 cursor.take()
                 late.append(of[k])
             for program in late:

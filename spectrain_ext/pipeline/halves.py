@@ -1,4 +1,4 @@
-"""Halves: a backward in two, the gradients of a stage's inputs first, its weights' later."""
+"""Splits a backward in two: the gradients of a stage's inputs first, those of its weights later."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .tape import Pairs, differentiate
 
-# What autograd refuses to run for some inputs only, or twice. Whose names these are, is torch's.
+# Nodes that autograd refuses to run for some inputs only, or twice. The names are torch's.
 _WHOLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
-# Of a channels_last input torch 2.13 ends the process where it is asked for the weights' alone.
+# torch 2.13 ends the process if asked for the weights' gradients alone with a channels_last input.
 _NOT_ALONE = "NativeGroupNormBackward0"
 
 
-class _Caught:
-    """The gradients that came to a node in the first half: what the second half starts with.
+class _Arrived:
+    """The gradients that arrived at a node in the first half; the second half starts with them.
 
-    As a hook of the node it notes them in the first half, after hooks of the node's tensors may
-    have changed them, and hands them out instead of what those make of them in the second.
+    It is a prehook of the node. In the first half it notes them, after other hooks may have changed
+    them; in the second half it returns what it noted, so that those hooks have no further effect.
     """
 
     gradients: tuple[Tensor | None, ...] | None = None
@@ -36,17 +36,18 @@ class _Caught:
 def differentiate_inputs(
     pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor | None]
 ) -> Callable[[], None] | None:
-    """Add the gradients of the inputs, which are leaves; return what is left to do, if anything.
+    """Compute the gradients of the inputs, which are leaves; return the second half, if any.
 
-    Of every node that inputs have a part in autograd computes the gradients that lead to inputs.
-    Where other leaves have a part in such a node as well, as a layer's weights have, it is run
-    once more, for these alone, from the gradients that came to it. No node's gradient is computed
-    twice, but for functions that compute all of theirs at once. Such is every one written in
-    Python (``torch.autograd.Function``): what meets the inputs there has its gradients at once. So
-    do a group norm's weights, and leaves that meet inputs at several nodes, as the weights of a
-    layer that is used several times: autograd would go from one of these nodes to the next. Nothing
-    is left of a graph with compiled or reentrantly checkpointed parts, which autograd only runs as
-    a whole.
+    At each node on the way to the inputs, autograd computes only the gradients that lead there.
+    Where other leaves join at such a node, as a layer's weights do, the second half runs the node
+    once more for these leaves alone, from the gradients that arrived at it. No gradient is computed
+    twice, except by functions that compute all of theirs at once.
+
+    Computed in the first half: leaves that join at a function written in Python
+    (``torch.autograd.Function``), the weights of a group norm, and leaves that join at several
+    nodes, such as the weights of a layer that is used several times, since autograd would go from
+    one of these nodes to the next. A graph with compiled or reentrantly checkpointed parts, which
+    autograd runs only as a whole, leaves nothing for the second half.
     """
     wanted = [leaf for leaf in inputs if leaf is not None]
     if not wanted:
@@ -56,7 +57,7 @@ def differentiate_inputs(
     if any(isinstance(node, BackwardCFunction) and node.name() in _WHOLE for node in users):
         differentiate(pairs)
         return None
-    way = _way([get_gradient_edge(leaf).node for leaf in wanted], users)
+    way = _nodes_on_path([get_gradient_edge(leaf).node for leaf in wanted], users)
     meetings: dict[Node | None, list[Node]] = {
         node: [child for child, _ in node.next_functions if child is not None and child not in way]
         for node in users
@@ -64,14 +65,14 @@ def differentiate_inputs(
     }
     meetings[None] = [root for root in roots if root not in way]  # the second half may start there
     alone, at_once = _leaves(meetings)
-    layers: list[tuple[Node, _Caught, Sequence[Tensor]]] = []
+    layers: list[tuple[Node, _Arrived, Sequence[Tensor]]] = []
     for node, leaves in alone.items():
         if node is None:
             continue
         if isinstance(node, BackwardCFunction) or node.name() == _NOT_ALONE:
             at_once += leaves
         else:
-            caught = _Caught()
+            caught = _Arrived()
             node.register_prehook(caught)
             layers.append((node, caught, leaves))
     differentiate(pairs, [*wanted, *at_once], keep=True)
@@ -83,9 +84,11 @@ def differentiate_inputs(
 
 
 def _differentiate_rest(
-    pairs: Pairs, leaves: Sequence[Tensor], layers: Sequence[tuple[Node, _Caught, Sequence[Tensor]]]
+    pairs: Pairs,
+    leaves: Sequence[Tensor],
+    layers: Sequence[tuple[Node, _Arrived, Sequence[Tensor]]],
 ) -> None:
-    """Add what the first half has left: beside the inputs' way, and where weights meet it."""
+    """Run the second half: leaves off the inputs' way, then leaves that join it."""
     differentiate(pairs, leaves)
     for node, caught, alone in layers:
         found = enumerate(caught.gradients or ())
@@ -93,7 +96,7 @@ def _differentiate_rest(
 
 
 def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """All nodes, from the roots on, each with those that pass a gradient on to it."""
+    """Return all nodes reachable from the roots, each with the nodes that pass it a gradient."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     left = list(users)
     while left:
@@ -108,8 +111,8 @@ def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
     return users
 
 
-def _way(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
-    """The nodes that a gradient passes on its way to these."""
+def _nodes_on_path(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
+    """Return the nodes that a gradient passes on its way to these."""
     left = [end for end in ends if end in users]
     way = set(left)
     while left:
@@ -123,7 +126,7 @@ def _way(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
 def _leaves(
     meetings: dict[Node | None, list[Node]],
 ) -> tuple[dict[Node | None, list[Tensor]], list[Tensor]]:
-    """The leaves below the nodes given: those below one of them alone, and those below several."""
+    """Return the leaves below exactly one of the given nodes, by node, and those below several."""
     several: Any = object()
     owners: dict[Node, Any] = {}
     for owner, below in meetings.items():

@@ -1,4 +1,4 @@
-"""Loads: which weights a stage computes with, written and updated on a stream of their own."""
+"""Selects the weights that a stage computes with; loads and updates run on their own stream."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from spectrain_ext.weights.storage import Content, SavedWeights, Storage, Versio
 
 from .edges import Cursor
 
-#: What runs an instruction of a stage, for minibatch i and microbatch j.
+#: Runs an instruction of a stage, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
 
-#: What comes of a loss or a gradient that is not finite; None: nobody looks.
+#: What to do about a loss or gradient that is not finite; None: no checks.
 OnNonfinite: TypeAlias = Literal["raise", "skip"] | None
 
 NOTHING = nullcontext()
 
 
 class Loads:
-    """A module, the version of its weights that it computes with, and the two streams of a stage.
+    """A module, the weight version that it computes with, and the two streams of a stage.
 
-    Computation is issued to one stream, whatever writes weights (loads and updates) to another,
-    and events order the two.
+    Computation is issued to one stream, loads and updates to the other; events order the two.
     """
 
-    cursor: Cursor  # where the stage stands in a run
-    weights: StageWeights | None = None  # None: there are no trainable parameters
-    max_norm: float | None = None  # what the gradient is clipped to; None: not at all
-    counts: dict[int, Tensor]  # by minibatch what its loss is divided by, where losses are sums
-    divisor: Tensor | None = None  # the last update's
+    cursor: Cursor  # the stage's position in the run
+    weights: StageWeights | None = None  # None: no trainable parameters
+    max_norm: float | None = None  # the largest gradient norm; None: no clipping
+    counts: dict[int, Tensor]  # by minibatch: what its loss is divided by, where losses are sums
+    divisor: Tensor | None = None  # of the last update
     clips_globally = False  # whether by the norm of all stages' gradients
-    global_norm: GlobalNorm | None = None  # that all stages exchange; None: nobody needs it
+    global_norm: GlobalNorm | None = None  # exchanged by all stages; None: not needed
     on_nonfinite: OnNonfinite = None
-    # Where the first number of this minibatch that is not finite comes from: k + 1, a gradient of
-    # stage k; inf, the loss; 0: all are finite. Of two the larger comes earlier.
+    # The source of this minibatch's first non-finite number: k + 1 for a gradient of stage k, inf
+    # for the loss, 0 for none. Of two sources the larger one comes first in time.
     origin = 0.0
 
     def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
@@ -54,16 +53,16 @@ class Loads:
         self.predict = new_stream(f"prediction stream of stage {index}", device)
         self.computed = self.compute.event()
         self.loaded = self.predict.event()
-        # What the two streams and the caller use in turn, for the streams that check that.
+        # Used in turn by the two streams and the caller; checked streams verify the order.
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
         self._shared: tuple[Buffer, ...] = (self.module_buffers,)
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
-        # On the CPU alone: what has been issued has been done.
+        # On the CPU, work is done once it has been issued.
         self.immediate = self.compute.immediate and self.predict.immediate
-        # There one stands for the memory of whatever is computed.
+        # Stands for the memory of all computations, on the CPU only.
         self._untracked = Buffer(f"memory of stage {index}") if self.immediate else None
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
@@ -80,7 +79,6 @@ class Loads:
         global_norm: GlobalNorm | None,
         on_nonfinite: OnNonfinite,
     ) -> None:
-        """From the next run on."""
         self.weights = weights
         self.max_norm, self.clips_globally = max_norm, clips_globally
         self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
@@ -88,12 +86,11 @@ class Loads:
 
     @property
     def storage(self) -> Storage | None:
-        """That of the weights, while they are bound."""
         return None if self.weights is None else self.weights.storage
 
     @property
     def working(self) -> Buffer:
-        """What stands for the memory of the weights that the module has now."""
+        """Stands for the memory of the weights that the module has now."""
         storage = self.storage
         return self._no_weights if storage is None else storage.bound.memory
 
@@ -114,20 +111,21 @@ class Loads:
     def computing(
         self, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> AbstractContextManager[object]:
-        """Inside, work is issued to the compute stream; on the CPU alone there is no order."""
+        """Inside, work is issued to the compute stream; on the CPU nothing needs ordering."""
         return NOTHING if self.immediate else self.compute.using(reads=reads, writes=writes)
 
     # A run.
 
     def check(self) -> None:
-        """Refuse parameters that left their buffer."""
+        """Raise RuntimeError if a parameter has left its flat buffer."""
         if self.weights is not None:
             self.weights.check(self.index)
 
     def begin_weights(self, follows: bool = False) -> None:
         """Start a run with the weights that the module holds.
 
-        ``follows``: have autograd save only where a weight is, also where it meets no others.
+        ``follows``: let autograd save a reference to each weight's place, not the weight, even if
+        the backward uses the forward's version.
         """
         weights = self.weights
         self._follows = NOTHING
@@ -138,14 +136,14 @@ class Loads:
         with self.predict.using(writes=self.memory):
             weights.begin()
         self.weights_written()
-        # A forward's graph finds the weights that its backward is to meet, if they are others.
+        # Where the backward uses other weights, the forward's graph must find those.
         if (follows or weights.meets_others) and weights.storage is not None:
             self._follows = SavedWeights(weights.storage)
         self._guarded = [p for p in self.module.parameters() if p.requires_grad]
         self.guard.put(self._guarded)
 
     def end_weights(self) -> None:
-        """Put the true weights back into the module; may be repeated, or done without a begin."""
+        """Put the true weights back into the module; may be repeated, or called without a begin."""
         if self.weights is not None:
             self._gradients_read = None
             with self.predict.using(writes=self.memory):
@@ -154,14 +152,14 @@ class Loads:
             self.guard.take(self._guarded)
 
     def weights_written(self) -> None:
-        """What is computed from here on follows all weights just written."""
+        """Order later computation after all weights written so far."""
         self.predict.record(self.loaded)
         self.compute.wait(self.loaded)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Inside, an observer reads the weights, ordered with all that writes them."""
-        # On the stream that does: no other stage and no communication is waited for.
+        """Inside, an observer may read the weights, ordered with all writes to them."""
+        # On the stream that writes them: this waits for no other stage and no communication.
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
 
@@ -180,7 +178,7 @@ class Loads:
             self._load(self.weights, self.weights.versions.for_backward(i, j, ends=False))
 
     def _load(self, weights: StageWeights, content: Content) -> None:
-        """Compute with these weights from here on, which are written unless a buffer has them."""
+        """Compute with these weights from here on; write them first unless a buffer holds them."""
         versions, storage = weights.versions, weights.storage
         assert storage is not None
         buffer = versions.find(content)
@@ -201,7 +199,7 @@ class Loads:
             storage.point(buffer)
 
     def _written(self, *buffers: VersionBuffer) -> None:
-        """Something has been written to these on the prediction stream."""
+        """Record that these were written on the prediction stream."""
         if self.immediate:
             return
         for buffer in buffers:
@@ -212,7 +210,7 @@ class Loads:
         self.predict.record(self.loaded)
 
     def _has_computed(self) -> None:
-        """With the weights that are bound."""
+        """Record that the bound weights have been read."""
         if self.immediate:
             return
         compute = self.compute
@@ -223,17 +221,17 @@ class Loads:
                 buffer.read = compute.event()
             compute.record(buffer.read)
 
-    # Instructions: what belongs to an update.
+    # Instructions around an update.
 
     def divide(self, i: int, j: int) -> None:
-        """Make the gradients of sums those of the minibatch's mean."""
+        """Divide the gradients of sums by the count of the minibatch."""
         self.divisor = self.counts.pop(i, None)
         if self.divisor is None or self.weights is None:
             return
         self.predict.wait(self.computed)
         with self.predict.using(writes=(self.weight_gradients,)), torch.no_grad():
             gradients = [p.grad for p in self.weights.params if p.grad is not None]
-            if gradients:  # of nothing that counts they are zeros
+            if gradients:  # if the count is 0, they are zeros
                 torch._foreach_div_(gradients, self.divisor + (self.divisor == 0))
 
     def send_norm(self, i: int, j: int) -> None:
@@ -243,7 +241,7 @@ class Loads:
         params = () if self.weights is None else self.weights.params
         with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
             norm = gradient_norm(params, self.device)
-            if self.origin:  # which no norm is
+            if self.origin:  # told by a negative number, which no norm is
                 norm = torch.full_like(norm, -self.origin)
         self.global_norm.give(i, self.index, norm, buffer, predict)
 
@@ -261,9 +259,9 @@ class Loads:
             clip(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer; what comes next is a forward: the step writes its weights as well.
+        """Step the optimizer; if a forward comes next, the step also writes its weights.
 
-        Where not all numbers of the minibatch are finite, the update is one that changes nothing.
+        If a number of the minibatch is not finite, the update changes nothing.
         """
         weights = self.weights
         if weights is None:
@@ -278,7 +276,7 @@ class Loads:
         make = weights.leave_out if left_out else weights.make
         assert storage is not None
         if self.immediate:
-            with RNG_LOCK:  # a hook may draw
+            with RNG_LOCK:  # a hook may draw random numbers
                 make(update)
             return
         predict = self.predict
@@ -292,11 +290,11 @@ class Loads:
         with predict.using(reads=reads, writes=writes), RNG_LOCK:
             make(update)
         self._written(*changed)
-        # Held until the compute stream has waited for the step: it would use their memory again.
+        # Held until the compute stream has waited for the step, as it would reuse their memory.
         self._gradients_read = self.loaded, gradients
 
     def _free_gradients(self) -> None:
-        """Let the compute stream have the memory of gradients that an update has read."""
+        """Let the compute stream reuse the memory of gradients that an update has read."""
         if self._gradients_read is not None:
             stepped, _ = self._gradients_read
             self.compute.wait(stepped)
@@ -304,11 +302,11 @@ class Loads:
             self._gradients_read = None
 
 
-# Clipping: gradients scaled down to a norm, a stage's own or that of all stages.
+# Clipping, by the gradient norm of a stage or of all stages.
 
 
 def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm of all gradients together, 0-d, in float32 or wider; one launch per dtype."""
+    """Return the 2-norm of all gradients, 0-d, in float32 or wider; one launch per dtype."""
     gradients = [p.grad for p in params if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=device)
@@ -325,17 +323,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply gradients by min(1, max_norm/(norm + 1e-6)), as torch does, without a wait."""
+    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), as torch does, without a CPU wait."""
     nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
 class GlobalNorm:
-    """The norm over all stages of a minibatch's gradient; each stage gives its own and waits.
+    """The norm of a minibatch's gradient over all stages: each stage gives its own and waits.
 
-    One whose numbers are not all finite gives what no norm is: minus their origin.
+    A stage with a non-finite number gives minus its origin, which no norm is.
 
-    Only for schedules that flush: there a stage does not give its next one before all have used
-    this one, because they have to for its next forward and backward.
+    Only for schedules that flush: there no stage gives its next norm before all have used this one,
+    since they need it for its next forward and backward.
     """
 
     def __init__(self, stages: int) -> None:
@@ -344,35 +342,36 @@ class GlobalNorm:
         self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
-        """A stage's own norm of minibatch i, written on a stream."""
-        if i != self._minibatch:  # the last one's have been used, on all streams
+        """Give a stage's own norm of minibatch i, written on a stream."""
+        if i != self._minibatch:  # all streams have used the last one's
             self._minibatch = i
             self._given = {}
         self._given[stage] = norm, buffer, stream
 
     def has(self, stages: Iterable[int]) -> bool:
-        """Whether these have given theirs of the minibatch that is counted."""
+        """Whether these stages have given theirs for the current minibatch."""
         return all(stage in self._given for stage in stages)
 
     def complete(self, i: int) -> bool:
         return i == self._minibatch and len(self._given) == self._stages
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
-        """The norm of all, on one of the stages' streams."""
+        """Return the norm over all stages, computed on one stage's stream."""
         given = self._taken(i, stream, device)
         with stream.using():
             total: Tensor = torch.linalg.vector_norm(given)
         return total
 
     def origin(self, i: int, stream: Stream, device: torch.device) -> float:
-        """Of the first number that is not finite, on any stage; 0: all are. Waits for that."""
+        """Return the origin of the first non-finite number of all stages, or 0. Synchronizes."""
         given = self._taken(i, stream, device)
         with stream.using():
             return -min(0.0, float(given.amin()))
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         assert self.complete(i)
-        given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
+        # Sorted, so that the bits do not depend on the order.
+        given = [self._given[stage] for stage in sorted(self._given)]
         for _, _, other in given:
             written = other.event()
             other.record(written)

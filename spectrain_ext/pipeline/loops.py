@@ -1,4 +1,4 @@
-"""Loops: what drives a pipeline: an evaluation, a whole training, and a run that nobody drives."""
+"""Builds ``fit`` and ``evaluate`` from runs, and warns about a run that is never started."""
 
 from __future__ import annotations
 
@@ -26,31 +26,30 @@ from .stage import Mode
 
 _logger = logging.getLogger(__name__)
 
-#: Losses that the host asks for at once.
+#: How many losses the CPU fetches at once.
 _WAITING = 256
-#: How deep samplers are looked for in one another.
-_NESTED = 5
+#: How deeply nested samplers are searched.
+_SAMPLER_DEPTH = 5
 
 
 class Loops(nn.Module):
-    """The base of a pipeline: what is made of runs."""
+    """The base class of a pipeline: ``fit`` and ``evaluate``."""
 
     _executor: Executor
-    _evaluator: Executor | None = None  # once there has been an evaluation; its edges stay
+    _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
     devices: tuple[torch.device, ...]
     run: Callable[..., Any]
     check_drained: Callable[[str], None]
 
-    # What a pipeline of several processes does otherwise.
+    # Overridden by a pipeline over several processes.
 
     def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
-        """The batches that this process goes through."""
         if batches is None:
             raise TypeError("batches: expected an iterable, got None")
         return batches
 
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
-        """What ``make`` returns in every process, by rank: JSON's types."""
+        """Return what ``make`` returns in every process, by rank; values are JSON types."""
         return [make()]
 
     # Evaluation.
@@ -58,36 +57,35 @@ class Loops(nn.Module):
     def evaluate(
         self, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """Measure the model on every batch: true weights, modules in evaluation, no graph.
+        """Measure the model on every batch: true weights, modules in eval mode, no graph.
 
-        Several batches are in flight at once, one on each stage and more on their way; no other
-        versions of the weights are made. A batch is computed with as a whole, whatever
-        ``microbatches`` is, and batches of any sizes may follow one another.
+        Several batches are in flight, and no further weight versions are made. Each batch is
+        computed whole, even with ``microbatches`` above 1, and may have any size.
 
         Args:
-            batches: as for ``run``. Of several processes rank 0 gives them.
-            metrics: by name functions ``(output, target) -> mean over the batch's samples``, a 0-d
-                tensor or a number, or a pair of a sum and its count, as of tokens; or objects with
-                ``update(output, target)`` and ``compute()``, as torchmetrics has them, which are
-                ``reset()`` first if they can be. None: the loss as ``"loss"``. They are called
-                without a graph, where the last stage is.
+            batches: as for ``run``. With several processes, rank 0 provides them.
+            metrics: by name, functions ``(output, target)`` that return the mean over the batch's
+                samples (a 0-d tensor or a number) or a pair (sum, count); or objects with
+                ``update(output, target)`` and ``compute()``, as in torchmetrics, which are
+                ``reset()`` first if possible. They run on the last stage, without a graph. None:
+                the loss, as ``"loss"``.
 
         Returns:
-            The value of each metric. Those of functions are means over all batches, each weighted
-            by its samples, the size of its target's tensors along ``split_dim``, or the sum of sums
-            by the sum of counts, nan if that is 0; added up in float64 without rounding. A list of
-            microbatches is as many batches. A batch of no samples is not measured. All processes of
-            a pipeline get the same floats, those of one process.
+            The value of each metric. Means are weighted by the samples of each batch (the size of
+            its target along ``split_dim``), pairs are the sum of sums divided by the sum of counts
+            (nan if that is 0); both are added in float64 without rounding. A list of microbatches
+            counts as several batches. A batch without samples is not measured. All processes get
+            the same floats as a single process would.
 
         Raises:
             RuntimeError: a run has not ended yet.
-            ValueError: there was no batch, or a metric is not one number.
-            TypeError: a metric is neither, or a batch is no pair.
-            StageError: an exception inside a stage or a metric, from its cause.
+            ValueError: there was no batch, or the value of a metric is not one number.
+            TypeError: a metric of another kind, or a batch of another form.
+            StageError: an exception inside a stage or a metric; its cause is the original.
 
-        Whatever comes, all modules are then in the modes that they were in. Training goes on to the
-        bit as if there had been no evaluation: neither the stages' random numbers nor those of
-        torch's default generators have advanced, and no running statistics.
+        Afterwards all modules have their previous modes, even after an exception. Random numbers,
+        of the stages and of torch's default generators, and running statistics are unchanged, so
+        that training continues with the same bits as without the evaluation.
         """
         what = "evaluate"
         self.check_drained(what)
@@ -96,7 +94,7 @@ class Loops(nn.Module):
         measures = Measures(chosen, around.replicas.total > len(self.devices), around.split_dim)
         fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
-        # A loader draws where it begins.
+        # A loader draws random numbers when its iterator is made.
         with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             self._forward_all(minibatches(fed, around.replicas, alone), measures)
         told = self._tell(measures.told, "sharing the metrics of an evaluation")
@@ -112,9 +110,9 @@ class Loops(nn.Module):
             return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
 
         told = self._tell(state, what)
-        # The first replica's module buffers, such as running statistics, are the model's.
+        # The module buffers of the first replica, such as running statistics, belong to the model.
         differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > replicas.stages
-        # A metric with a state has to see all batches.
+        # A metric with a state must see all batches.
         return differ or (replicas.counts[-1] > 1 and any(one for one, _ in told))
 
     def _forward_all(
@@ -142,26 +140,25 @@ class Loops(nn.Module):
         trace: Observer | Sequence[Observer] | None = None,
         keep: Keep | None = None,
     ) -> list[float]:
-        """Train on every batch of so many epochs, in one run: the pipeline drains at its end only.
+        """Train for some epochs in one run; the pipeline drains only at the end.
 
         Args:
-            batches: as for ``run``; gone through anew in every epoch. A sampler with ``set_epoch``
-                (of a ``DataLoader``, or the batches' own) is told which one begins.
-            epochs: their number, at least 1.
-            callbacks: each is called with every ``Result`` as soon as ``run`` yields it, in order.
+            batches: as for ``run``; a new iterator is made for every epoch. ``set_epoch`` of a
+                sampler, or of ``batches``, is called first.
+            epochs: at least 1.
+            callbacks: each is called with every ``Result``, in order, as soon as ``run`` yields it.
             trace: as for ``run``.
             keep: as for ``run``.
 
         Returns:
-            Of every epoch the mean of its minibatches' losses, each as it was when its forward was
-            computed, and weighted by its ``count`` if it has one; nan where there was none. All
-            processes of a pipeline get the same floats.
+            The mean loss of every epoch over its minibatches, weighted by ``count`` where there is
+            one; each loss is the one that its forward computed. nan if there was none. All
+            processes get the same floats.
 
         Raises:
-            ValueError: there was no batch, or an epoch after the first has none, as of a generator,
-                which can be gone through only once.
+            ValueError: there was no batch, or none in a later epoch: a generator lasts for one.
             TypeError: a callback that cannot be called.
-            And what ``run`` raises; an exception of a callback ends the run like leaving its loop.
+            And what ``run`` raises. An exception in a callback ends the run like leaving its loop.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int):
             raise TypeError(f"epochs: expected an int, got {type(epochs).__name__}")
@@ -210,16 +207,16 @@ class Loops(nn.Module):
         return means
 
 
-# What an evaluation runs.
+# Evaluation.
 
 
 def _evaluator_of(executor: Executor) -> Executor:
-    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
+    """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
     replicas = executor.connections.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
-    # No stage gets ahead of the last one by more than its window: what comes back is the word that
-    # a batch is through. Two minibatches more than the next stage has hide the way there and
-    # back; a replica without a part in the last one hears of that before anybody misses its word.
+    # The window limits how far a stage gets ahead of the last one; notices that a batch is finished
+    # come back. A window of two more than the next stage's hides the way there and back. A replica
+    # that has no batch in the last round learns this before its notice would be missed.
     places = [
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
@@ -230,7 +227,7 @@ def _evaluator_of(executor: Executor) -> Executor:
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
-    """What an evaluation takes for minibatches: tuples of the caller's batches."""
+    """Yield tuples of the caller's batches, each of which an evaluation treats as a minibatch."""
     numbered = enumerate(batches)
     given = (part for n, batch in numbered for part in _parts_of(batch, f"batches[{n}]"))
     each = 1 if alone else lcm(*replicas.counts)
@@ -243,22 +240,21 @@ def _parts_of(batch: object, where: str) -> Sequence[object]:
 
 
 def _buffers_of(module: nn.Module) -> str:
-    """The same for modules whose buffers have the same bits."""
     found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The same for tensors of the same bits."""
+    """Return a digest of a tensor's dtype, shape and bits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
-# What a training goes through.
+# The batches of a training.
 
 
 def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Iterator[object]:
-    """Batches, gone through so many times; of each epoch that has begun ``lengths`` gets theirs."""
+    """Yield the batches of all epochs; append each epoch's number of batches to ``lengths``."""
     for epoch in range(epochs):
         for one in _within(batches, "sampler", "batch_sampler"):
             if callable(getattr(one, "set_epoch", None)):
@@ -275,8 +271,8 @@ def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Itera
 
 
 def share_of(batches: object) -> tuple[str, str, int] | None:
-    """What gives this process a part of the samples: its class, and the number of parts by name."""
-    # Torch's DistributedSampler, Accelerate's shards and its dispatcher, and what is like them.
+    """Find what gives this process a share of the samples: its class, its attribute, the number."""
+    # Torch's DistributedSampler, Accelerate's shards and dispatcher, and similar classes.
     there = _within(batches, "sampler", "batch_sampler", "dataset", "base_dataloader")
     dispatcher = getattr(batches, "state", None)  # of Accelerate's processes
     for one in (*there, dispatcher):
@@ -288,9 +284,9 @@ def share_of(batches: object) -> tuple[str, str, int] | None:
 
 
 def _within(batches: object, *names: str) -> list[Any]:
-    """Batches and what they have by these names, and that has, each once."""
+    """Return ``batches`` and the objects under these attributes, recursively, each once."""
     found = {id(batches): batches}
-    for _ in range(_NESTED):
+    for _ in range(_SAMPLER_DEPTH):
         for one in list(found.values()):
             parts = (getattr(one, name, None) for name in names)
             found.update((id(part), part) for part in parts if part is not None)
@@ -298,8 +294,6 @@ def _within(batches: object, *names: str) -> list[Any]:
 
 
 class _Losses:
-    """The losses of all minibatches and their counts, on a process that has them."""
-
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Tensor | None]] = []
         self._losses, self._counts = array("d"), array("d")
@@ -308,7 +302,7 @@ class _Losses:
         if result.has_loss:
             self._waiting.append((result.loss, result.count))
             if len(self._waiting) >= 2 * _WAITING:
-                self._ask(_WAITING)  # which have long been computed
+                self._ask(_WAITING)  # these were computed long ago
 
     def _ask(self, number: int) -> None:
         for loss, count in self._waiting[:number]:
@@ -317,7 +311,6 @@ class _Losses:
         del self._waiting[:number]
 
     def means(self, lengths: Sequence[int]) -> list[float]:
-        """Of every epoch."""
         self._ask(len(self._waiting))
         known = zip(self._losses, self._counts, strict=True)
         return [_mean_loss([*islice(known, length)]) for length in lengths]
@@ -329,16 +322,16 @@ def _mean_loss(epoch: Sequence[tuple[float, float]]) -> float:
     return sum(loss * count for loss, count in counted) / total if total else nan
 
 
-# A run that nobody drives.
+# A run that is never started.
 
 
 def warn_unless_begun(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
-    """The run, whose end without a beginning is told: an iterator is easily taken for a call."""
-    finalize(run, _tell_unless, begun).atexit = False
+    """Return the run; warn if it is dropped before its first step, as when taken for a call."""
+    finalize(run, _warn_unless, begun).atexit = False
     return run
 
 
-def _tell_unless(begun: list[bool]) -> None:
+def _warn_unless(begun: list[bool]) -> None:
     if not begun:
         warnings.warn(
             "the iterator that run() returned was dropped, and nothing was trained; iterate over "

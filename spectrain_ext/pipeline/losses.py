@@ -1,4 +1,4 @@
-"""Losses and metrics: what is computed of the last stage's outputs, and goes out to the caller."""
+"""Computes losses on the last stage, and the metrics of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,23 +21,32 @@ from .edges import SharedLosses
 from .stage import Stage
 
 LossFn = Callable[..., Tensor]
-#: ``(output, target) -> what a result is to carry``: a tensor, or a dict or tuple of tensors.
+#: ``(output, target) -> what a result carries``: a tensor, or a dict or tuple of tensors.
 Keep = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One minibatch of a run.
+    """The result of one minibatch.
 
     Attributes:
-        index: its number within the run, counted from 0.
+        index: the minibatch's number within the run, counted from 0.
         loss: the loss of its forward, a detached 0-d tensor on the last stage's device. On CUDA the
-            caller's current stream is ordered after its computation; the host has not waited.
-        kept: what ``run(..., keep=...)`` asked for, ordered like the loss; None where nothing was
-            asked for, and on ranks that have not the last stage.
-        count: what the loss is the mean over, such as tokens, where ``loss_fn`` returns pairs of a
-            sum and a count: a 0-d float64 tensor, ordered like the loss. None of other losses, and
-            on ranks that have not the last stage.
+            caller's current stream waits for it; the CPU does not.
+        kept: what ``run(..., keep=...)`` returned, ordered like the loss. None without ``keep``,
+            and on ranks without the last stage.
+        count: what the loss is the mean over, such as tokens, if ``loss_fn`` returns pairs (sum,
+            count): a 0-d float64 tensor, ordered like the loss. None for other losses, and on ranks
+            without the last stage.
+
+    Example:
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss)
+        >>> (result,) = pipe.run([(torch.ones(4, 2), torch.ones(4, 1))])
+        >>> result.index, result.has_loss, result.loss.shape
+        (0, True, torch.Size([]))
+        >>> pipe.release()
     """
 
     index: int
@@ -47,10 +56,10 @@ class Result:
 
     @property
     def loss(self) -> Tensor:
-        """The loss of its forward.
+        """The loss of the minibatch's forward.
 
         Raises:
-            RuntimeError: of a ``DistributedPipeline``, only the ranks of the last stage have it.
+            RuntimeError: this rank of a ``DistributedPipeline`` does not have the last stage.
         """
         if self._loss is None:
             raise RuntimeError(
@@ -61,11 +70,11 @@ class Result:
 
     @property
     def has_loss(self) -> bool:
-        """Whether ``loss`` is known here."""
+        """Whether this process knows the ``loss``."""
         return self._loss is not None
 
     def renumbered(self, index: int) -> Result:
-        """The same result under another number."""
+        """Return the same result with another index."""
         return replace(self, index=index)
 
     def __repr__(self) -> str:
@@ -74,10 +83,10 @@ class Result:
 
 
 class Losses:
-    """What the last stage computes the losses with, and the results that wait for the caller."""
+    """Computes the losses on the last stage, and queues the results for the caller."""
 
-    _sum: Tensor  # of the minibatch's parts so far
-    _count: Any  # what that is to be divided by, a tensor; None: nothing
+    _sum: Tensor  # of the parts so far
+    _count: Any  # what the sum is divided by, a tensor; None: nothing
 
     def __init__(
         self,
@@ -89,18 +98,18 @@ class Losses:
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
         self._shared, self._held = shared, held
-        # By minibatch this replica's loss and its count, which wait for those of the others, and
-        # what is kept.
+        # By minibatch: this replica's loss, count and kept values, until those of the others
+        # arrive.
         self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self.begin()
 
     def begin(self, keep: Keep | None = None) -> None:
         self._keep = None if keep is None else partial(_kept, keep)
-        self._parts: list[Any] = []  # of the minibatch, of what is kept
-        self._samples: list[int] = []  # likewise
+        self._parts: list[Any] = []  # of the minibatch: what is kept
+        self._samples: list[int] = []  # of the minibatch
 
     def loss(self, i: int, j: int) -> None:
-        """Compute a microbatch's loss; with the last one's the minibatch has its result."""
+        """Compute a microbatch's loss; the last one of a minibatch completes its result."""
         last, shares = self._last, self._last.cursor.shares[i]
         part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
@@ -122,17 +131,17 @@ class Losses:
         if self._shared is not None:
             self._shared.computed(i, j, part, mean if ends else None)
         if ends:
-            self._hand_out(i, shares, mean)
+            self._append_result(i, shares, mean)
 
-    def _hand_out(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
-        """Have a result that whoever works on the caller's stream may use."""
+    def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
+        """Make a result that work on the caller's stream may use."""
         last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []
         if last.divided:
             shares = self._samples
         self._samples = []
         with last.computing(writes=(buffer,)):
-            loss = (self._sum if self._held else mean).clone()  # the graph may need its own
+            loss = (self._sum if self._held else mean).clone()  # the graph may need the original
             count, kept = self._count, parts[0]
             if len(parts) > 1 and self._keep is not None:
                 kept = _joined(parts, shares)
@@ -153,12 +162,12 @@ class Losses:
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """In the sum's dtype; nan if nothing counts."""
+    """Return total / count in the sum's dtype; nan for a count of 0."""
     return (total / count).to(total.dtype)
 
 
 def _kept(keep: Keep, output: Any, target: Any) -> Any:
-    """Without its graph, and in memory that nothing else uses."""
+    """Return ``keep``'s value without a graph, in memory of its own."""
     with torch.no_grad(), placed("in keep"):
         value = keep(output, target)
         for leaf in tree_leaves(value):
@@ -171,7 +180,7 @@ def _kept(keep: Keep, output: Any, target: Any) -> Any:
 
 
 def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
-    """The mean of what has no dimensions, weighted by shares; other tensors one after another."""
+    """Return the mean of 0-d tensors, weighted by shares; concatenate other tensors."""
     total = sum(shares)
 
     def join(*tensors: Tensor) -> Tensor:
@@ -185,14 +194,12 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
 
 # Metrics of an evaluation.
 
-#: What one process has measured, in JSON's types: samples of all batches; by function, of each
-#: batch a sum, and what it is to be divided by; by metric with a state, its value.
+#: What one process has measured, as JSON types: the samples of all batches; by function, a sum and
+#: its divisor for each batch; by metric with a state, its value.
 Measured = tuple[int, dict[str, list[tuple[float, float]]], dict[str, float]]
 
 
 class Measures:
-    """The metrics of an evaluation, where the last stage is."""
-
     def __init__(self, metrics: Mapping[str, Any], distributed: bool, split_dim: SplitDim) -> None:
         if not isinstance(metrics, Mapping):
             raise TypeError(
@@ -202,20 +209,20 @@ class Measures:
             if not isinstance(name, str):
                 raise TypeError(f"metrics: expected str as names, got {name!r}")
             if isinstance(metric, type) or not (_has_state(metric) or callable(metric)):
-                made = not isinstance(metric, type)  # as whoever forgets to call a class has it
+                made = not isinstance(metric, type)  # a class means that the user forgot to call it
                 got = type(metric).__name__ if made else f"the class {metric.__name__}"
                 raise TypeError(
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
                     f"update and compute, got {got}"
                 )
-            if distributed and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
+            if distributed and getattr(metric, "sync_on_compute", False):  # as in torchmetrics
                 raise ValueError(
                     f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
                     "has seen all batches; make it with sync_on_compute=False"
                 )
         self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
         self._states = {name: m for name, m in metrics.items() if _has_state(m)}
-        self.stateful = bool(self._states)  # one process has to see all batches
+        self.stateful = bool(self._states)  # then one process has to see all batches
         self._samples: list[int] = []
         self._values: dict[str, list[tuple[Tensor | float, Tensor | float | None]]] = {
             name: [] for name in metrics if name not in self._states
@@ -228,7 +235,7 @@ class Measures:
         samples = samples_in(target, self._target_dim)
         samples = samples_in(output) if samples is None else samples
         samples = 1 if samples is None else samples
-        if not samples:  # of which there is no mean
+        if not samples:  # their mean is undefined
             return
         self._samples.append(samples)
         for name, metric in self._metrics.items():
@@ -243,7 +250,7 @@ class Measures:
                     )
 
     def told(self) -> Measured:
-        """What has been measured; waits for it."""
+        """Return what has been measured; the CPU waits for it."""
         terms = {
             name: [
                 (float(value) * n, float(n)) if count is None else (float(value), float(count))
@@ -277,7 +284,7 @@ def _number(value: object) -> Tensor | float:
 
 
 def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]:
-    """The metrics of all batches, whichever processes have measured them."""
+    """Return the metrics over all batches, from the measurements of all processes."""
     if not any(samples for samples, _, _ in told):
         raise ValueError("batches: expected at least one to evaluate, got none")
     found: dict[str, float] = {}
@@ -292,6 +299,6 @@ def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]
 
 def _sum(terms: Sequence[float]) -> float:
     try:
-        return fsum(terms)  # without rounding: in any order the same
+        return fsum(terms)  # without rounding: the order does not matter
     except (OverflowError, ValueError):  # infinities of both signs
         return sum(terms)

@@ -1,4 +1,4 @@
-"""Names: what the uncut model calls the tensors of a pipeline's stages, in its state dict."""
+"""Maps the names of a stage's tensors to those in the uncut model's state dict."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: What ``torch.compile`` puts before all names of a module.
+#: The prefix that ``torch.compile`` gives all names of a module.
 _COMPILED = "_orig_mod."
 
 
 def bare(name: str) -> str:
-    """What a module calls something that it calls so where it has been compiled."""
     return name.removeprefix(_COMPILED)
 
 
 def found_as(name: str, names: Container[str]) -> str:
-    """Which of these names a module's is, be the module compiled; itself, if none."""
+    """Return a name as it appears among these, with or without the prefix; itself, if absent."""
     compiled = _COMPILED + name
     return compiled if name not in names and compiled in names else name
 
 
 def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, str]:
-    """What the model calls what a stage calls ``keys``; stages of ``partition`` know that."""
+    """Return the model's names for a stage's ``keys``; stages of ``partition`` know them."""
     full_name = getattr(stage, "full_name", None)
     return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
 
 
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The keys of a pipeline's state dict, from those of a module of these stages."""
+    """Return the names in a pipeline's state dict, by the keys of its stages."""
     found: dict[str, str] = {}
-    homes: dict[str, str] = {}  # the same, as ties call them
+    homes: dict[str, str] = {}  # the same, by the names that ties use
     held: dict[str, Any] = {}
     known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
     for k, stage in stages.items():
@@ -42,12 +41,12 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
             home, name = tied.get(bare(key), (k, key))
             copied = home != k and homes.get(f"{home}.{name}") == full
             known = known and (copied or held.setdefault(full, state[key]) is state[key])
-    # Else those of nn.Sequential: a stage does not know its own, or two tensors would have one.
+    # Fall back to nn.Sequential's names if a stage does not know its own, or names collide.
     return found if known else {key: key for key in found}
 
 
 def use_model_names(pipe: nn.Module, whole: bool) -> None:
-    """Have a module of stages save and load its state under the model's names."""
+    """Make a pipeline save and load its state under the model's names."""
     ends: list[Callable[[list[str]], None]] = []
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -75,7 +74,7 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
         given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for name, value in given.items():
             state.update(dict.fromkeys(keys.get(name, ()), value))
-            if name not in keys and whole:  # else other processes may have it
+            if name not in keys and whole:  # if not whole, another process may have it
                 unexpected.append(name)
         before = len(errors)
 
@@ -98,7 +97,7 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
 
 
 def tensors_by_name(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """A model's tensors by these names, which must be all that its state dict has."""
+    """Return a model's tensors by these names, which must be all of its state dict."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     state = model.state_dict(keep_vars=True)
@@ -124,7 +123,7 @@ def tensors_by_name(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether they are one tensor, with the same numbers for good."""
+    """Whether two tensors have the same memory, dtype, shape and strides."""
     return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
         *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
     )

@@ -1,4 +1,4 @@
-"""Observer: what looks on while a pipeline trains; its actions as ranges of torch.profiler."""
+"""Defines ``Observer``, which watches a run, and marks its actions as torch.profiler ranges."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .losses import Result
 from .stage import Stage
 
-#: Of torch.profiler: "F17", of microbatch 1 "F17.1". On CUDA these are the host's, and kernels in
-#: them the device's.
+#: Ranges of torch.profiler: "F17", or "F17.1" for microbatch 1. On CUDA they mark CPU time, and the
+#: kernels in them show the device's.
 _RANGES: dict[Kind, str] = {
     Kind.LOAD_FORWARD: "predict",
     Kind.RECEIVE_ACTIVATION: "recv",
@@ -37,47 +37,58 @@ _RANGES: dict[Kind, str] = {
 
 
 class Observer:
-    """Is given to ``Pipeline.run`` as ``trace``; sees its actions and its results.
+    """The base of objects passed to ``Pipeline.run`` as ``trace``: sees actions and results.
 
-    A run without one makes no call of any of this.
+    Without one, a run calls nothing of this.
 
     Attributes:
-        ranges: whether every action is to be a range of ``torch.profiler`` as well.
+        ranges: whether every action is also a range of ``torch.profiler``.
+
+    Example:
+        >>> class Count(st.Observer):
+        ...     seen = 0
+        ...     def result(self, result):
+        ...         self.seen += 1
+        >>> sgd, count = lambda params: st.optim.SGD(params, lr=0.1), Count()
+        >>> pipe = st.Pipeline([nn.Linear(2, 1)], sgd, nn.functional.mse_loss)
+        >>> for result in pipe.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, trace=count):
+        ...     pass
+        >>> count.seen
+        3
     """
 
     ranges = False
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        """A run begins.
+        """Called when a run begins.
 
         Args:
             rules: which weights every stage computes with.
-            devices: of the stages of this process.
+            devices: those of the stages of this process.
         """
 
     def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        """The pipeline has drained, and the run goes on by the next phase of its method.
+        """Called when the pipeline has drained and goes on with the next phase of its method.
 
-        ``watch`` is asked again.
+        ``watch`` is called again afterwards.
 
         Args:
             rules: which weights every stage computes with from here on.
-            minibatches: of the run so far; actions count from 0 again.
+            minibatches: in this run so far; actions count from 0 again.
         """
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """The handlers that a stage's actions are to be run by, instead of those given."""
+        """Return the handlers that run a stage's actions, in place of the given ones."""
         return handlers
 
     def result(self, result: Result) -> None:
-        """A result that the caller is about to get."""
+        """Called with a result before the caller gets it."""
 
     def end(self) -> None:
-        """The run has ended, or failed."""
+        """Called when the run has ended or failed."""
 
 
 def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observer]:
-    """Those that were given as ``trace``."""
     if not isinstance(trace, Sequence):
         return () if trace is None else (trace,)
     for n, one in enumerate(trace):
@@ -90,7 +101,7 @@ def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observ
 def looking_on(
     observers: Sequence[Observer], rules: Sequence[Rules], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Inside, a run takes place; all that have begun to look on hear of its end."""
+    """Inside, observers watch a run; at the end, ``end`` of each that has begun is called."""
     begun: list[Observer] = []
 
     def end() -> None:
@@ -114,7 +125,7 @@ def looking_on(
 def watched(
     observers: Sequence[Observer], stage: Stage, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
-    """The handlers of a stage's actions, as they are unless somebody watches the run."""
+    """Return a stage's handlers, wrapped if observers or the profiler watch the run."""
     for observer in observers:
         handlers = observer.watch(stage, handlers)
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):

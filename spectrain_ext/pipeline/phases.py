@@ -1,4 +1,4 @@
-"""Phases: what each phase of a method makes of the stages, and when training comes to the next."""
+"""Sets up the stages for each phase of a method, and detects when the next phase begins."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 
 class TrainingPhase(NamedTuple):
-    """What a phase of the method makes of the stages."""
-
     method: Method
-    places: list[Place]  # of all stages, as are the rules
+    places: list[Place]  # of all stages; so are the rules
     rules: list[Rules]
-    here: list[Place]  # of the stages of this process, as is what follows
-    weights: list[StageWeights | None]  # None: a stage has none
-    max_norms: list[float | None]  # what gradients are clipped to
+    here: list[Place]  # of the stages of this process; so is what follows
+    weights: list[StageWeights | None]  # None: a stage without trainable parameters
+    max_norms: list[float | None]  # the largest gradient norms
     globally: bool  # whether by the norm of all stages' gradients
 
     @property
@@ -41,7 +39,6 @@ class TrainingPhase(NamedTuple):
         return flushes(self.method.schedule)
 
     def memory(self) -> Iterator[StageMemory]:
-        """What each stage here holds at most in a long run."""
         for weights, place in zip(self.weights, self.here, strict=True):
             if weights is not None:
                 yield weights.predicted()
@@ -52,36 +49,33 @@ class TrainingPhase(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What the stages of this process are trained by."""
-
     method: Method
     of_phases: Sequence[list[Place]]
-    modules: Mapping[int, nn.Module]  # the stages of this process, by their indices
-    copies: Callable[[int], Mapping[nn.Parameter, object]]  # of a stage: what another one trains
+    modules: Mapping[int, nn.Module]  # of this process, by index
+    # Of a stage: its parameters that another stage trains.
+    copies: Callable[[int], Mapping[nn.Parameter, object]]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     scheduler: Callable[[Any], LRScheduler] | None
     master_dtype: torch.dtype | None
-    offloads: bool  # versions of the weights, to the host
+    offloads: bool  # moves versions of the weights to CPU memory
 
     @property
     def _phases(self) -> list[tuple[Method, list[Place]]]:
         return [*zip(phases_of(self.method), self.of_phases, strict=True)]
 
     def made(self, k: int, held: Set[Tensor] = frozenset()) -> torch.optim.Optimizer | None:
-        """The optimizer of stage k; None: it has nothing to train."""
+        """Make the optimizer of stage k; None: it has nothing to train."""
         return make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys(), held)
 
     def paced(self, k: int, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """The scheduler of stage k."""
         factor = factor_of([(phase, places[k]) for phase, places in self._phases])
         return paced(partial(make_scheduler, self.scheduler, k=k), factor)(optimizer)
 
     def rules(self, optimizer: torch.optim.Optimizer | None) -> list[list[Rules]]:
-        """Of each phase those of all stages, which are taken to have optimizers like this."""
+        """Return the rules of all stages for each phase, assuming optimizers like this."""
         return [[rules_at(p, place, optimizer) for place in places] for p, places in self._phases]
 
     def check(self, k: int, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if the method does not go with stage k's optimizer."""
         for phase, places in self._phases:
             check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
 
@@ -92,7 +86,7 @@ class Training:
         scheduler: LRScheduler | None,
         held: Set[Tensor] = frozenset(),
     ) -> list[StageWeights]:
-        """Stage k's in each phase: of what requires gradients, and of what is held anyway."""
+        """Return stage k's weights in each phase: what requires gradients, or is in ``held``."""
         return [
             StageWeights(
                 self.modules[k],
@@ -110,9 +104,9 @@ class Training:
         ]
 
     def phases(self, clip_norm: float | None, clip_scope: str) -> list[TrainingPhase]:
-        """What each phase of the method makes of the stages; every optimizer is made once."""
+        """Return how each phase trains the stages; every optimizer is made once."""
         phases, here = self._phases, list(self.modules)
-        self.rules(None)  # before anything is made
+        self.rules(None)  # raises errors before anything is made
         clips = [
             (
                 max_norms_of(phase, [places[k] for k in here], clip_norm),
@@ -147,22 +141,23 @@ class Training:
 
 
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:
-    """The place of every stage with the largest window that it has in any phase."""
+    """Return each stage's place in the phase in which its window is largest."""
     return [max(stage, key=lambda place: place.window) for stage in zip(*places, strict=True)]
 
 
 class Until(Observer):
-    """Batches until a phase comes.
+    """Yields batches until a phase begins.
 
-    Where it comes by stage 0's gap this looks on: how far its weights move from a minibatch's
-    forward to its own update, by the norm of the weights before that update.
+    If the phase begins at a gap of stage 0, this also measures it: how far the weights move from a
+    minibatch's forward to its own update, relative to the norm of the weights before that update.
     """
 
     def __init__(self, batches: Iterator[object], phase: Phase, minibatches: int) -> None:
         self._batches, self._phase, self._minibatches = batches, phase, minibatches
-        self._cut = False  # no more was asked for, because it has come
-        self._largest = 0.0  # gap; stays so where stage 0 is in another process
-        # By the forward of which minibatch; of one at a time, as it takes a copy of the weights.
+        self._cut = False  # ended the batches because the phase begins
+        self._largest = 0.0  # the largest gap so far; 0 where stage 0 is in another process
+        # The minibatch that is measured, with a copy of the weights of its forward: one at a time,
+        # to save memory.
         self._read: tuple[int, list[Tensor]] | None = None
 
     def _over(self) -> bool:
@@ -172,7 +167,7 @@ class Until(Observer):
         )
 
     def said(self, left: bool) -> tuple[bool, bool]:
-        """Whether the phase has come, and whether a run of it follows; ``left``: by the caller."""
+        """Return whether the phase begins, and whether another run follows."""
         return self._over(), self._cut and not left
 
     def __iter__(self) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Pipeline: the front that people use; checks what it is given and puts the parts together."""
+"""Defines ``Pipeline``, the class that users call: checks its arguments and assembles its parts."""
 
 from __future__ import annotations
 
@@ -62,133 +62,54 @@ _logger = logging.getLogger(__name__)
 
 
 class Pipeline(Loops):
-    """Trains a model that is cut into stages, with several minibatches in flight, in one process.
+    """Trains a model that is cut into stages, in one process, with several minibatches in flight.
+
+    docs/pipeline.md explains the arguments that need more than a line.
 
     Args:
-        stages: the parts of the model in order, at least one. A stage takes what the previous one
-            returned, as one argument, as in ``nn.Sequential``: a tensor, or tuples, lists and dicts
-            by name, however nested, of tensors, None, bools, numbers and strings; a named tuple
-            arrives as a tuple, any mapping as a dict. The last one may return anything that
-            ``loss_fn`` takes, such as a dataclass or the output of a Hugging Face model.
-        optimizer: makes a stage's optimizer from the list of its trainable parameters: any
-            ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
-            ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
-            methods that predict nothing, or by the law ``"difference"``, see below. A stage
-            without trainable parameters gets none. Where more become trainable between two runs it
-            is asked again, for the group that they join.
-        loss_fn: ``(output, target) -> loss``, a 0-d tensor: a mean over samples; or a pair of a sum
-            and its count, both 0-d tensors, the count may be a number, as of the tokens that are
-            not padding. The loss of a minibatch is then the sum of all its microbatches' sums,
-            divided by the sum of their counts, on all replicas and ranks, and gradients are divided
-            by that count once, before clipping; nan, with gradients of 0, if it is 0. Of a batch
-            that is a mapping, the target is all of it, without the columns that ``partition`` says
-            are dropped.
-        method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
-            far ahead as stage 0 has to, one update with its usual microbatches; its law is the
-            second-order one, or, for optimizers without a momentum that it could use, the last
-            change of the weights.
-        devices: one device per stage, to which the stages are moved; one CUDA device may be named
-            several times. None: where the stages' parameters are.
-        scheduler: makes a learning-rate scheduler from a stage's optimizer; stepped once after each
-            of its updates.
-        microbatches: parts that a minibatch is split into along ``split_dim``. Gradients and the
-            loss are weighted by the parts' sizes, so that a loss that is a mean gives what
-            ``microbatches=1`` gives. ``"auto"``: as many as stages for the methods ``auto``,
-            ``pipedream-2bw``, ``gpipe`` and ``1f1b``, 1 for others.
-        window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
-            ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
-            for all stages; or one per stage. None: the method's own, classic for most; ``"auto"``
-            and ``"pipedream-2bw"`` have a wider one with more microbatches than stages, as that
-            makes nothing later than one update. Not for schedules that flush.
-        clip_norm: the largest 2-norm of a gradient before an update; a larger one is scaled down,
-            as by ``torch.nn.utils.clip_grad_norm_``. None: what the method says, most say nothing.
-        clip_scope: whose gradient: ``"stage"``, each one's own; ``"global"``, all stages' together,
-            as of the uncut model, for synchronous methods; ``"auto"``, global in phases of the
-            method that flush, by stage in others. A norm that the method says is by stage.
-        master_dtype: ``torch.float32`` has the optimizers update float32 weights, with float32
-            state, where parameters are bfloat16 or float16; what the stages compute with, true or
-            predicted, is these rounded. Between runs they stay, as long as the parameters do.
-        split_dim: the dimension that the samples lie along, of all tensors of a batch. Or made as
-            the batch is, like ``in_dims`` of ``torch.func.vmap``: a pair (of the input, of the
-            target), each a number for all that is in it, or one per member, or a mapping by name;
-            for batches that are mappings, a mapping by name. Names left out have 0; what has None
-            goes to every microbatch as it is. ``(1, 0)`` for ``nn.LSTM``'s inputs of (time, batch,
-            features) and targets of (batch,). Nobody can tell inputs and targets that are both time
-            first from a batch. What stages hand on may have any layout.
-        recompute: what to run again instead of keeping what autograd saves of it: True, whole
-            stages, right before their backwards; a number k, every k-th block of a stage; or
-            ``(name, module) -> bool``, which picks blocks, or modules in them, by the model's
-            names. Blocks are the layers of a Hugging Face model, or a stage's children, those of an
-            ``nn.ModuleList`` in its place. The weights are those that the backward is to meet.
-            Where the method has other weights there than in the forward, this is another method;
-            where it has not, it is slower, and smaller. Dropout is drawn again as it was. Module
-            buffers, which are kept as well, are what the first forward found, and are not updated
-            again.
-        count: what a minibatch's loss is divided by, where ``loss_fn`` returns sums and that can be
-            told by the whole minibatch's target alone: ``target -> a number``, called where batches
-            come in; of a batch that is a mapping, the target is all of it. Gradients are then of
-            the mean from the start, where those of a sum could overflow 16 bits; a pair's count is
-            ignored. None: gradients of pairs are divided at the update.
-        on_nonfinite: what comes of a minibatch whose loss or gradient is inf or nan. ``"raise"``:
-            a ``StageError`` before the update, caused by a ``FloatingPointError``. ``"skip"``: the
-            update is left out. Where the method flushes, by all stages, and all is as if the batch
-            had never come: module buffers and random numbers, too. Elsewhere by all stages if it is
-            the loss; if a gradient, by its stage and those before it; and buffers get back what
-            was finite. The host waits for that at every update. None: nobody looks.
-        offload: what to keep in host memory while it waits: ``"activations"``, what autograd saves;
-            ``"versions"``, weights that a stage computes with again, but for three of them;
-            ``"both"``. No bit changes.
-        codec: what packs all that stages send one another, see ``spectrain_ext.codecs``: one for
-            activations and gradients, or a pair (of activations, of gradients), each a codec or
-            None. Batches, targets and tied weights are not packed, nor are tensors that are no
-            floating ones or have fewer than two dimensions. Evaluations and calls of the pipeline
-            compute with what was packed as well.
+        stages: the parts of the model, in order. Each takes what the previous one returned: a
+            tensor, or nested tuples, lists and dicts of tensors and constants.
+        optimizer: makes a stage's ``torch.optim.Optimizer`` from its list of trainable parameters.
+        loss_fn: ``(output, target) -> loss``, a 0-d mean over samples, or a pair (sum, count).
+        method: a name from ``methods()``, or a ``Method``.
+        devices: one per stage; the stages are moved there. None: where their parameters are.
+        scheduler: makes a learning-rate scheduler from an optimizer; it steps after each update.
+        microbatches: parts that a minibatch is split into. ``"auto"``: the method's usual number.
+        window: how many microbatches stage k of N may have in flight: ``"classic"``, N - k;
+            ``"wide"``, 2*(N - k) - 1; a number; or one per stage. None: the method's own.
+        clip_norm: the largest 2-norm of a gradient; larger ones are scaled. None: the method's.
+        clip_scope: whose norm: each ``"stage"``'s, ``"global"`` (of all stages), or ``"auto"``.
+        master_dtype: ``torch.float32`` keeps float32 master weights of 16-bit parameters.
+        recompute: what backwards compute again instead of keeping it: True, whole stages; k, every
+            k-th block; or a policy ``(name, module) -> bool``.
+        split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
+        count: ``target -> number`` that a minibatch's sum of losses is divided by.
+        on_nonfinite: what to do if a loss or gradient is inf or nan: ``"raise"``, ``"skip"``, None.
+        offload: moves ``"activations"``, weight ``"versions"`` or ``"both"`` to CPU memory.
+        codec: packs what stages send one another, see ``spectrain_ext.codecs``.
 
     Attributes:
         method: the Method.
         devices: a device per stage.
-        minibatches: begun in all runs; a checkpoint has it.
-        phase: which of the method's phases they have come to, counted from 0; likewise.
+        minibatches: how many have begun, in all runs.
+        phase: the index of the method's phase that training has reached.
 
     Raises:
-        TypeError: a member of ``stages`` that is no module, or what ``optimizer`` makes is no
-            ``torch.optim.Optimizer``.
-        ValueError: an argument that does not fit; the message names it, and what was expected. An
-            optimizer that the method cannot predict with, or whose ``step`` needs a closure.
+        TypeError, ValueError: an argument that does not fit; the message names it.
         RuntimeError: a CUDA device where none can be used.
 
-    While a pipeline exists the parameters are views of flat buffers, which kernels overwrite
-    without autograd noticing: change parameters in place (``load_state_dict`` does), never by
-    ``.to()``, and call ``release()`` at the end. Tensors that a stage receives live in ring buffers
-    that later minibatches overwrite: a module that wants to keep one clones it.
-
-    Each stage draws random numbers of its own in its forwards, those of minibatch after minibatch,
-    and recomputations draw them again; batches, and what hooks and backwards draw, come from the
-    caller's generator. Pipelines in several threads take turns in whatever may draw, which is every
-    forward, loss, backward and update: none of them may wait for another thread's pipeline.
-
-    An optimizer that is none of ``spectrain_ext.optim`` is stepped as it is. While its ``step``
-    runs, with its hooks, the parameters are the true weights, and with ``master_dtype`` they and
-    their gradients are of that dtype; it has to read both anew each time. If its ``step`` raises,
-    it may have been made in part.
-
-    A parameter that several stages have is trained as one. It belongs to the first of them, its
-    optimizer and its clipping; the others get copies while the pipeline exists, which compute with
-    what the first stage's forward of the same microbatch had, and whose gradients are added to its
-    own before each update. Stages that hold no common object say so by ``tied_parameters``:
-    ``stages[3].tied_parameters = {"head.weight": (0, "embedding.weight")}``, name here: (earlier
-    stage, name there). Between runs the first stage's weights count. See docs/methods.md.
-
-    Stages work on streams of their own. Every call orders these with the streams that are current
-    at that call, which may be others each time.
-
-    ``state_dict`` and ``load_state_dict`` use the names of the uncut model, where the stages are
-    those of ``partition`` or ``cut_at``, so that either takes the other's; with any other stages
-    they use the keys of ``nn.Sequential(*stages)``. Optimizers have their own pair.
+    Example:
+        >>> stages = [nn.Linear(4, 8), nn.Linear(8, 2)]
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.01, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss)
+        >>> batches = [(torch.randn(6, 4), torch.zeros(6, 2)) for _ in range(3)]
+        >>> [result.index for result in pipe.run(batches)]
+        [0, 1, 2]
+        >>> pipe.release()  # until then, change parameters only in place
     """
 
-    _connections: Connections | None = None  # of the stages; None: all of them are here
-    _warned = False  # of stages in evaluation mode
+    _connections: Connections | None = None  # of the stages; None: all stages are in this process
+    _warned = False  # that a stage is in evaluation mode
 
     def __init__(
         self,
@@ -212,7 +133,7 @@ class Pipeline(Loops):
     ) -> None:
         super().__init__()
         with deferred():
-            # Everything is checked before anything is moved.
+            # Check everything before moving anything.
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
@@ -268,7 +189,7 @@ class Pipeline(Loops):
                 self._executor = Executor(own, connections)
                 self._train_by(first)
                 self._log(clip_norm)
-                # Not here, lest a loss function that is a module becomes a part of the model.
+                # Not earlier: a loss function that is a module must not become part of the model.
                 connections.connect(own, of_phases, chosen, loss_fn, self._copies)
                 self._executor.follow_caller()
             except BaseException:
@@ -278,7 +199,7 @@ class Pipeline(Loops):
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, whole=len(here) == replicas.stages)
-            for weights in self._of_all_phases():
+            for weights in self._weights_of_all_phases():
                 weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
@@ -292,7 +213,7 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        for weights in self._of_all_phases():
+        for weights in self._weights_of_all_phases():
             if weights.bound:
                 callers_stream(weights.params[0].device).lend(weights.buffers())
                 weights.unbind()
@@ -308,48 +229,41 @@ class Pipeline(Loops):
         trace: Observer | Sequence[Observer] | None = None,
         keep: Keep | None = None,
     ) -> Iterator[Result]:
-        """Train on every batch, one update per batch and stage, without flushing in between.
+        """Train on every batch, with one update per batch and stage.
 
         Args:
-            batches: pairs (input, target), each a tensor, or tuples, lists and mappings by name,
-                however nested; or one such mapping, as Hugging Face's collators make it (a
-                ``BatchEncoding`` too), which is both: stage 0 gets it as a dict, and so does
-                ``loss_fn(output, batch)``. Tensors are cut along ``split_dim``. Of size 1 there, as
-                broadcasting has it, or of no dimensions, they go to every microbatch whole, and so
-                does what is no tensor: None, bools, numbers, strings and, within one process,
-                any other object, not copied. Or a list of microbatches that the caller has cut,
-                each a pair or a mapping, at most as many as ``microbatches`` and of any sizes; two
-                of them as ``Microbatches``, since a list of two is a pair. On any device. A batch
-                is taken only when stage 0 is ready for it, and is trained on in full. On the GPU
-                and in pageable memory it may be overwritten as soon as the next one is asked for;
-                in pinned memory it must be left alone.
-            trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
-                Several of them may look on.
-            keep: ``(output, target) -> tensor``, or a dict or tuple of tensors, called for every
-                microbatch beside the loss, without a graph; results carry what it returns as
-                ``kept``: the mean over microbatches, weighted by samples, of what has no
-                dimensions, and other tensors one after another. None: nothing is kept.
+            batches: pairs (input, target), each a tensor or nested tuples, lists and mappings of
+                tensors; or mappings, which stage 0 and ``loss_fn(output, batch)`` get as a dict; or
+                lists of microbatches that you have split, see ``Microbatches``. Tensors may be on
+                any device and are split along ``split_dim``; tensors of size 1 there, 0-d tensors
+                and non-tensors go to every microbatch whole. A batch is taken when stage 0 is ready
+                for it. You may overwrite one on the GPU or in pageable memory once the next one is
+                requested; leave pinned memory alone.
+            trace: an ``Observer`` or several, such as ``Trace`` or ``Metrics``, which cost time.
+            keep: ``(output, target) -> tensor``, or a dict or tuple of tensors. It is called for
+                every microbatch, without a graph, and its values are in ``Result.kept``: 0-d
+                tensors as the mean over microbatches, weighted by samples; others concatenated.
+                None: keep nothing.
 
         Yields:
-            A ``Result`` per minibatch, in order, as soon as its loss has been issued; backwards and
-            updates of it and of later minibatches follow. Leaving the loop (or ``close()`` of the
-            iterator) finishes the minibatches in flight; so does the end of ``batches``.
-            Minibatches count from 0 in every run.
+            A ``Result`` per minibatch, in order, as soon as its loss has been issued; its backward
+            and update follow. Minibatches count from 0 in every run. When ``batches`` ends, or you
+            leave the loop (or call ``close()``), the minibatches in flight are finished.
 
         Raises:
-            StageError: an exception inside a stage, the loss or an optimizer, from its cause.
-            TypeError, ValueError: a batch that is none of these, has no tensor in it, or tensors
-                whose sizes do not agree; or it may be a pair as well as two microbatches.
-                A parameter that has become trainable since, where nothing can train it: weights are
-                averaged over replicas, or it makes a group that the scheduler does not know.
-            RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
-                inference mode is on.
+            StageError: an exception inside a stage, the loss or an optimizer; its cause is the
+                original.
+            TypeError, ValueError: a batch of another form, without a tensor, with tensors of
+                different sizes, or one that may be a pair as well as two microbatches; or a
+                parameter became trainable that nothing can train: replicas are averaged, or the
+                scheduler does not know its group.
+            RuntimeError: another run has not ended, a parameter left its flat buffer, or autocast
+                or inference mode is on.
 
-        After any exception what was in flight is dropped, the true weights are in the modules (some
-        stages may have made more updates than others), and the pipeline can run again. So it is
-        after a Ctrl-C, which waits for the end of an instruction. A second one does not wait:
-        should it come before the run has ended, whatever asks the pipeline for weights next ends
-        the run first, and an update that it has cut short may be made in part.
+        After an exception, what was in flight is dropped and the modules hold the true weights;
+        some stages may have made more updates than others. The pipeline can run again. A Ctrl-C
+        waits for the end of an instruction. A second Ctrl-C does not: an update may then be partly
+        done, and the next access to the weights ends the run first.
         """
         self._refuse_in_run("run")
         if keep is not None and not callable(keep):
@@ -370,20 +284,20 @@ class Pipeline(Loops):
         check_mode("run", self.devices)
         self._warn_of_evaluation()
         self._enter()
-        _logger.info("run begins: %s, %s", self.method.name, self._where())
+        _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
             with looking_on(observers, self._rules, self.devices):
                 yield from self._all_phases(batches, observers, keep)
         except GeneratorExit:
-            _logger.info("run ended, left by the caller: %s", self._where())
+            _logger.info("run ended, left by the caller: %s", self._describe_stages())
             raise
         except BaseException as error:
             _logger.error("run failed: %s: %s", type(error).__name__, error)
             raise
-        _logger.info("run ended: %s", self._where())
+        _logger.info("run ended: %s", self._describe_stages())
 
     def _warn_of_evaluation(self) -> None:
-        """Once: the stages of a cut model do not follow the uncut model's ``train()``."""
+        """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
         found = [stage.index for stage in self._executor.stages if not stage.module.training]
         if found and not self._warned:
             self._warned = True
@@ -397,7 +311,6 @@ class Pipeline(Loops):
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        """Run by one phase of the method after another, as training comes to them."""
         done, left = 0, False
         while True:
             coming = self._entered.method.then
@@ -411,13 +324,13 @@ class Pipeline(Loops):
                     if not left:
                         yield result.renumbered(done + result.index)
             except GeneratorExit:
-                run.close()  # finishes what is in flight
+                run.close()  # finishes the minibatches in flight
                 left = True
             finally:
                 self.minibatches += self._executor.begun
             if until is None:
                 return
-            # The first process says where a phase ends: it is the one that ends a run.
+            # The first process decides where a phase ends, since it is the one that ends a run.
             over, more = self._tell(partial(until.said, left), "ending a phase")[0]
             self.phase += over
             if not more:
@@ -428,9 +341,8 @@ class Pipeline(Loops):
                 observer.changed(self._entered.rules, done)
 
     def _enter(self) -> None:
-        """Have the stages be what the phase makes of them that training has come to."""
         with deferred():
-            self._train_what_is_new()
+            self._train_new_parameters()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -454,26 +366,25 @@ class Pipeline(Loops):
             if self._entered is not now:
                 self._train_by(now)
             if now.method is not before:
-                _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
+                _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
-    def _train_what_is_new(self) -> None:
-        """Have the stages train what requires gradients only since the last run."""
+    def _train_new_parameters(self) -> None:
         connections = self._executor.connections
         try:
             phases = with_new(
                 self._training, self._phases, self.minibatches, connections.averaged.keys()
             )
         except Exception:
-            with connections.run():  # other processes hear of it
+            with connections.run():  # tells the other processes
                 raise
         if phases is self._phases:
             return
         self._phases = phases
-        for weights in self._of_all_phases():
+        for weights in self._weights_of_all_phases():
             weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
-        """Have the next run go by a phase, whose weights are bound."""
+        """Use a phase, whose weights are bound, from the next run on."""
         executor, connections = self._executor, self._executor.connections
         executor.change(phase.places, phase.method.schedule)
         connections.change(phase.method, phase.places)
@@ -486,7 +397,7 @@ class Pipeline(Loops):
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
         return phase.globally or (self._on_nonfinite is not None and phase.flushes)
 
-    def _where(self) -> str:
+    def _describe_stages(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
         first, last = here[0], here[-1]
         if len(here) == 1:
@@ -498,7 +409,8 @@ class Pipeline(Loops):
         """Set the mode of all stages; ``eval()`` calls it with False.
 
         Raises:
-            RuntimeError: a stage cannot have it, see ``partition``; all are then as they were.
+            RuntimeError: a stage cannot change its mode, see ``partition``; all modes are then
+                unchanged.
         """
         before = ModuleModes(self)
         try:
@@ -508,7 +420,7 @@ class Pipeline(Loops):
             raise
 
     def forward(self, value: Any) -> Any:
-        """The output of the true weights; tensors are moved from stage to stage.
+        """Return the model's output for ``value`` with the true weights.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -526,7 +438,7 @@ class Pipeline(Loops):
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, with the uncut model's names; in a run copies of the true weights."""
+        """Return the state under the uncut model's names; in a run, copies of the true weights."""
         self._mend(changed=True)
         with ExitStack() as held:
             for stage in self._executor.stages:
@@ -536,19 +448,18 @@ class Pipeline(Loops):
     def write_back(self, model: nn.Module) -> None:
         """Write the true weights and the module buffers into the uncut model, between two runs.
 
-        What the model can do, such as ``generate``, ``save_pretrained``, ``push_to_hub`` or
-        ``merge_and_unload``, is then done with what has been trained. Training goes on afterwards
-        as if nobody had asked.
+        You can then call ``generate``, ``save_pretrained``, ``push_to_hub`` or ``merge_and_unload``
+        of the model. Training can go on afterwards.
 
         Args:
-            model: the model that was cut, whose tensors are the stages' own for the most part, and
-                stay so; or another one like it, in any dtype and on any devices. Its state dict
-                has the names of ``state_dict``.
+            model: the model that was cut, which mostly shares its tensors with the stages and
+                continues to; or another one with the names of ``state_dict``, in any dtype and on
+                any devices.
 
         Raises:
             RuntimeError: a run has not ended yet.
-            TypeError, ValueError: it is no module, or has other names or shapes; nothing has been
-                written then.
+            TypeError, ValueError: ``model`` is not a module, or has other names or shapes; nothing
+                has been written.
         """
         self.check_drained("write_back")
         state = self.state_dict()
@@ -559,22 +470,23 @@ class Pipeline(Loops):
                     places[name].copy_(value)
 
     def _mend(self, changed: bool = False) -> None:
-        """Finish the end of a run, if an exception has cut that short."""
+        """Finish the end of a run that an exception cut short."""
         executors = [each for each in (self._executor, self._evaluator) if each is not None]
         for executor in executors:
             executor.mend()
         if not any(executor.running for executor in executors):
             self._executor.let_caller_follow()
-            # Changes by ``.data`` nobody sees: to follow them takes as long as to copy the weights.
+            # Nothing reports changes made through ``.data``, and comparing takes as long as
+            # copying.
             for copy in self._copies:
                 copy.follow(changed)
 
-    # All ways to the stages' parameters through this module begin here.
+    # Every access to the stages' parameters through this module starts with one of these.
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; the end of a run that an exception cut short is finished first."""
+        """Yield as any module does, after finishing a run whose end an exception cut short."""
         self._mend()
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(
             memo, prefix, remove_duplicate
@@ -582,7 +494,7 @@ class Pipeline(Loops):
         return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; the end of a run that an exception cut short is finished first."""
+        """Yield as any module does, after finishing a run whose end an exception cut short."""
         self._mend()
         return super().named_children()
 
@@ -606,33 +518,33 @@ class Pipeline(Loops):
     def _trained(self) -> list[StageWeights]:
         return [weights for weights in self._weights if weights is not None]
 
-    def _of_all_phases(self) -> list[StageWeights]:
+    def _weights_of_all_phases(self) -> list[StageWeights]:
         return [w for phase in self._phases for w in phase.weights if w is not None]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers in the order of stages; a stage without trainable parameters has none."""
+        """The optimizers, in the order of stages; a stage without trainable parameters has none."""
         self._mend()
         return [weights.optimizer for weights in self._trained]
 
     @property
     def schedulers(self) -> list[LRScheduler]:
-        """The learning-rate schedulers in the order of stages, empty if there are none."""
+        """The learning-rate schedulers, in the order of stages; empty if there are none."""
         return [each.scheduler for each in self._trained if each.scheduler is not None]
 
     @property
     def random(self) -> list[StageRandom]:
-        """The generators of random numbers in the order of stages."""
+        """The random number generators, in the order of stages."""
         return [stage.random for stage in self._executor.stages]
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """How many updates each stage here has left out, in all runs: see ``on_nonfinite``."""
+        """How many updates each stage here has skipped, in all runs: see ``on_nonfinite``."""
         return tuple(stage.skipped for stage in self._executor.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """A Place per stage, with the window that it has in this phase."""
+        """A ``Place`` per stage of this process, with its window in the current phase."""
         return tuple(self._entered.here)
 
     @property
@@ -641,14 +553,14 @@ class Pipeline(Loops):
 
     @property
     def first_stage(self) -> int:
-        """The index of the first stage that this process holds."""
+        """The index of the first stage of this process."""
         return self._executor.stages[0].index
 
     def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
-        """What the optimizers update where ``master_dtype`` made it wider than the parameter.
+        """Return the master weights that ``master_dtype`` made wider, by parameter.
 
-        A parameter that is not its master rounded was changed since, and counts. There are none
-        after ``release()``, unless ``bind`` asks for new ones.
+        Where you have changed a parameter since, its value counts, not the master's. Empty after
+        ``release()``, unless ``bind`` asks for new ones.
         """
         self._mend()
         found: dict[Tensor, Tensor] = {}
@@ -661,28 +573,28 @@ class Pipeline(Loops):
         return found
 
     def copied(self, stage: int) -> dict[nn.Parameter, Copy]:
-        """The parameters of a stage that are copies of another's, which trains them."""
+        """Return a stage's parameters that are copies of parameters which another stage trains."""
         return copies_in(self._copies, stage)
 
     def check_drained(self, what: str) -> None:
-        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
+        """Raise RuntimeError if a run has not ended; the message begins with ``what``."""
         self._refuse_in_run(what, changed=True)
 
     @property
     def weight_version_bytes(self) -> int:
-        """Bytes of all weight versions of all stages: working, master and kept ones."""
+        """Bytes of all weight versions of all stages here: working, master and kept ones."""
         return sum(weights.nbytes for weights in self._trained)
 
     def predicted_memory(self) -> list[StageMemory]:
-        """What each stage holds at most in a long run, as schedule and method predict it."""
+        """Return what each stage holds at most in a long run, computed from schedule and method."""
         of_phases = [phase.memory() for phase in self._phases]
         return [StageMemory(*map(max, zip(*s, strict=True))) for s in zip(*of_phases, strict=True)]
 
     def measured_memory(self) -> list[StageMemory]:
-        """The buffers that each stage has, and the most microbatches it had in flight in any run.
+        """Return each stage's weight buffers now, and its most microbatches in flight in any run.
 
-        Equal to the prediction once a run has filled the pipeline, unless minibatches had fewer
-        samples than microbatches, or learning rates were changed by hand.
+        Equals the prediction once a run has filled the pipeline, unless a minibatch had fewer
+        samples than microbatches, or you changed a learning rate by hand.
         """
         return [
             StageMemory(0, 0, stage.peak) if weights is None else weights.measured(stage.peak)
@@ -690,10 +602,10 @@ class Pipeline(Loops):
         ]
 
     def release(self) -> None:
-        """Give the modules and optimizers ordinary storage of their own, and free all buffers.
+        """Give modules and optimizers ordinary storage, and free all buffers.
 
-        Stages on one device have the parameters in common again that they had. A later ``run``
-        makes new ones.
+        Parameters that stages on one device shared are shared again. A later ``run`` makes new
+        buffers.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -717,7 +629,7 @@ class Pipeline(Loops):
 def _put_true_weights(
     pipe: Pipeline, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """While a run is suspended, let a state_dict have copies, and of the true weights."""
+    """Replace the weights in a state_dict that is taken during a run by copies of the true ones."""
     if not pipe._executor.running:
         return
     true: dict[Tensor, Tensor] = {}
@@ -744,10 +656,9 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
     for copy in pipe._copies:
         copy.follow(changed=True)
     for averaged in pipe._executor.connections.averaged.values():
-        averaged.forget()  # a centre of other weights
+        averaged.forget()  # its center belongs to other weights
     pipe._executor.follow_caller()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A value there, in the form in which a stage gets it; anything else as it is."""
     return each(value, lambda tensor: tensor.to(device))

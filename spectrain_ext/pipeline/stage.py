@@ -1,4 +1,4 @@
-"""Stage: what one stage computes in each instruction, and what it receives and sends."""
+"""Runs the instructions of one stage: its computations, receives and sends."""
 
 from __future__ import annotations
 
@@ -41,33 +41,31 @@ from .tape import (
 
 
 class Mode(Enum):
-    """What a run of the stages is for."""
-
     TRAIN = "train"
-    EVALUATE = "evaluate"  # forwards only, of modules in evaluation, with random numbers of its own
-    CALL = "call"  # forwards only, of modules in the mode that they are in
+    EVALUATE = "evaluate"  # forwards only, modules in eval mode, with separate random numbers
+    CALL = "call"  # forwards only, modules in the mode they are in
 
 
 class Stage(Checks):
-    """One stage: its module, weights, random numbers, streams and edges; and what it has in flight.
+    """One stage: its module, weights, random numbers, streams and edges, and what it has in flight.
 
-    Methods named like an instruction run it, for minibatch ``i`` and microbatch ``j``.
+    A method named like an instruction runs it, for minibatch ``i`` and microbatch ``j``.
 
-    With ``recomputes`` a forward keeps its inputs, the module's buffers and the state of the random
-    numbers, and no graph; before its backward the whole forward is run again, with the weights that
-    the backward is to meet. Where these are not the forward's, this is another method: all of the
-    gradient is then one of the backward's weights, activations included. Buffers, such as a
-    spectral norm's vectors or running statistics, are what the first forward found, and updated by
-    that one only; so are those of a loss that is a module. ``blocks`` are to be recomputed inside
-    of the backward of a stage that is not.
+    With ``recomputes``, a forward keeps its inputs, the module's buffers and the state of the
+    random numbers, but no graph. Before its backward the whole forward runs again, with the weights
+    of the backward. Where these differ from the forward's weights, the whole gradient, activations
+    included, is that of the backward's weights. The second forward reads and does not update the
+    buffers, such as running statistics, that the first one found; the same holds for a loss that is
+    a module. ``blocks`` are recomputed inside the backward of a stage that is not recomputed as a
+    whole.
     """
 
     edges: StageEdges
-    losses: SharedLosses | None = None  # what goes back with gradients
-    divided = False  # whether it is known beforehand what losses are divided by
-    codecs: Codecs = (None, None)  # of activations, of gradients
-    before = 0  # minibatches of earlier runs
-    sent: list[int] | None = None  # bytes, to the next stage and to the previous; None: not counted
+    losses: SharedLosses | None = None  # sends losses back with gradients
+    divided = False  # whether ``count`` gives the divisor of the losses in advance
+    codecs: Codecs = (None, None)  # for activations, for gradients
+    before = 0  # minibatches in earlier runs
+    sent: list[int] | None = None  # bytes, to the next and the previous stage; None: not counted
 
     def __init__(
         self,
@@ -75,23 +73,23 @@ class Stage(Checks):
         module: nn.Module,
         device: torch.device,
         recomputes: bool = False,
-        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # that are recomputed
+        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # recomputed in the backward
         split_dim: int = 0,  # of the input's first tensor
-        offloads: bool = False,  # what autograd saves, to the host
+        offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
         self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
         self._blocks = RecomputedBlocks(module, blocks) if blocks else None
         self._on_host: OnHost | None = None
-        self._entered: Sequence[ModuleBuffers] = ()  # in a recomputation, or in one cut short
-        self.peak = 0  # the most microbatches that were in flight at once
+        self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
+        self.peak = 0  # the most microbatches in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
         self._received: Slot
-        self._in_place: bool | None = None  # whether the module works in place on its input
-        self._in_transit = Transit(self.compute, 1)  # gradients
-        self._sent = Transit(self.compute, 1)  # activations that no tape holds
+        self._in_place: bool | None = None  # whether the module modifies its input in place
+        self._in_transit = Transit(self.compute, 1)  # gradients that are being sent
+        self._sent = Transit(self.compute, 1)  # activations being sent that no tape holds
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
@@ -122,7 +120,6 @@ class Stage(Checks):
     # A run.
 
     def begin(self, cursor: Cursor, edges: StageEdges, mode: Mode) -> None:
-        """Start a run with the weights that the module holds."""
         self.cursor, self.edges, self._mode = cursor, edges, mode
         self.forget()
         self._numbers: AbstractContextManager[object] = self.random
@@ -141,7 +138,7 @@ class Stage(Checks):
             self._modes.evaluate()
 
     def end(self) -> None:
-        """Put back what a run has changed; may be repeated, or done without a begin."""
+        """Put back what a run has changed; may be repeated, or called without a ``begin``."""
         if self._mode is not Mode.TRAIN:
             if isinstance(self._numbers, StageRandom):
                 self._numbers.leave()
@@ -167,15 +164,15 @@ class Stage(Checks):
         super().forget()
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
-        # Inputs whose gradients go to the previous stage, what stands for the memory of these, and
-        # the count that goes with them.
+        # Inputs whose gradients go to the previous stage, the buffer that stands for their memory,
+        # and the count that is sent with them.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None = None
         self.counts = {}
 
     # Forward.
 
     def receive_activation(self, i: int, j: int) -> None:
-        """Take the next microbatch, or hear that there is none, and tell the next stage."""
+        """Receive the next microbatch, or the end of the run, which goes on to the next stage."""
         edges = self.edges
         slot = edges.inputs[j].receive()
         if slot is None:
@@ -197,7 +194,7 @@ class Stage(Checks):
             slot.message = unpacked_message(codec, message, backward)
 
     def _packed(self, message: Message, buffer: Buffer, i: int, j: int, backward: bool) -> Message:
-        """A message as it is sent; the buffer stands for its memory."""
+        """Return a message as it is sent; ``buffer`` stands for its memory."""
         codec = self.codecs[backward]
         if codec is not None:
             edges, trains = self.edges, self._mode is Mode.TRAIN
@@ -214,13 +211,12 @@ class Stage(Checks):
         return message
 
     def hear_end(self) -> None:
-        """There are no more minibatches: tell the next stage."""
         self.cursor.stop()
         self.edges.end()
 
     @property
     def samples(self) -> int:
-        """Of the microbatch that was received last: the size of its first tensor."""
+        """The samples of the microbatch received last: the size of its first tensor."""
         message = self._received.message
         assert message is not None
         return samples_in(message.tensors, self.split_dim) or 0
@@ -233,7 +229,7 @@ class Stage(Checks):
         if self._on_host is not None:
             self._on_host.lent = message.tensors
         graph = self._keeps_graph
-        # An in-place first layer writes the slot.
+        # A first layer that works in place writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
             NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
@@ -249,7 +245,7 @@ class Stage(Checks):
             elif self._mode is Mode.TRAIN:
                 tape.states = self.random.states()
                 tape.found = [ModuleBuffers(self.module)]
-                # An in-place first layer must leave the inputs for the second time.
+                # Copies, since the second forward needs the inputs as they were.
                 copies = [None if t is None else t.clone() for t in message.tensors]
                 tape.output = self.module(packed(message, copies))
             else:
@@ -269,9 +265,9 @@ class Stage(Checks):
             self.edges.inputs[j].free(slot)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
-        # Autograd lets no layer work in place on a leaf. The identity that stands between the two
-        # costs as much as a small layer: it stays only where the first forward needed it, and comes
-        # back should a later one need it.
+        # Autograd allows no in-place operation on a leaf. The identity between the leaf and the
+        # module costs as much as a small layer, so it stays only if the first forward needed it,
+        # and comes back if a later one does.
         if self._in_place is not False:
             before = _versions(message)
             found = run_on(self.module, message, entry=True)
@@ -296,9 +292,9 @@ class Stage(Checks):
             self._sent.hold(read, buffer, message)
         if self._keeps_graph:
             return
-        # Without a graph nothing here needs the output any more.
+        # Without a graph, nothing here needs the output any more.
         tape.output, tape.message = (), Message(())
-        tape.buffer = Buffer("activations")  # of the second time
+        tape.buffer = Buffer("activations")  # for the recomputation
         if self._mode is not Mode.TRAIN:
             del self._tapes[i, j]
 
@@ -307,7 +303,7 @@ class Stage(Checks):
     def loss(
         self, i: int, j: int, loss_fn: Callable[..., Any], keep: Callable[..., Any] | None
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """Compute a microbatch's part of the loss; with its count if it is a sum, and kept."""
+        """Return a microbatch's part of the loss, its count if any, and what ``keep`` returns."""
         tape = self._tapes[i, j]
         graph = self._keeps_graph
         targets = self._targets.get(i)
@@ -344,7 +340,7 @@ class Stage(Checks):
         return part, tape.count, kept
 
     def weight(self, tape: Tape, i: int, j: int) -> float:
-        """Of a microbatch's loss in that of its minibatch; a sum is divided at the update."""
+        """Return a microbatch's weight in the loss of its minibatch; 1 for sums, divided later."""
         return self.cursor.shares[i][j] if tape.count is None else 1.0
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
@@ -391,7 +387,7 @@ class Stage(Checks):
             ExitStack() as held,
         ):
             self._entered = tape.found
-            for found in reversed(tape.found):  # a loss may have the module in it
+            for found in reversed(tape.found):  # the loss may contain the module
                 held.enter_context(found)
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
@@ -407,9 +403,9 @@ class Stage(Checks):
         self._finish(i, j, tape)
 
     def backward_input(self, i: int, j: int) -> None:
-        """The gradients of the input, and what else cannot be put off."""
+        """Compute the gradients of the input, and those that cannot wait."""
         tape = self._tapes[i, j]
-        # Of a recomputed graph all: to put one half off would keep what was not to be kept.
+        # A recomputed graph is differentiated as a whole: it should not live until the second half.
         halves = not self.recomputes and self._blocks is None
         tape.rest = self._differentiate(i, j, tape, halves)
         if not self.immediate:
@@ -425,7 +421,6 @@ class Stage(Checks):
         self._finish(i, j, tape)
 
     def _finish(self, i: int, j: int, tape: Tape) -> None:
-        """A backward has ended: let go of what it needed."""
         if not self.immediate:
             self.compute.writes(tape.buffer)  # freed
             self._has_computed()
@@ -443,17 +438,17 @@ class Stage(Checks):
     def _differentiate(
         self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
-        """Issue the backward; with ``halves`` that of the inputs, and return the other half."""
+        """Issue the backward; with ``halves``, only the inputs' half, and return the other half."""
         if self._gradients_read is not None:
             self._free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
         on_compute: AbstractContextManager[object] = NOTHING
         if not self.immediate:
             reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-            # torch.utils.checkpoint runs blocks again, and puts other random numbers there.
+            # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
             on_compute = self.compute.using(reads=reads, writes=writes)
-        with on_compute, RNG_LOCK:  # a hook may draw
+        with on_compute, RNG_LOCK:  # a hook may draw random numbers
             if self.edges.gradients:
                 assert tape.arrived.message is not None
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
@@ -463,7 +458,7 @@ class Stage(Checks):
                 seed = torch.full_like(loss, self.weight(tape, i, j))
                 pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.count
             if count is not None:
-                count = count.clone()  # what came lies in a receive buffer
+                count = count.clone()  # the original lies in a receive buffer
                 self.counts[i] = self.counts[i] + count if i in self.counts else count
             rest = None
             if halves:
@@ -488,7 +483,7 @@ class Stage(Checks):
         if not self.immediate:
             self._in_transit.hold(read, buffer, message)
 
-    # In an evaluation: the word that a batch is through, which is an empty message.
+    # In an evaluation: the notice that a batch is finished, which is an empty message.
 
     def receive_word(self, i: int, j: int) -> None:
         edge = self.edges.gradients[j]

@@ -1,4 +1,4 @@
-"""Tape: what a stage keeps of a microbatch, and what it may hand on."""
+"""Holds what a stage keeps of a microbatch, and runs its forward and backward."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from spectrain_ext.transport import (
 
 
 class Entry(torch.autograd.Function):
-    """Identity at a stage's input: a layer may work in place on its output, not on a leaf.
+    """Identity at a stage's input: layers may work in place on its output, but not on a leaf.
 
-    Or what is ``now`` in the input's place, with the gradient of an identity.
+    With ``now`` it returns that tensor, and passes the gradient to ``value`` unchanged.
     """
 
     @staticmethod
@@ -46,21 +46,21 @@ class Tape:
         *("arrived", "buffer", "count", "found", "header", "leaves", "loss_fn", "message"),
         *("output", "rest", "slot", "states", "target"),
     )
-    leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is wanted
-    output: Any  # where the backward starts: the module's output, on the last stage then the loss
-    message: Message  # the output without its graph, where it goes on to another stage
-    arrived: Slot  # with the output's gradients, on the last stage with the target
+    leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is needed
+    output: Any  # where the backward starts: the module's output, or the loss on the last stage
+    message: Message  # the output without its graph, if it goes to another stage
+    arrived: Slot  # the slot of the output's gradients, or of the target on the last stage
     target: Any
     count: Tensor | None  # what the loss is a sum over, on the last stage
-    rest: Callable[[], None] | None  # the second half of a backward, if there is anything to do
-    # Only where the forward is to be run again: random numbers, module buffers, and the loss.
+    rest: Callable[[], None] | None  # the second half of the backward; None: nothing is left
+    # Only with recomputation: random numbers, module buffers, and the loss.
     states: States
     found: list[ModuleBuffers]
     loss_fn: Callable[..., Tensor] | None
 
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
-        self.slot = slot  # with the inputs
-        self.header: Header = slot.header  # which goes on with the output
+        self.slot = slot  # of the inputs
+        self.header: Header = slot.header  # goes on with the output
         self.buffer = buffer  # stands for the memory of all of this
         self.loss_fn = self.count = None
 
@@ -76,10 +76,10 @@ class Targets:
 
 
 class ModuleBuffers:
-    """A module's buffers as they are now; what is no module has none.
+    """A copy of a module's buffers; an object that is not a module has none.
 
-    Inside ``with`` the module has copies of them. A graph that is made there keeps these, and what
-    the module had before is put back as it was.
+    Inside ``with``, the module has these copies, and a graph made there keeps them. At the end the
+    module gets back the buffers that it had.
     """
 
     def __init__(self, module: object) -> None:
@@ -87,7 +87,7 @@ class ModuleBuffers:
         held = (owner._buffers for owner in modules if owner._buffers)
         self._found = [(buffers, dict(buffers)) for buffers in held]
         tensors = {t for _, found in self._found for t in found.values() if t is not None}
-        # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
+        # Copy them all: ``.data`` and the kernels of torch's norms write unnoticed by autograd.
         self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
         self._now: list[dict[str, Tensor | None]] = []
 
@@ -102,17 +102,17 @@ class ModuleBuffers:
         for (held, _), now in zip(self._found, self._now, strict=False):
             for name, tensor in now.items():
                 held[name] = tensor
-        self._now = []  # what is done may be repeated
+        self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
-        """Put them back; graphs that need them have been used."""
+        """Put the values back; call this when no graph needs the buffers any more."""
         for held, found in self._found:
             held.update(found)
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
     def restore_finite(self) -> None:
-        """Put back what was finite and is not any more; graphs that have saved it go on."""
+        """Put back values that have become non-finite; graphs that saved the buffers stay valid."""
         for held, found in self._found:
             for name, tensor in found.items():
                 now = held[name]
@@ -125,7 +125,7 @@ class ModuleBuffers:
 
 
 class ModuleModes:
-    """Which parts of a module are in training."""
+    """The training modes of a module and its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -138,10 +138,10 @@ class ModuleModes:
             self._switched = True
 
     def restore(self) -> None:
-        """Put all of it into the mode that it was in; may be repeated."""
+        """Put every submodule back into its mode; may be repeated."""
         try:
             if self._switched and self._modes[0][1]:
-                self._module.train()  # which may do more than to set what follows
+                self._module.train()  # which may be overridden and do more
             self._switched = False
         finally:
             for part, training in self._modes:
@@ -154,7 +154,7 @@ class ModuleModes:
 def run_on(
     module: Callable[[Any], Any], message: Message, entry: bool
 ) -> tuple[list[Tensor | None], Any]:
-    """The leaves that a module's output depends on, and the output."""
+    """Run a module on a message; return the leaves for the inputs' gradients, and the output."""
     leaves: list[Tensor | None] = []
     values: list[Tensor] = []
     for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
@@ -171,7 +171,7 @@ def run_on(
 
 
 def copied_out(value: Any, message: Message) -> Any:
-    """A value that does not lie in a receive buffer: copies of its tensors that do."""
+    """Return the value with copies of those tensors that lie in the message's receive buffer."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
 
     def lies_there(tensor: Tensor) -> bool:
@@ -183,13 +183,12 @@ def copied_out(value: Any, message: Message) -> Any:
     if isinstance(value, Tensor):
         return moved(value)
     value = tree_map_only(Tensor, moved, value)
-    if any(map(lies_there, tensors_in(value))):  # in a dataclass, which torch does not look into
+    if any(map(lies_there, tensors_in(value))):  # in a dataclass, which tree_map does not enter
         value = copy.deepcopy(value)
     return value
 
 
 def activation(value: object) -> Message:
-    """What to send of a stage's output."""
     if isinstance(value, Tensor):
         return Message((value.detach(),), (value.requires_grad,), TENSOR)
     tensors: list[Tensor] = []
@@ -209,28 +208,28 @@ def activation(value: object) -> Message:
 
 
 def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:
-    """Tensors as a module or a loss takes the message's."""
+    """Return the tensors in the form of the message: what a module or a loss takes."""
     if message.form == TENSOR:
         return tensors[0]
     return unflattened(message.form, iter(tensors))
 
 
-# What torch.autograd.backward calls once it has compared the shapes of outputs and seeds in Python,
-# which took 19 us of a small backward in a pipeline. Here a seed has its output's shape: it is the
-# gradient of a copy of it.
+# torch.autograd.backward calls this after comparing the shapes of outputs and seeds in Python,
+# which took 19 us of a small backward in a pipeline. Here a seed always has its output's shape: the
+# seed is the gradient of a copy of the output.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-#: Where a backward starts, with the gradients that came there.
+#: Where a backward starts, with the gradients that arrived there.
 Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 
 
 def seeded(
     output: Any, gradients: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """The tensors of an output that a backward starts with, each with the gradient that it got.
+    """Return the output's tensors that a backward starts at, with their gradients; and the count.
 
-    And the count, which comes last, where the loss is a sum.
+    The count comes last among the gradients if the loss is a sum; otherwise None.
     """
     outputs = (output,) if isinstance(output, Tensor) else (*tensors_in(output),)
     count = None
@@ -245,7 +244,7 @@ def seeded(
 
 
 def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:
-    """Add gradients to leaves, none: to all; ``keep`` the graph for another backward."""
+    """Add gradients to the leaves, or to all if none are given; ``keep`` retains the graph."""
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(
@@ -254,7 +253,7 @@ def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = Fals
 
 
 def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The loss, a 0-d tensor of a real number; with the count where it is a sum."""
+    """Return the loss, a real 0-d tensor, and its count if it is a sum."""
     loss, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -272,7 +271,7 @@ def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | 
 
 
 def as_count(count: object, device: torch.device) -> Tensor:
-    """A count as a float64 tensor, without a wait for the device."""
+    """Return a count as a float64 tensor, without a CPU wait for the device."""
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
         return count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
     if isinstance(count, (int, float)):
@@ -284,6 +283,6 @@ def as_count(count: object, device: torch.device) -> Tensor:
 
 
 def check_dependence(loss: Tensor, output: object) -> None:
-    """Raise ValueError if nothing can be learned from the loss."""
+    """Raise ValueError if the loss does not depend on the output by autograd."""
     if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
         raise ValueError("loss_fn returned a loss that does not depend on the output by autograd")

@@ -1,4 +1,4 @@
-"""Ends of a tie: what the stage that owns parameters and one that has copies do for each other."""
+"""Sends tied weights from the stage that owns them to stages with copies, and gradients back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .ties import Copy, Member, TiedStages
 
 
 class _Readings:
-    """Tells which forwards of a stage read other weights than the forward before.
+    """Determines, from the schedule, which forwards read other weights than the one before.
 
-    The schedule says so. Both ends of a tie ask, with the same microbatches, and come to the same
-    answers: that is how the copy's end knows what is sent without being told.
+    Both ends of a tie ask for the same microbatches and get the same answers, so that the end with
+    the copies knows what is sent without being told.
     """
 
     def __init__(self, method: Method, entry: Place, place: Place) -> None:
@@ -32,7 +32,7 @@ class _Readings:
         self._last: tuple[int, int] | None = None
 
     def differ(self, i: int, j: int) -> bool:
-        """Whether the forward of a microbatch does; they are asked for in order."""
+        """Whether the forward of a microbatch reads other weights; call it in order."""
         wanted = Instruction(Kind.FORWARD, i, j)
         for instruction in self._instructions:
             (reading,) = self._ledger.enter((instruction,))
@@ -43,11 +43,12 @@ class _Readings:
 
 
 def depth_of(place: Place, put_off: int, counted: bool = True) -> int:
-    """The versions of a home at this place that may be under way or in use at once, at most.
+    """Return how many versions of a tied parameter may be under way or in use at once, at most.
 
-    What its microbatches in flight read, and what the copy's stage has from before. From one of
-    these to the next the version may be another once for each update that comes between, and the
-    horizon, where it is counted, once for each minibatch that begins. ``put_off`` is the copy's.
+    These are the versions that the microbatches in flight read, and the one that the stage with the
+    copies has from before. From one microbatch to the next, the version may change once for each
+    update in between, and the horizon, if it is counted, once for each minibatch that begins.
+    ``place`` is the owner's, ``put_off`` the copy's.
     """
     window = place.window + put_off - 1
     updates = -(-(window - 1) // place.microbatches)
@@ -92,7 +93,7 @@ class _Lender:
         self._readings = readings
 
     def send_weights(self, i: int, j: int) -> None:
-        """Before a forward: what it reads, if that is something else than before."""
+        """Before a forward: send the weights that it reads, unless they are the same as before."""
         if self._readings.differ(i, j):
             self._send([p.detach() for p in self._params], self.stage.working)
 
@@ -103,7 +104,7 @@ class _Lender:
         stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
-        """After the last update, or outside of a run."""
+        """Send the true weights, after the last update or outside of a run."""
         stage, weights = self.stage, self.stage.weights
         true = weights.true_weights() if weights is not None and weights.bound else {}
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
@@ -128,7 +129,7 @@ class _Lender:
                     continue
                 if p.grad is None:
                     p.grad = gradient.clone()
-                elif p.grad.is_sparse:  # an embedding's may be
+                elif p.grad.is_sparse:  # as an embedding's may be
                     p.grad = gradient + p.grad
                 else:
                     p.grad.add_(gradient)
@@ -159,9 +160,9 @@ class _Borrower:
         self._forget()
 
     def _forget(self) -> None:
-        self._own: list[Tensor] = []  # their memory between runs
-        self._now: Slot | None = None  # for the forwards to come
-        self._of: dict[tuple[int, int], Slot] = {}  # for backwards to come
+        self._own: list[Tensor] = []  # the memory of the copies between runs
+        self._now: Slot | None = None  # for the next forwards
+        self._of: dict[tuple[int, int], Slot] = {}  # by microbatch, for its backward
         self._gradients_sent.reset()
         for each in self._copies:
             each.held.grad = None
@@ -187,7 +188,7 @@ class _Borrower:
         return [each.held.data for each in self._copies]
 
     def receive_weights(self, i: int, j: int) -> None:
-        """Before a forward: what its home's forward has read."""
+        """Before a forward: compute with what the owner's forward has read."""
         if self._readings.differ(i, j):
             self._receive()
         assert self._now is not None
@@ -210,20 +211,19 @@ class _Borrower:
         self.stage.compute.reads(slot.buffer)
         for each, tensor in zip(self._copies, slot.message.tensors, strict=True):
             assert tensor is not None
-            each.held.data = tensor  # not copied again
+            each.held.data = tensor  # without a copy
 
     def load_weights(self, i: int, j: int) -> None:
-        """Before a backward, or half of one: what its forward had."""
+        """Before a backward, or half of one: compute with what its forward had."""
         self._compute_with(self._of[i, j])
 
     def free_weights(self, i: int, j: int) -> None:
-        """A backward has ended."""
         slot = self._of.pop((i, j))
         self.stage.compute.reads(slot.buffer)
         self._free_unless_used(slot)
 
     def send_gradients(self, i: int, j: int) -> None:
-        """Before the update of the minibatch."""
+        """Before an update: send the gradient of the minibatch to the owner."""
         if self.gradients is None:
             return
         stage = self.stage
@@ -238,13 +238,12 @@ class _Borrower:
         self._gradients_sent.hold(read, sent, found)
 
     def take_true(self) -> None:
-        """After the last microbatch, or outside of a run: take the true weights."""
+        """Receive the true weights, after the last microbatch or outside of a run."""
         self._own = self._own or self._checked_memory()
         self._receive()
         self._copy_last()
 
     def _copy_last(self) -> None:
-        """Have what came last in the copies' own memory."""
         stage, slot = self.stage, self._now
         if slot is None:
             return
@@ -258,9 +257,9 @@ class _Borrower:
         self._now = None
 
     def end(self) -> None:
-        """The run has ended, or failed; may be repeated."""
+        """End a run, also after a failure; may be repeated."""
         home = self.home
-        if home is None:  # nobody here has more than what came last
+        if home is None:  # then what arrived last is the newest here
             self._copy_last()
         elif self._now is not None:
             self.weights.free(self._now)
@@ -278,11 +277,9 @@ class _Borrower:
 
 
 class Ties:
-    """The ends of ties that the stages of this process have."""
-
     def __init__(
         self,
-        ties: Sequence[TiedStages],  # of all stages; what follows is this process's
+        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
         copies: Sequence[Copy],
         stages: Mapping[int, Stage],
         depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
@@ -329,20 +326,20 @@ class Ties:
         }
 
     def gradients_are_there(self, stage: int) -> bool:
-        """Whether a stage's update has all gradients: a copy may put off those of its weights."""
+        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
         edges = [end.gradients for end in self._lenders if end.stage.index == stage]
         return all(edge is None or edge.blocks or edge.has() for edge in edges)
 
     # A run.
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """All stages, which are at these places, begin to train by this phase."""
+        """Start a run in which all stages, at these places, train by ``method``."""
         ends: list[_Lender | _Borrower] = [*self._lenders, *self._borrowers]
         for end in ends:
             end.begin(_Readings(method, places[0], places[end.tie.home]))
 
     def bring_true(self) -> None:
-        """No run goes on, or its stages have finished: other processes get the true weights."""
+        """Send the true weights to other processes: after the last instruction, or between runs."""
         remote = [end for end in self._borrowers if end.home is None]
         for borrower in remote:
             if borrower.gradients is not None:

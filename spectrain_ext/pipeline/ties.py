@@ -1,4 +1,4 @@
-"""Ties: parameters that several stages have; the first one owns them, the others have copies."""
+"""Finds parameters that several stages have; the first stage owns them, others get copies."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ from torch import nn
 
 from .names import bare, found_as
 
-#: What a stage may have: its parameter's name -> (stage, name there) that it is a copy of.
+#: A stage's attribute: parameter name -> (stage, name there) of the original.
 ATTRIBUTE = "tied_parameters"
 
 
 @dataclass(eq=False)
 class Copy:
-    """A parameter of a stage that is one of an earlier stage, its *home*.
+    """A parameter of a stage that copies one of an earlier stage, its *home*.
 
-    The home alone owns it: optimizer, clipping, predictions and masters are there.
+    Only the home trains it: optimizer, clipping, predictions and masters are there.
     """
 
     stage: int
     module: nn.Module
     names: Sequence[str]
     home: int
-    home_name: str  # of several names the first
-    held: nn.Parameter  # that the stage has
-    original: nn.Parameter | None  # the home's; None: that is in another process
-    elsewhere: list[str] = field(default_factory=list)  # what checkpoints call the home's there
-    _seen: int = -1  # of the original's version, as it is here
+    home_name: str  # the first, if it has several
+    held: nn.Parameter  # the stage's parameter
+    original: nn.Parameter | None  # the home's; None: it is in another process
+    elsewhere: list[str] = field(default_factory=list)  # names of the home's there in checkpoints
+    _seen: int = -1  # the original's version number at the last copy
 
     def __post_init__(self) -> None:
-        self._shared = self.held is self.original  # and is to be so again
-        self.trained = self.held.requires_grad  # ever
+        self._shared = self.held is self.original  # ``unbind`` restores that
+        self.trained = self.held.requires_grad  # now or earlier
 
     @property
     def member(self) -> Member:
         return Member(self.home, self.stage, self.home_name, self.names[0], self.held.requires_grad)
 
     def bind(self) -> None:
-        """Give the stage a parameter of its own."""
         if self.original is None or self.held is not self.original:
             return
-        # Whoever makes another pipeline of these stages finds the tie in this.
+        # Another pipeline made of these stages finds the tie by this.
         said = getattr(self.module, ATTRIBUTE, {})
         tied = {bare(name): (self.home, bare(self.home_name)) for name in self.names}
         setattr(self.module, ATTRIBUTE, {**said, **tied})
@@ -52,7 +51,7 @@ class Copy:
         self._seen = self.original._version
 
     def unbind(self) -> None:
-        """Make them one again, if they were and are on one device."""
+        """Share one parameter again, if they did and are on one device."""
         if self._shared and self.original is not None and self.held.device == self.original.device:
             self._put(self.original)
 
@@ -63,7 +62,7 @@ class Copy:
         self.held = held
 
     def follow(self, changed: bool = False) -> None:
-        """Outside of a run: be what the home's is now, if somebody has changed one of them."""
+        """Between runs: copy the home's value if ``changed``, or if it was modified in place."""
         original = self.original
         if original is None or self.held is original:
             return
@@ -73,12 +72,11 @@ class Copy:
 
 
 def copies_in(copies: Iterable[Copy], stage: int) -> dict[nn.Parameter, Copy]:
-    """The parameters that a stage has now for those of other stages."""
     return {copy.held: copy for copy in copies if copy.stage == stage}
 
 
 def follow_homes(copies: Iterable[Copy]) -> bool:
-    """Have copies require gradients where their homes do; whether some have begun to."""
+    """Set requires_grad of copies to that of their homes; return whether some became trainable."""
     begun = False
     for each in copies:
         home, held = each.original, each.held
@@ -93,7 +91,7 @@ def follow_homes(copies: Iterable[Copy]) -> bool:
 
 
 class Member(NamedTuple):
-    """One parameter of a tie: two stages, its name on either, and whether it gets a gradient."""
+    """One tied parameter: two stages, its name in each, and whether it gets a gradient."""
 
     home: int
     copy: int
@@ -109,7 +107,7 @@ class Member(NamedTuple):
 
 
 class TiedStages(NamedTuple):
-    """All that one stage has copies of from another."""
+    """All parameters of one stage that another has copies of."""
 
     home: int
     copy: int
@@ -121,7 +119,7 @@ class TiedStages(NamedTuple):
 
 
 def ties_of(members: Iterable[Member]) -> list[TiedStages]:
-    """The parameters by their two stages, in the order of homes, then of copies."""
+    """Group tied parameters by their two stages, sorted by home, then by copy."""
     groups: dict[tuple[int, int], list[Member]] = {}
     for each in members:
         groups.setdefault((each.home, each.copy), []).append(each)
@@ -129,12 +127,12 @@ def ties_of(members: Iterable[Member]) -> list[TiedStages]:
 
 
 def look_of(p: nn.Parameter) -> list[object]:
-    """What copies have in common with their original, as JSON's types."""
+    """Return what a copy and its original must have in common, as JSON types."""
     return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad]
 
 
 def check_look(member: Member, look: Sequence[object], found: Sequence[object] | None) -> None:
-    """Raise ValueError unless the home's parameter looks like the copy; None: there is none."""
+    """Raise ValueError unless the home's parameter, None if there is none, is like the copy."""
     if found is None:
         raise ValueError(f"{member}, which there is not")
     if list(found) != list(look):
@@ -152,12 +150,12 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy]:
-    """The copies that stages of this process have: one object in several stages, or said to be."""
+    """Find the copies in these stages: one object in several stages, or declared by attribute."""
     found: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     here = dict(zip(indices, modules, strict=True))
     for k, module in here.items():
-        said = _said(module, k)
+        said = _declared_ties(module, k)
         for p, names in names_of(module).items():
             place = next((said[name] for name in names if name in said), None)
             home: tuple[int, str, nn.Parameter | None] | None = owners.get(p)
@@ -181,8 +179,8 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
     return found
 
 
-def _said(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
-    """What a stage says of its parameters, by the names that it has now."""
+def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
+    """Return a stage's declared ties, by the names that its parameters have now."""
     given = getattr(module, ATTRIBUTE, {})
     if not isinstance(given, Mapping):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Trainable: what has become trainable between two runs trains from the next one on."""
+"""Trains parameters that became trainable between two runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 _REMEDY = "release() the pipeline and make another one of the stages"
 
 
-class _Grown(NamedTuple):
-    """What trains a stage from now on."""
-
+class _StageChange(NamedTuple):
     position: int  # of the stage among those of this process
     weights: list[StageWeights]  # in each phase
-    groups: Sequence[tuple[dict[str, Any], list[Tensor]]]  # and the parameters that they then have
-    more: Sequence[tuple[int, dict[str, Any]]]  # groups, and where they are then
-    state: Mapping[Tensor, Any]  # of new parameters, where an optimizer begins with some
+    groups: Sequence[tuple[dict[str, Any], list[Tensor]]]  # with their new lists of parameters
+    more: Sequence[tuple[int, dict[str, Any]]]  # new groups, with their positions
+    state: Mapping[Tensor, Any]  # initial state of new parameters, if the optimizer has any
 
 
 def with_new(
@@ -37,14 +35,14 @@ def with_new(
     minibatches: int,  # begun so far
     averaged: Collection[int],  # stages whose replicas are averaged
 ) -> list[TrainingPhase]:
-    """Return the phases with all that requires gradients now; nothing changes if this raises.
+    """Return the phases with all that requires gradients now; if this raises, nothing has changed.
 
-    A stage's optimizer stays the same object, with its state, its rates and its scheduler. The
-    factory is called for another one, which says which group a new parameter belongs to, or what a
-    new group is like. A stage that had nothing to train gets what the factories make, its scheduler
-    as if it had made all updates so far.
+    A stage's optimizer stays the same object, with its state, learning rates and scheduler. The
+    factory is called for another one, to learn which group a new parameter belongs to, and the
+    options of new groups. A stage that had nothing to train gets what the factories make; its
+    scheduler is advanced by the updates so far.
     """
-    grown: list[_Grown] = []
+    grown: list[_StageChange] = []
     for n, k in enumerate(training.modules):
         now = phases[0].weights[n]
         held = frozenset(() if now is None else now.params)
@@ -52,7 +50,7 @@ def with_new(
         if not new:
             continue
         if now is not None:
-            now.check(k)  # others may stand where these did
+            now.check(k)  # its parameters may have been replaced
         where = f"stages[{k}]: parameter {bare(next(iter(new.values())))!r} has become trainable"
         if k in averaged:
             raise ValueError(f"{where}, and the averages of replicas are without it; {_REMEDY}")
@@ -61,7 +59,7 @@ def with_new(
         training.check(k, made)
         if now is None:
             scheduler = _stepped(training.paced(k, made), minibatches)
-            grown.append(_Grown(n, training.weights(k, made, scheduler), (), (), {}))
+            grown.append(_StageChange(n, training.weights(k, made, scheduler), (), (), {}))
             continue
         groups, more = _groups(now.optimizer, made, new.keys())
         if more and now.scheduler is not None:
@@ -70,14 +68,14 @@ def with_new(
             )
         weights = training.weights(k, now.optimizer, now.scheduler, held)
         state = {p: made.state[p] for p in new if p in made.state}
-        grown.append(_Grown(n, weights, groups, more, state))
+        grown.append(_StageChange(n, weights, groups, more, state))
     for each in grown:
-        _grow(each)
+        _apply(each)
     return _changed(training, phases, grown) if grown else phases
 
 
 def _untrained(training: Training, k: int, held: Set[Tensor]) -> dict[Tensor, str]:
-    """What requires gradients and nobody trains, with its names."""
+    """Return the parameters that require gradients and are not trained yet, with their names."""
     known = held | training.copies(k).keys()
     named = training.modules[k].named_parameters()
     return {p: name for name, p in named if p.requires_grad and p not in known}
@@ -86,7 +84,7 @@ def _untrained(training: Training, k: int, held: Set[Tensor]) -> dict[Tensor, st
 def _groups(
     optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer, new: Set[Tensor]
 ) -> tuple[list[tuple[dict[str, Any], list[Tensor]]], list[tuple[int, dict[str, Any]]]]:
-    """An optimizer's groups with new parameters in those where ``made`` has them, and new ones."""
+    """Return the groups with new parameters in those where ``made`` has them, and new groups."""
     groups = [(group, list(group["params"])) for group in optimizer.param_groups]
     home = {p: n for n, (_, params) in enumerate(groups) for p in params}
     more: list[tuple[int, dict[str, Any]]] = []
@@ -96,14 +94,14 @@ def _groups(
         homes = {home[p] for p in params if p in home}
         if found and len(homes) == 1:
             _, before = groups[homes.pop()]
-            # In the order of a fresh one, which is that of a state_dict.
+            # In the order of a new optimizer, which is that of a state_dict.
             before[:] = [*params, *(p for p in before if p not in known)]
         elif found:
             more.append((index, {**group, "params": found}))
     return groups, more
 
 
-def _grow(each: _Grown) -> None:
+def _apply(each: _StageChange) -> None:
     optimizer = each.weights[0].optimizer
     for group, params in each.groups:
         group["params"] = params
@@ -119,14 +117,14 @@ def _grow(each: _Grown) -> None:
 def _stepped(scheduler: LRScheduler | None, updates: int) -> LRScheduler | None:
     if scheduler is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no optimizer has stepped
+            warnings.simplefilter("ignore", UserWarning)  # about an optimizer that has not stepped
             for _ in range(updates):
                 scheduler.step()
     return scheduler
 
 
 def _changed(
-    training: Training, phases: list[TrainingPhase], grown: Sequence[_Grown]
+    training: Training, phases: list[TrainingPhase], grown: Sequence[_StageChange]
 ) -> list[TrainingPhase]:
     changed = []
     for n, phase in enumerate(phases):

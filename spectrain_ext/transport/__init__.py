@@ -1,4 +1,4 @@
-"""How tensors get from stage to stage, and what orders their use."""
+"""Moves tensors between stages, and orders their use."""
 
 from .local import Edge, Receiver, Sender, Slot, Transit
 from .message import (

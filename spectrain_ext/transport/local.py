@@ -1,4 +1,4 @@
-"""Edge: hands tensors from stage to stage within a process, through a ring of receive buffers."""
+"""Sends tensors between stages of one process, through a ring of receive buffers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .message import NO_HEADER, FlatMemory, Header, Layout, Likeness, Message, l
 from .streams import Buffer, Event, HostEvent, Stream, callers_stream, new_stream
 
 _CPU = torch.device("cpu")
-#: Of pageable memory CUDA takes so much into memory of its own and returns; with more, the copy may
-#: keep the host until the device comes to it, after all that the copy waits for.
+#: Bytes. CUDA copies this much pageable memory aside and returns; a larger copy may block the CPU
+#: until the device reaches it, after all that the copy waits for.
 TAKEN_AT_ONCE = 2**16
 
 
 class Slot:
-    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
+    """A receive buffer. ``arrived``: the copy into it; ``free``: the receiver is done with it."""
 
     header: Header
 
@@ -28,51 +28,51 @@ class Slot:
         self.free = receiver.event()
         self.message: Message | None = None
         self.memory = FlatMemory()  # on the receiver's device
-        self.staging = FlatMemory()  # of the host, on the way there
-        self.staged = Buffer(f"host memory of {name}")  # stands for it
+        self.staging = FlatMemory()  # of the CPU, on the way there
+        self.staged = Buffer(f"host memory of {name}")  # stands for that memory
         self.clear()
 
     def clear(self) -> None:
-        self.likeness: Likeness = []  # of the message that it last had
+        self.likeness: Likeness = []  # of its last message
         self.views: list[Tensor | None] = []
         self.memory.free()
         self.staging.free()
 
 
 class Sender(Protocol):
-    """Where a stage's messages go; ``target``: the device that they are packed on, or copied to."""
+    """Sends a stage's messages; ``target`` is the device that they are packed on or copied to."""
 
     stream: Stream
     target: torch.device
-    by_reference: bool  #: whether it hands on what is neither a tensor nor a constant
+    by_reference: bool  # whether it passes on other objects than tensors and constants
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
-        """Send the message, after ``ready``; returns the event that it has been read."""
+        """Send the message after ``ready``; return the event that it has been read."""
 
     def end(self) -> None:
         """Tell the receiver that the run has no more messages."""
 
 
 class Receiver(Protocol):
-    """Where a stage's messages come from, in the order in which they were sent."""
+    """Receives a stage's messages, in the order in which they were sent."""
 
     stream: Stream
 
-    blocks: bool  #: whether ``receive`` blocks the host until there is something
+    blocks: bool  # whether ``receive`` blocks the CPU until a message is there
 
     def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message has been sent, that of this microbatch, or the end."""
+        """Whether the next message, of this microbatch, or the end has been sent."""
 
     def receive(self) -> Slot | None:
-        """The next message, to be used on the receiver's stream until ``free``; None: the end."""
+        """Return the next message, for the receiver's stream until ``free``; None: the end."""
 
     def free(self, slot: Slot) -> None:
-        """The receiver's stream will not use the message after what it has been given so far."""
+        """Release a message after the work that the receiver's stream has been given so far."""
 
     def reset(self) -> None:
-        """Forget all messages: all have been freed, or what was issued has been waited for."""
+        """Forget all messages; they are freed, or all work has been waited for."""
 
     def free_storage(self) -> None:
         """Free the receive buffers, outside of a run."""
@@ -87,17 +87,17 @@ class Edge:
     def __init__(
         self,
         name: str,
-        source: torch.device | None,  # None: it may differ from message to message
+        source: torch.device | None,  # None: it may differ between messages
         target: torch.device,
         receiver: Stream,
-        depth: int,  # messages under way or in use at once: a sender's window, at most
+        depth: int,  # messages under way or in use at once: at most a sender's window
     ) -> None:
         self.target = target
         self._receiver = receiver
         devices = (target,) if source is None else (source, target)
         self.stream = new_stream(f"copy stream of {name}", *devices)
         self._stages = target.type == "cuda"
-        # On the CPU alone nothing is under way when a call returns: there is nothing to wait for.
+        # On the CPU a copy is done when the call returns: there is nothing to wait for.
         self._immediate = self.stream.immediate and receiver.immediate
         self._from_stage = source is not None
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
@@ -113,8 +113,8 @@ class Edge:
         looks = likeness(given)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
-        # Copied even on the same device: an in-place first layer of the receiver must not reach
-        # what the sender saved for its backward, and a caller may refill its batch.
+        # Copy even on the same device: an in-place first layer of the receiver must not change what
+        # the sender saved for its backward, and a caller may overwrite its batch.
         views = slot.views
         if self._immediate and (self._from_stage or not ready):
             for to, tensor in zip(views, given, strict=True):
@@ -137,24 +137,24 @@ class Edge:
         return slot.arrived
 
     def _fit(self, slot: Slot, message: Message, looks: Likeness) -> None:
-        """Have the slot's memory be like the message, as it is in a steady state."""
+        """Fit the slot's memory to the message; in a steady state it already fits."""
         layout = Layout.of(message)
-        slot.likeness = []  # until all of it is so, whatever exception comes in between
+        slot.likeness = []  # until it is complete, in case of an exception
         with self._receiver.using():
             if slot.memory.fit(layout.places()[1], self.target):
-                # Memory of this stream's pool is free after what the stream has been given so far.
-                # Without new memory the copy need not wait for that: uneven microbatches overlap.
+                # Memory from this stream's pool is free after the stream's work so far. Only new
+                # memory makes the copy wait for that, so that uneven microbatches overlap.
                 self._receiver.writes(slot.buffer)
                 self._receiver.record(slot.free)
         slot.views = slot.memory.views(layout)
         slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """What was given, or copies in pinned memory of what would keep the host."""
-        large = tuple(tensor if _keeps_the_host(tensor) else None for tensor in given)
+        """Return the tensors, with copies in pinned memory of those that would block the CPU."""
+        large = tuple(tensor if _may_block_cpu(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
-        # The last copy from there: the host is ahead of the device by no more than all slots.
+        # The last copy from there: the CPU is ahead of the device by all slots at most.
         slot.arrived.synchronize()
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
@@ -170,14 +170,13 @@ class Edge:
         return found
 
     def begin(self) -> None:
-        """A run begins, and has not ended."""
         self._ended = False
 
     def end(self) -> None:
         self._ended = True
 
     def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message has been sent, whose copy may be under way, or the end."""
+        """Whether the next message, whose copy may be under way, or the end has been sent."""
         return self._received < self._sent or self._ended
 
     def receive(self) -> Slot | None:
@@ -206,25 +205,24 @@ class Edge:
             slot.clear()
 
 
-def _keeps_the_host(tensor: Tensor | None) -> bool:
-    """Whether a copy to a CUDA device may not return before the device has made it."""
+def _may_block_cpu(tensor: Tensor | None) -> bool:
+    """Whether a copy to a CUDA device may block the CPU until the device has made it."""
     if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
         return False
     return not tensor.is_pinned()
 
 
 class Transit:
-    """Tensors of one stream that another still reads: freed when their own has waited for that."""
+    """Tensors of one stream that another one still reads; freed after the owner has waited."""
 
     def __init__(self, owner: Stream, depth: int) -> None:
         self._owner = owner
         self._depth = depth
-        # Freed earlier, this memory could be handed out again, and written, while another stream
-        # reads it.
+        # If freed earlier, this memory could be reused and written while another stream reads it.
         self._held: deque[tuple[Event, Buffer, object]] = deque()
 
     def hold(self, read: Event, buffer: Buffer, tensors: object) -> None:
-        """Hold these until ``read``; let go what is ``depth`` calls old, it has long been read."""
+        """Hold these until ``read``; free what was held ``depth`` calls ago and has been read."""
         if type(read) is HostEvent:  # it has been read
             return
         self._held.append((read, buffer, tensors))

@@ -1,4 +1,4 @@
-"""Message: what goes from stage to stage, how it is laid out, and the memory that it arrives in."""
+"""Defines messages between stages, their layout, and the memory that they arrive in."""
 
 from __future__ import annotations
 
@@ -11,26 +11,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: One argument of a module, whichever it is.
+#: One argument of a module.
 Value = Any
 
-#: What it may be, for messages.
+#: What messages may contain.
 VALUES = "a tensor, or tuples, lists and dicts by name of tensors, None, bools, numbers and strings"
 
-# Every tensor of a message begins on a boundary of this many bytes.
+# Every tensor of a message starts at a multiple of this many bytes.
 _ALIGNMENT = 256
 
 
 class Microbatches(list[Any]):
-    """A batch that the caller has cut: a list of microbatches, each a pair or a mapping.
+    """A batch that you have split yourself: a list of microbatches, each a pair or a mapping.
 
-    A plain list of them is one as well, unless it has two members: that may be a pair (input,
-    target), and is taken for one.
+    A plain list works too, unless it has two members: that is taken for a pair (input, target).
+
+    Example:
+        >>> microbatches = [(torch.ones(n, 2), torch.ones(n, 1)) for n in (3, 1)]
+        >>> batch = st.Microbatches(microbatches)  # sizes may differ
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, microbatches=2)
+        >>> [result.index for result in pipe.run([batch])]
+        [0]
+        >>> pipe.release()
     """
 
 
 class Reference:
-    """What is neither a tensor nor a constant: handed on within one process, and never copied."""
+    """An object other than a tensor or constant: passed on within a process, never copied."""
 
     __slots__ = ("value",)
 
@@ -38,12 +47,12 @@ class Reference:
         self.value = value
 
 
-#: What a value is made of: TENSOR; a constant, as JSON, as 1 and True are equal and nan is not; a
-#: container's kind and its members' forms, after a dict's kind its names; or a Reference.
+#: The structure of a value: TENSOR; a constant, as JSON, since 1 equals True and nan differs from
+#: nan; a container's kind (for a dict, its names) and its members' forms; or a Reference.
 Form = str | tuple[Any, ...] | Reference
 
 TENSOR = "tensor"
-#: Of tensors whose receiver knows what they are, such as gradients.
+#: Of tensors whose receiver knows their structure, such as gradients.
 FLAT: Form = ()
 CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
@@ -59,7 +68,7 @@ def refused(value: object, where: str) -> Form:
 
 
 def referred(value: object, where: str) -> Form:
-    """The form of any other object, but of arrays and of what has tensors in it."""
+    """Return a Reference as the form; refuse arrays and objects with tensors in them."""
     shape = getattr(value, "shape", ())
     if (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None:
         raise TypeError(
@@ -73,9 +82,9 @@ def flattened(
     value: object,
     where: str,
     tensors: list[Tensor],
-    other: Callable[[object, str], Form] = refused,  # the form of what is none of VALUES
+    other: Callable[[object, str], Form] = refused,  # the form of what is not in VALUES
 ) -> Form:
-    """Add the value's tensors to a list, and return its form.
+    """Append the value's tensors to a list, and return its form.
 
     A named tuple has the form of a tuple, and any mapping that of a dict.
     """
@@ -99,7 +108,6 @@ def flattened(
 
 
 def unflattened(form: Form, tensors: Iterator[Any]) -> Any:
-    """The value of this form, with these in the places of its tensors."""
     if isinstance(form, str):
         return next(tensors) if form == TENSOR else json.loads(form)
     if isinstance(form, Reference):
@@ -112,7 +120,7 @@ def unflattened(form: Form, tensors: Iterator[Any]) -> Any:
 
 
 def places_in(form: Form, where: str = "") -> Iterator[str]:
-    """What to call each of its tensors."""
+    """Yield a name for each of its tensors."""
     if form == TENSOR:
         yield where
     elif isinstance(form, tuple) and form:
@@ -125,7 +133,7 @@ def places_in(form: Form, where: str = "") -> Iterator[str]:
 
 
 def as_value(given: object, where: str, other: Callable[[object, str], Form] = referred) -> Value:
-    """The value that was given, maybe with a mapping in it that is no dict."""
+    """Return the value with any mapping in it as a dict; raise TypeError without a tensor."""
     tensors: list[Tensor] = []
     form = flattened(given, where, tensors, other)
     if not tensors:
@@ -138,14 +146,14 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 
 
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
-    """The same value with other tensors."""
+    """Return the same value with ``apply`` called on each tensor."""
     tensors: list[Tensor] = []
     form = flattened(value, "value", tensors, lambda thing, _: Reference(thing))
     return unflattened(form, map(apply, tensors))
 
 
 def tensors_in(anything: object) -> Iterator[Tensor]:
-    """The tensors in whatever a model returns: containers and dataclasses, however nested."""
+    """Yield the tensors in a model's output: nested containers and dataclasses."""
     if isinstance(anything, Tensor):
         yield anything
     elif isinstance(anything, Mapping):
@@ -160,11 +168,11 @@ def tensors_in(anything: object) -> Iterator[Tensor]:
 
 
 class Header(NamedTuple):
-    """What travels with a message."""
+    """What is sent along with a message."""
 
     parts: int = 1  # microbatches of its minibatch
-    # With an input, the share of the minibatch's samples that the microbatch has; with a gradient,
-    # the loss as far as it is known, or nan.
+    # With an input: the microbatch's share of the minibatch's samples. With a gradient: the loss as
+    # far as it is known, or nan.
     value: float = 0.0
 
 
@@ -174,12 +182,12 @@ NO_HEADER = Header()
 class Message(NamedTuple):
     """Tensors on their way."""
 
-    tensors: tuple[Tensor | None, ...]  # detached; None: the gradient of what nothing depends on
-    differentiable: tuple[bool, ...] = ()  # whether a gradient of each is wanted
-    form: Form = FLAT  # of the value that they are the tensors of
+    tensors: tuple[Tensor | None, ...]  # detached; None: the gradient of an unused tensor
+    differentiable: tuple[bool, ...] = ()  # whether a gradient of each is needed
+    form: Form = FLAT  # of the value that contains them
 
     def with_gradient(self, wanted: bool) -> Message:
-        """The same, of which gradients are wanted for all that can have one, or for none."""
+        """Return it with gradients needed for all tensors that can have one, or for none."""
         differentiable = (False,) * len(self.tensors)
         if wanted:
             differentiable = tuple(
@@ -188,8 +196,8 @@ class Message(NamedTuple):
         return Message(self.tensors, differentiable, self.form)
 
 
-#: What tells that a message is laid out like one before: asking takes a third of the time of
-#: describing it anew.
+#: Tells whether a message has the layout of an earlier one, in a third of the time that a
+#: ``Layout`` takes.
 Likeness = list[tuple[object, ...] | None]
 
 
@@ -198,7 +206,7 @@ def likeness(tensors: Iterable[Tensor | None]) -> Likeness:
 
 
 class TensorLayout(NamedTuple):
-    """One tensor of a message: shape, strides of a dense tensor, dtype, is its gradient wanted."""
+    """One tensor of a message: shape, dense strides, dtype, and whether its gradient is needed."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -210,7 +218,7 @@ class TensorLayout(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def shrinks_to(self, other: TensorLayout) -> bool:
-        # With a gradient or without one: between runs parameters may be frozen.
+        # Gradients may differ: parameters may be frozen between runs.
         if self.dtype != other.dtype or len(self.shape) != len(other.shape):
             return False
         changed = [(a, b) for a, b in zip(self.shape, other.shape, strict=True) if a != b]
@@ -223,14 +231,14 @@ class TensorLayout(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a message looks like: its tensors, None for one that is not sent, and their form."""
+    """The layout of a message: its tensors, None for one that is not sent, and their form."""
 
     tensors: tuple[TensorLayout | None, ...]
     form: Form = FLAT
 
     @staticmethod
     def of(message: Message) -> Layout:
-        """The layout of a message; strides are those of ``torch.empty_like``."""
+        """Return the layout of a message; strides are those of ``torch.empty_like``."""
         flags = message.differentiable or (True,) * len(message.tensors)
         tensors = tuple(
             None if t is None else TensorLayout(tuple(t.shape), _dense(t), t.dtype, flag)
@@ -239,7 +247,7 @@ class Layout(NamedTuple):
         return Layout(tensors, message.form)
 
     def places(self) -> tuple[list[int], int]:
-        """Where each tensor begins, in bytes, and how many bytes there are in all."""
+        """Return where each tensor starts, in bytes, and the total number of bytes."""
         begin, places = 0, []
         for tensor in self.tensors:
             places.append(begin)
@@ -248,10 +256,10 @@ class Layout(NamedTuple):
         return places, begin
 
     def views(self, memory: Tensor) -> list[Tensor | None]:
-        """The tensors in a flat uint8 tensor that has room for them."""
+        """Return the tensors in a flat uint8 tensor that is large enough."""
         places, _ = self.places()
-        # By data each has a version counter of its own: an in-place layer may change one of them
-        # while autograd keeps another.
+        # ``.data`` gives each a version counter of its own: an in-place layer may change one while
+        # autograd keeps another.
         return [
             None
             if tensor is None
@@ -267,9 +275,7 @@ class Layout(NamedTuple):
         return Message(tuple(tensors), flags, self.form)
 
     def shrinks_to(self, other: Layout) -> bool:
-        """Whether the other has the same tensors, or the first of them, each smaller in at most one
-        dimension.
-        """
+        """Whether the other has the first of these tensors, each smaller in at most one dim."""
         return len(self.tensors) >= len(other.tensors) and all(
             its is None or (mine is not None and mine.shrinks_to(its))
             for mine, its in zip(self.tensors, other.tensors, strict=False)
@@ -284,14 +290,14 @@ class Layout(NamedTuple):
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
-    """The strides without gaps and overlaps that keep the order of the dimensions."""
+    """Return strides without gaps and overlaps, in the same order of dimensions."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
 
 
 class FlatMemory:
-    """Flat memory for a message: a head, then the body (``bytes``), both together ``whole``."""
+    """Flat memory for a message: a head, then the body (``bytes``); both are ``whole``."""
 
     def __init__(self, head: int = 0) -> None:
         self._head = head
@@ -299,15 +305,15 @@ class FlatMemory:
 
     def free(self) -> None:
         self.whole = self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._layout: object = None  # that of the tensors that it last had
+        self._layout: object = None  # of its last tensors
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> bool:
-        """Have a body of so many bytes, maybe pinned for copies beside the host. Is it new?"""
+        """Make room for a body of ``nbytes``, pinned if asked; return whether it is new memory."""
         size = self._head + nbytes
         if self.whole.numel() >= size and self.whole.device.type == device.type:
             return False
-        with torch.inference_mode(False):  # of a message within, whose memory others use later
+        with torch.inference_mode(False):  # others may use it later, outside
             self.whole = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
             self.bytes = self.whole[self._head :]
         self._layout = None

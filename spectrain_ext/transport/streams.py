@@ -1,4 +1,4 @@
-"""Streams and events: one interface for CUDA, the CPU, and a CPU that checks the order of uses."""
+"""Streams and events with one interface for CUDA, the CPU, and a CPU that checks their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spectrain_ext.errors import OrderingError
 
 
 class Buffer:
-    """A piece of memory that several streams use; the checked streams keep its last uses here."""
+    """Memory that several streams use; checked streams record its last uses here."""
 
     __slots__ = ("name", "reads", "written")
 
@@ -28,17 +28,17 @@ class Event(Protocol):
     """A point in a stream's work, set by ``Stream.record``."""
 
     def synchronize(self) -> None:
-        """Block the host until the point is reached."""
+        """Block the CPU until the point is reached."""
 
 
 class Stream:
     """A queue of work, which is issued inside ``with stream.using(...)``.
 
-    What a kind of stream has no use for is left as it is here: it does nothing.
+    Methods that a subclass does not need keep these defaults, which do nothing.
     """
 
     __slots__ = ()
-    immediate = False  # whether work is done when it has been issued
+    immediate = False  # whether work is done once it has been issued
 
     def __enter__(self) -> None: ...
 
@@ -47,40 +47,40 @@ class Stream:
     def using(
         self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> AbstractContextManager[object]:
-        """Inside, it is the current stream of its devices, for work that uses these buffers."""
+        """Inside, this is the current stream of its devices, for work that uses these buffers."""
         return self
 
     def event(self) -> Event:
-        """An event to record on this stream, for repeated use."""
+        """Return an event to record on this stream, repeatedly."""
         raise NotImplementedError
 
     def record(self, event: Event) -> None:
         """Set the event to the end of the work issued so far."""
 
     def wait(self, event: Event) -> None:
-        """Let the work issued from here on follow the event (one never recorded is none)."""
+        """Order later work after the event; one that was never recorded has no effect."""
 
     def reads(self, buffer: Buffer) -> None:
-        """Declare a read that is not issued by ``using``: the caller's own."""
+        """Declare a read outside of ``using``, by the caller."""
 
     def writes(self, buffer: Buffer) -> None:
-        """Declare a write that is not issued by ``using``: the caller's own, or to free it."""
+        """Declare a write outside of ``using``, by the caller, or that the memory is freed."""
 
     def may_read(self, buffer: Buffer) -> None:
-        """Declare that whoever issues work here from now on may read the buffer."""
+        """Declare that work issued here from now on may read the buffer."""
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
-        """Let none of this memory, once freed, be used again before the work issued so far."""
+        """Do not reuse this memory, once freed, before the work issued so far is done."""
 
     def synchronize(self) -> None:
-        """Block the host until the work issued so far has been done."""
+        """Block the CPU until the work issued so far is done."""
 
     def leave(self) -> None:
-        """Be no device's current stream, if an exception kept ``with`` from seeing to that."""
+        """Stop being the current stream, if an exception bypassed the end of ``with``."""
 
 
 class HostEvent:
-    """An event of the CPU, which has done its work when the call returns."""
+    """An event of the CPU, whose work is done when the call returns."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ class HostEvent:
 
 
 class HostStream(Stream):
-    """The CPU as a stream: work is done as it is issued, and no use is checked."""
+    """The CPU as a stream: work is done as it is issued, and its order is not checked."""
 
     __slots__ = ()
     immediate = True
@@ -97,7 +97,7 @@ class HostStream(Stream):
         return HostEvent()
 
     def wait(self, event: Event) -> None:
-        if type(event) is not HostEvent:  # another device's; the CPU's own have happened
+        if type(event) is not HostEvent:  # another device's; CPU work is done
             event.synchronize()
 
 
@@ -113,12 +113,12 @@ class CheckedEvent:
 
 
 class CheckedStream(Stream):
-    """The CPU as a stream that knows no other order than that of its events (vector clocks)."""
+    """The CPU as a stream that checks that events order all uses (by vector clocks)."""
 
     def __init__(self, name: str, done: _Clock) -> None:
         self.name = name
         self._seen: _Clock = {self: 0}
-        self.done = done  # what the host has waited for, shared by all streams
+        self.done = done  # what the CPU has waited for, shared by all streams
 
     @contextmanager
     def using(
@@ -134,7 +134,7 @@ class CheckedStream(Stream):
             yield
         finally:
             _current.stream = outer
-        # The uses last to here: what was recorded in between does not stand for them.
+        # The uses end here: an event that was recorded inside does not cover them.
         for buffer in reads:
             buffer.reads[self] = self._tick()
         for buffer in writes:
@@ -179,7 +179,7 @@ class CheckedStream(Stream):
             return
         stream, time = use
         if max(self._seen.get(stream, 0), self.done.get(stream, 0)) < time:
-            # On the CPU it would have gone well, without events between the two uses.
+            # On the CPU the result is right anyway, without events between the two uses.
             raise OrderingError(
                 f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
                 f"which has {earlier} it"
@@ -198,8 +198,8 @@ class CudaStream(Stream):
     """Streams of one or two CUDA devices that act as one."""
 
     def __init__(self, streams: list[torch.cuda.Stream]) -> None:
-        # A copy between two devices runs on the source's current stream and waits for the target's,
-        # so both must be the copy's own: otherwise it waits for whatever else those devices do.
+        # A copy between two devices runs on the source's current stream and waits for the target's:
+        # both must belong to the copy, or it waits for other work of those devices.
         self._streams = streams
         self._entered = ExitStack()
 
@@ -211,15 +211,15 @@ class CudaStream(Stream):
         self._entered.close()
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event()  # without timing, which is the cheap kind
+        event: Event = torch.cuda.Event()  # without timing, which is cheaper
         return event
 
     def record(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
-        event.record(self._streams[-1])  # which a copy's end reaches as well
+        event.record(self._streams[-1])  # the end of a copy reaches it too
 
     def wait(self, event: Event) -> None:
-        if isinstance(event, torch.cuda.Event):  # the CPU's own work is done by now
+        if isinstance(event, torch.cuda.Event):  # CPU work is done
             for stream in self._streams:
                 stream.wait_event(event)
 
@@ -237,13 +237,13 @@ class CudaStream(Stream):
 
 
 _HOST = HostStream()
-_checked: CheckedStream | None = None  # the caller's, inside of ``checked_streams``
-_current = threading.local()  # the checked stream whose ``using`` this thread is in, as of CUDA's
+_checked: CheckedStream | None = None  # the caller's, inside ``checked_streams``
+_current = threading.local()  # the checked stream whose ``using`` this thread is in
 
 
 @contextmanager
 def checked_streams() -> Iterator[None]:
-    """Inside, CPU streams raise OrderingError for a missing wait. Run inside what is made there."""
+    """Inside, new CPU streams raise OrderingError for a missing wait; use them only inside."""
     global _checked
     outer, _checked = _checked, CheckedStream("the caller's stream", {})
     try:
@@ -253,7 +253,7 @@ def checked_streams() -> Iterator[None]:
 
 
 def new_stream(name: str, *devices: torch.device) -> Stream:
-    """A stream of its own for work on these devices; the CPU's where none of them is CUDA."""
+    """Return a new stream for work on these devices; the CPU's if none of them is CUDA."""
     cuda = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
     if cuda:
         return CudaStream([torch.cuda.Stream(device) for device in cuda])
@@ -261,12 +261,12 @@ def new_stream(name: str, *devices: torch.device) -> Stream:
 
 
 def callers_stream(device: torch.device) -> Stream:
-    """The stream that the caller's own work on the device is issued to."""
+    """Return the stream that the caller's work on the device is issued to."""
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
     return _HOST if _checked is None else getattr(_current, "stream", None) or _checked
 
 
 def captured(device: torch.device) -> bool:
-    """Whether what the caller issues to the device now becomes part of a CUDA graph."""
+    """Whether the caller's work on the device is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

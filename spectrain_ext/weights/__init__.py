@@ -1,4 +1,4 @@
-"""One stage's weights: true, kept and predicted versions."""
+"""Holds one stage's weights: true, stashed and predicted versions."""
 
 from .rates import paced, rates_of
 from .stage_weights import StageMemory, StageWeights

@@ -1,4 +1,4 @@
-"""Learning rates: those of a scheduler, times a factor of the stage's own."""
+"""Multiplies a scheduler's learning rates by a factor of the stage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _lr = itemgetter("lr")
 
 
 class PacedRates(LRScheduler):
-    """Sets the rates of another scheduler, or constant ones, times a factor of each update."""
+    """Sets another scheduler's learning rates, or constant ones, times a factor for each update."""
 
-    def __init__(  # not torch's, which would count and set rates itself
+    def __init__(  # does not call torch's, which would count and set rates itself
         self,
         optimizer: torch.optim.Optimizer,
         factor: Callable[[int], float],  # of an update, counted from 0
@@ -35,7 +35,7 @@ class PacedRates(LRScheduler):
         return getattr(self._scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Such as ``base_lrs``: only there it has an effect.
+        # An attribute such as ``base_lrs`` has an effect only there.
         inner = self.__dict__.get("_scheduler")
         own = name in self.__dict__ or inner is None or not hasattr(inner, name)
         super().__setattr__(name, value) if own else setattr(inner, name, value)
@@ -53,8 +53,8 @@ class PacedRates(LRScheduler):
                 group["lr"] = lr
 
     def step(self, epoch: int | None = None) -> None:
-        """An update has been made: set the rates of the next one."""
-        # From a rate that was changed by hand the scheduler goes on, divided by the factor.
+        # A rate that was changed by hand, divided by the factor, is what the scheduler continues
+        # from.
         now, factor = rates_of(self.optimizer), self._factor(self._updates)
         self._set(
             [
@@ -72,13 +72,13 @@ class PacedRates(LRScheduler):
         return list(rates_of(self.optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, and what this one adds."""
+        """Return the scheduler's state with this one's entries."""
         inner = {} if self._scheduler is None else self._scheduler.state_dict()
         mine = {"paced_updates": self._updates, "paced_from": list(self._own)}
         return {**inner, **mine}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it, and set the rates; what a scheduler without factors saved begins to count."""
+        """Load a state and set the rates; without own entries, count updates from 0."""
         inner = dict(state_dict)
         self._updates = int(inner.pop("paced_updates", 0))
         self._own = tuple(map(float, inner.pop("paced_from", rates_of(self.optimizer))))
@@ -90,14 +90,14 @@ class PacedRates(LRScheduler):
 def paced(
     factory: Callable[[Any], LRScheduler | None], factor: Callable[[int], float] | None
 ) -> Callable[[Any], LRScheduler | None]:
-    """A factory of schedulers whose rates are times a factor; None: the same factory."""
+    """Return a factory of schedulers with this factor; None: the same factory."""
     if factor is None:
         return factory
     return lambda optimizer: PacedRates(optimizer, factor, factory(optimizer))
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
-    """The present learning rate of every parameter group; 0 where an optimizer has none."""
+    """Return the current learning rate of every parameter group, 0 if an optimizer has none."""
     try:
         return tuple(map(float, map(_lr, optimizer.param_groups)))
     except KeyError:

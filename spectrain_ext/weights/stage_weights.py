@@ -1,4 +1,4 @@
-"""StageWeights: the weights that a stage computes with, from version to version."""
+"""Updates a stage's weights: steps the optimizer and moves to the next version."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StageMemory(NamedTuple):
     """What a stage holds at most.
 
     Attributes:
-        versions: buffers of weights: those that are computed with, and the master; not what
-            ``offload`` has on the host.
-        weight_bytes: bytes of these; the optimizer's state and gradients are not among them.
-        microbatches: microbatches between the begin of their forward and the end of their backward.
+        versions: weight buffers: those that the stage computes with, and the master, without those
+            that ``offload`` has moved to CPU memory.
+        weight_bytes: their bytes, without gradients and the optimizer's state.
+        microbatches: microbatches between the start of their forward and the end of their backward.
     """
 
     versions: int
@@ -38,12 +38,12 @@ class StageMemory(NamedTuple):
 
 
 class StageWeights:
-    """The weights of one stage that has trainable parameters.
+    """The weights of one stage that has trainable parameters, and their optimizer.
 
-    ``Storage`` has their memory, and ``Versions`` knows what it holds; this steps the optimizer.
+    ``Storage`` holds the memory, ``Versions`` knows what each buffer contains.
     """
 
-    moves = False  # whether somebody may ``move`` the true weights after an update
+    moves = False  # whether ``move`` may be called after an update
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
-        held: Set[Tensor] = frozenset(),  # that the optimizer holds, frozen or not
-        offloads: bool = False,  # versions that wait, to the host
+        held: Set[Tensor] = frozenset(),  # held by the optimizer, frozen or not
+        offloads: bool = False,  # moves versions that wait to CPU memory
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -70,17 +70,17 @@ class StageWeights:
         self.params = list(self._names)
         self._rules = rules
         entry, self._place = places
-        self.entry = partial(find_generator(schedule), entry)  # makes the actions of stage 0
+        self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
         self._master_dtype = master_dtype
         wide = any(true_dtype(p, master_dtype) != p.dtype for p in self.params)
         self._has_master = rules.has_master or wide
         self.peak = count_stage(schedule, *places, rules, wide)
-        # Beside these there are what is true, and what it was before.
+        # Without the master and the weights before the last update.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
         self._offloads = offloads and self._computing > ON_DEVICE
         if self._offloads:
             self._computing = ON_DEVICE
-        # Whether a backward may meet other weights than its forward, or the same in another buffer.
+        # Whether a backward may use other weights than its forward, or the same in another buffer.
         self.meets_others = rules.retains(self._place.microbatches) or self._offloads
         self.storage: Storage | None = None
 
@@ -100,22 +100,21 @@ class StageWeights:
         return [*self.storage.buffers(), *loose_state(self.optimizer)]
 
     def measured(self, microbatches: int) -> StageMemory:
-        """What there is now, and the most microbatches that were in flight."""
         flats = [] if self.storage is None else self.storage.flats()
         return StageMemory(len(flats), self.nbytes, microbatches)
 
     def predicted(self) -> StageMemory:
-        """What the schedule and the method say there will be."""
+        """Return what the stage holds at most, computed from schedule and method."""
         narrow = [p.dtype for p in self.params]
         wide = [true_dtype(p, self._master_dtype) for p in self.params]
         computing, true = self._computing, self._has_master + self._rules.keeps_before
         if self._rules.keeps_before and narrow != wide:
-            true += 1  # where the extrapolation is rounded from
+            true += 1  # a wide buffer for the extrapolation before it is rounded
         size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
         return StageMemory(computing + true, size, self.peak.in_flight)
 
     def bind(self) -> None:
-        """Move the parameters into the home buffer and the optimizer onto the true weights."""
+        """Move the parameters into the home buffer, and the optimizer onto the true weights."""
         self.drop_gradients()
         made = Storage(
             self.params,
@@ -136,18 +135,18 @@ class StageWeights:
 
     @property
     def refrozen(self) -> bool:
-        """Whether, since it was bound, some of it has been frozen or thawed."""
+        """Whether a parameter has been frozen or unfrozen since ``bind``."""
         return self._moving != [p.requires_grad for p in self.params]
 
     def unbind(self) -> None:
-        """Give parameters (they hold the true weights now) and state ordinary storage."""
-        self.__dict__.pop("versions", None)  # which knows the storage
+        """Give parameters and state ordinary storage; the parameters hold the true weights now."""
+        self.__dict__.pop("versions", None)  # it refers to the storage
         storage, self.storage = self._bound, None
         storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind what has these parameters and the optimizer, or bind this anew."""
-        # Masters keep all of their digits, and a foreign optimizer its state of their dtype.
+        """Unbind, and bind ``other``, of the same parameters and optimizer; may be self."""
+        # Masters keep all their digits, and a foreign optimizer its state in their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
         entries = {p: dict(state[p]) for p in wide if p in state}
@@ -156,7 +155,7 @@ class StageWeights:
         for p, master in other.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(other.updater, Foreign):  # whose state is its own
+        if isinstance(other.updater, Foreign):  # it has no bound state
             for p, entry in entries.items():
                 state[p].update(entry)
 
@@ -191,40 +190,40 @@ class StageWeights:
         storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
-        self.rates_move = False  # whether they are likely to change right after an update
+        self.rates_move = False  # whether they probably change after each update
         self.drop_gradients()
 
     def end(self) -> None:
-        """Put the true weights back into the parameters and forget the microbatches in flight."""
+        """Put the true weights back into the parameters, and forget the microbatches in flight."""
         self.updater.write_with_next_step(None)
         self._bound.end()
         self.drop_gradients()
-        # A graph that the caller made before the run must not meet the new weights unnoticed.
+        # A graph that the caller made before the run must not use the new weights unnoticed.
         increment_version(self.params)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients; autograd then hands over its next ones without a copy."""
+        """Set all gradients to None; autograd then hands over new ones without a copy."""
         for p in self.params:
             p.grad = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Where the true weights are: parameter -> tensor, not to be written."""
+        """Return the true weights by parameter; do not write them."""
         return self._bound.true_weights()
 
     def newest(self) -> list[Tensor]:
-        """The true weights in the order of ``params``, not to be written."""
+        """Return the true weights in the order of ``params``; do not write them."""
         true = self.true_weights()
         return [true[p].detach() for p in self.params]
 
     def masters(self) -> dict[Tensor, Tensor]:
-        """The masters that are wider than their parameters."""
+        """Return the masters that are wider than their parameters."""
         master = None if self.storage is None else self.storage.master
         views = {} if master is None else master.flat.views
         return {p: view for p, view in views.items() if view.dtype != p.dtype}
 
     def move(self, weights: Iterable[Tensor]) -> None:
         """Make these the true weights, in the order of ``params``, right after an update."""
-        # The step has written only predictions that nobody can make again: they move as far.
+        # The step has written only predictions that cannot be computed again; they are shifted too.
         self._bound.move(weights, self.versions.version)
 
     # The update.
@@ -246,20 +245,20 @@ class StageWeights:
         if written is not None and room is not None:
             updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)
         updater.step()
-        # A hook may have changed them. Not asked for in vain: one on a GPU takes a wait.
+        # A hook may have changed them. Asked only if needed: on a GPU it synchronizes.
         after = rates_of(self.optimizer) if storage.predicts else ()
         if written is not None and room is not None and written.rates not in (None, after):
-            room.content = None  # not what the next forward will ask for
+            room.content = None  # the next forward will ask for other rates
         if self.scheduler is not None:
             self.scheduler.step()
             self.rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()
 
     def leave_out(self, update: Update) -> None:
-        """Have an update change nothing: what the last step predicted is predicted again."""
+        """Make an update that changes no weights, and write the last step's prediction again."""
         storage, room, before = self._bound, update.room, update.stale
         if room is not None:
-            if before is None:  # it has been overwritten: as if the momentum had not changed
+            if before is None:  # overwritten: predict as if the momentum had not changed
                 law = room.content and room.content.law
                 assert isinstance(law, SecondOrder)
                 storage.write(Content(0, Linear(law.delay + law.lead)), room)

@@ -1,4 +1,4 @@
-"""Storage: the memory of a stage's weights: the true ones, and a buffer for each other version."""
+"""Allocates the buffers of a stage's weight versions, and writes versions into them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from spectrain_ext.optim import PredictionSink
     from spectrain_ext.optim.foreign import Updater
 
-ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their operands
+ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 
 
 class Flat:
-    """One buffer per dtype, and in it one view per parameter, with its shape and strides."""
+    """One buffer per dtype, with a view per parameter that has its shape and strides."""
 
     def __init__(
         self, params: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype] | None = None
@@ -36,25 +36,23 @@ class Flat:
         self.views: dict[Tensor, Tensor] = {}
         for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
             buffer = buffers[dtype]
-            # empty_like keeps the strides of every dense layout and closes the gaps of any other.
+            # empty_like keeps the strides of every dense layout and closes gaps in others.
             strides = torch.empty_like(p, device="meta").stride()
             self.views[p] = buffer.as_strided(p.shape, strides, buffer.storage_offset() + offset)
 
     @property
     def nbytes(self) -> int:
-        """Gaps between parameters included."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 def flat_nbytes(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> int:
-    """The bytes that a ``Flat`` of these dtypes would have."""
     return sum(size * dtype.itemsize for dtype, size in _layout(params, dtypes)[1].items())
 
 
 def _layout(
     params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[list[int], dict[torch.dtype, int]]:
-    """Every parameter's first element in the buffer of its dtype, and the buffers' sizes."""
+    """Return every parameter's first element in its dtype's buffer, and the buffers' sizes."""
     offsets: list[int] = []
     sizes: dict[torch.dtype, int] = {}
     for p, dtype in zip(params, dtypes, strict=True):
@@ -73,21 +71,20 @@ def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's true weights."""
     return p.dtype if master_dtype is None or p.dtype.itemsize != 2 else master_dtype
 
 
 class Content(NamedTuple):
-    """What a buffer of weights holds: a version, or what a law predicts from there."""
+    """The weights in a buffer: a version, or a prediction from it."""
 
     version: int
-    law: Any = None  # hashable
-    rates: tuple[float, ...] | None = None  # that the law is evaluated at, if it has not its own
+    law: Any = None  # the prediction law; hashable
+    rates: tuple[float, ...] | None = None  # learning rates for the law, unless it has its own
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """W + steps*(W - W_before): the last change of the weights, so many times over."""
+    """W + steps*(W - W_before): the last change of the weights, repeated ``steps`` times."""
 
     steps: float
 
@@ -97,38 +94,39 @@ class VersionBuffer:
     """A buffer that holds one version of a stage's weights at a time."""
 
     flat: Flat
-    memory: Buffer  # stands for it where streams are checked
-    content: Content | None = None  # None: nothing of use
-    leaving: Content | None = None  # goes to the host before the buffer is written
-    written: Event | None = None  # last, on the stream that writes weights
-    read: Event | None = None  # last, on the stream that computes
+    memory: Buffer  # stands for its memory where streams are checked
+    content: Content | None = None  # None: nothing useful
+    leaving: Content | None = None  # to copy to CPU memory before the buffer is written
+    written: Event | None = None  # the last write, on the stream that writes weights
+    read: Event | None = None  # the last read, on the stream that computes
     followed: bool = True  # whether that stream has waited for the last write
-    sink: PredictionSink | None = None  # for the optimizer's predictions, once somebody has asked
-    watch: _C.Watch | None = None  # sees parameters leave, once they have been here
+    sink: PredictionSink | None = None  # for the optimizer's predictions, once requested
+    watch: _C.Watch | None = None  # detects parameters that left, once they were here
 
 
-#: Buffers that versions are computed with, where others wait on the host: what is bound, what is
-#: true or written, and what takes the place of a third.
+#: How many buffers stay on the device when others are offloaded: the bound one, the true or written
+#: one, and one to replace.
 ON_DEVICE = 3
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned if it comes from CUDA, made by the current stream there."""
+    """Copy to CPU memory, pinned if the tensor is on CUDA, on the tensor's current stream."""
     pins = tensor.is_cuda
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
     return host.copy_(tensor, non_blocking=True)
 
 
 class Storage:
-    """Buffers that a stage's parameters and its optimizer are bound to.
+    """The buffers that a stage's parameters and its optimizer are bound to.
 
-    Versions stay where they are: to compute with one is to point the parameters at its buffer. The
-    true weights have a *master* buffer where others are computed with; elsewhere they are a version
-    like any other, and an update first copies them to another buffer if this one is still wanted.
-    Between runs the parameters are in the *home* buffer, with the true weights.
+    Versions stay where they are: to compute with one, the parameters are pointed at its buffer. If
+    the stage computes with other weights than the true ones, these are in a *master* buffer.
+    Otherwise they are a version like any other, and an update first copies them to another buffer
+    if this one is still needed. Between runs the parameters are in the *home* buffer, with the true
+    weights.
     """
 
-    bound: VersionBuffer  # that the parameters are in
+    bound: VersionBuffer  # the parameters' buffer
     true: VersionBuffer  # the master, or one of the pool
     predicts = False  # whether the optimizer writes predictions
 
@@ -139,9 +137,9 @@ class Storage:
         rules: Rules,
         *,
         master: bool,
-        master_dtype: torch.dtype | None = None,  # of master and state, for 16-bit ones
+        master_dtype: torch.dtype | None = None,  # of master and state, for 16-bit parameters
         versions: int = 1,
-        offloads: bool = False,  # to the host, versions that wait and find no room in so many
+        offloads: bool = False,  # versions beyond this number, to CPU memory
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
@@ -153,10 +151,10 @@ class Storage:
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
-        self.most = versions if offloads else None  # buffers of the pool, as far as that goes
-        self.hosted: dict[Content, list[Tensor]] = {}  # in host memory
-        self._plans: dict[tuple[int, int], Plan] = {}  # by what they read and what they write
-        # Of every flat buffer's memory: which of a version's it is, and its first element.
+        self.most = versions if offloads else None  # the size of the pool, if possible
+        self.hosted: dict[Content, list[Tensor]] = {}  # in CPU memory
+        self._plans: dict[tuple[int, int], Plan] = {}  # by source and target
+        # By address of a flat buffer's memory: its index in its version, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
         self.pool: list[VersionBuffer] = []  # to compute with
         for _ in range(versions):
@@ -170,7 +168,7 @@ class Storage:
         self.same_dtype = all(wide(p) == p.dtype for p in params)
         self.master: VersionBuffer | None = None
         self._before: Flat | None = None
-        self._ahead: Flat | None = None  # an extrapolation that no kernel rounds
+        self._ahead: Flat | None = None  # for an extrapolation that no kernel rounds
         if not master:
             return
         self.true = self.master = self._made("master weights", Flat(params, wide))
@@ -192,7 +190,6 @@ class Storage:
         return VersionBuffer(flat, Buffer(name))
 
     def bind(self) -> None:
-        """Move the parameters and the optimizer here."""
         optimizer = self.optimizer
         optimizer.bind(self.true.flat.views, self._state)
         for p, view in self.home.flat.views.items():
@@ -204,7 +201,7 @@ class Storage:
             optimizer.correct(self._correction, sink)
 
     def unbind(self) -> None:
-        """Give parameters (they hold the true weights now) and state ordinary storage."""
+        """Give parameters and state ordinary storage; the parameters hold the true weights now."""
         for p in self._parameters_here():
             p.data = p.detach().clone(memory_format=torch.preserve_format)
         if self.optimizer.is_bound_to(self._state):
@@ -221,7 +218,7 @@ class Storage:
         return [*versions, *(flat for flat in (self._before, self._ahead) if flat is not None)]
 
     def buffers(self) -> list[Tensor]:
-        """The optimizer's state as well."""
+        """Return all flat buffers, with those of the optimizer's state."""
         flats = *self.flats(), *self._state_flats.values()
         return [buffer for flat in flats for buffer in flat.buffers]
 
@@ -229,12 +226,12 @@ class Storage:
         return self.pool if self.master is None else [self.master, *self.pool]
 
     def in_place(self) -> bool:
-        """Whether all parameters are where they are bound; a parameter replaced is not seen."""
+        """Whether all parameters are in the bound buffer; does not detect a replaced parameter."""
         watch = self.bound.watch
         return watch is not None and watch.in_place()
 
     def point(self, buffer: VersionBuffer) -> None:
-        """Compute with what is in a buffer from here on."""
+        """Compute with the weights in a buffer from here on."""
         self.bound = buffer
         for p, view in buffer.flat.views.items():
             p.data = view
@@ -244,13 +241,14 @@ class Storage:
     # A run.
 
     def begin(self) -> None:
-        """Take what the parameters hold, in the home buffer, as the true weights."""
+        """Take the weights in the home buffer as the true weights."""
         self._forget()
         if self.master is not None:
             if self.same_dtype:
                 self._copy(self.home.flat, self.master.flat)
             else:
-                # Where a parameter is as it was written, its master still has more digits than it.
+                # If a parameter is unchanged since it was written, its master still has more
+                # digits.
                 for p, true in self.master.flat.views.items():
                     now = self.home.flat.views[p]
                     same = true.to(now.dtype) == now
@@ -260,12 +258,12 @@ class Storage:
         self._running = True
 
     def end(self) -> None:
-        """Have the parameters in the home buffer, with the true weights."""
-        # Without a begin the home buffer has what counts.
+        """Put the true weights into the home buffer, and the parameters there."""
+        # Without a begin, the home buffer already has them.
         if self._running and self.true is not self.home:
             self.keep_true(self.home)
         self._running = False
-        if not self.in_place():  # some have left, or the way to a buffer was cut short
+        if not self.in_place():  # some have left, or an exception interrupted ``point``
             for p in self._parameters_here():
                 p.data = self.home.flat.views[p]
             self.bound = self.home
@@ -279,13 +277,13 @@ class Storage:
             buffer.content = buffer.leaving = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Where the true weights are: parameter -> tensor; between runs in the home buffer."""
+        """Return the true weights by parameter; between runs they are in the home buffer."""
         return (self.true if self._running else self.home).flat.views
 
     # An update.
 
     def before_update(self, kept: VersionBuffer | None = None) -> None:
-        """Prepare for an update; ``kept``: see ``keep_true``."""
+        """Prepare an update; ``kept``: see ``keep_true``."""
         if kept is not None:
             self.keep_true(kept)
         if self._before is None:
@@ -297,22 +295,22 @@ class Storage:
             self._copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
-        """Copy the true weights to a buffer; without a master the next update is made there."""
+        """Copy the true weights to a buffer; without a master, the next update is made there."""
         self.write_true(buffer)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
 
     def sink_of(self, buffer: VersionBuffer) -> PredictionSink | None:
-        """Where the optimizer writes predictions into a buffer; None: it makes none."""
+        """Return what writes the optimizer's predictions into a buffer; None: it cannot predict."""
         if buffer.sink is None:
             buffer.sink = self.optimizer.prediction_sink(buffer.flat.views)
         return buffer.sink
 
-    # What a buffer is to hold.
+    # Contents.
 
     def vacate(self, buffer: VersionBuffer) -> None:
-        """Copy what a buffer held to the host, if that is needed again; it is written next."""
+        """Before a write: copy the buffer's old content to CPU memory if it is needed again."""
         leaving, buffer.leaving = buffer.leaving, None
         if leaving is not None and leaving not in self.hosted:
             self.hosted[leaving] = [*map(on_host, buffer.flat.buffers)]
@@ -339,7 +337,7 @@ class Storage:
         self._copy(source.flat, target.flat)
 
     def _copy(self, source: Flat, target: Flat) -> None:
-        """Copy all weights, rounded where the target is narrower."""
+        """Copy all weights, rounded if the target is narrower."""
         plan = self._plans.get((id(source), id(target)))
         if plan is None:
             read, written = source.buffers, target.buffers
@@ -355,13 +353,13 @@ class Storage:
         if plan is None:
             true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
-        plan._native.extrapolate(steps, 0, None, None)  # it may look back
+        plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
         if out is not target:
             self._copy(out, target)
 
     def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights of a version, in any dtype, right after its update."""
-        # What is predicted from there moves as far.
+        # Predictions from this version are shifted by the same amount.
         predicted = [
             buffer.flat
             for buffer in self.pool
@@ -377,22 +375,22 @@ class Storage:
 
 
 class SavedWeights:
-    """Inside, autograd saves of a weight only where it is; a backward finds the bound version's.
+    """Inside, autograd saves only a weight's place; a backward reads the bound version there.
 
-    A forward and its backward then compute with different versions, each in a buffer of its own, as
-    if one buffer had been overwritten in between. The same bits come out (measured for
-    convolutions, norms, Linear, eager and compiled). What is no weight goes through the hooks of an
-    outer context, if there is one. Those of an inner one, as ``torch.utils.checkpoint`` and
-    ``save_on_cpu`` have them, take the place of these.
+    A forward and its backward then use different versions, each in a buffer of its own, as if one
+    buffer had been overwritten in between. The bits are the same (measured for convolutions, norms
+    and Linear, eager and compiled). Tensors that are not weights go through the hooks of an outer
+    context, if any. Hooks of an inner context, as in ``torch.utils.checkpoint`` and
+    ``save_on_cpu``, replace these.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
+        self._hooks: saved_tensors_hooks | None = None  # inside; if kept, these would form a cycle
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
 
     def __enter__(self) -> None:
-        # Private in torch, 2.10 to 2.15: nothing else tells of an outer context.
+        # Private in torch, 2.10 to 2.15: nothing else reports an outer context.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._hooks = saved_tensors_hooks(self._pack, unpacked)
         self._hooks.__enter__()
@@ -414,7 +412,7 @@ class SavedWeights:
         if self._outer is not None:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))
-        # Not the tensor itself: what a node saves of its own output would keep the node.
+        # Not the tensor itself: if a node saved its own output, that would keep the node alive.
         return partial(unchanged, tensor.detach(), tensor._version)
 
     def _in_bound(
@@ -429,7 +427,7 @@ def unpacked(packed: Callable[[], Tensor]) -> Tensor:
 
 
 def unchanged(tensor: Tensor, version: int) -> Tensor:
-    """What is no weight; with hooks autograd does not look whether it has changed."""
+    """Return the tensor if its version is the same; with hooks, autograd does not check that."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "

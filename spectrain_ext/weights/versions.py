@@ -1,4 +1,4 @@
-"""Versions: which buffer of a stage holds which weights, and which of them can be written anew."""
+"""Decides which buffer holds which weight version, and which buffer can be overwritten."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .storage import Content, Difference, Storage, VersionBuffer
 
 
 class Update(NamedTuple):
-    """What an update writes beside the true weights, and reads beside the gradients."""
+    """The buffers that an update writes and reads."""
 
-    room: VersionBuffer | None  # where the step writes the weights of the next forward as well
-    kept: VersionBuffer | None  # where true weights go that are still wanted, see ``keep_true``
-    # What the last backward computed with, for a correcting step; of an update that is left out
-    # what the last step predicted.
+    room: VersionBuffer | None  # where the step also writes the next forward's weights
+    kept: VersionBuffer | None  # where true weights that are still needed go, see ``keep_true``
+    # The weights of the last backward, for a correction; if the update is skipped, what the last
+    # step predicted.
     stale: VersionBuffer | None
 
 
 class Versions(Reader[Content]):
-    """Finds the buffer of the weights that an instruction computes with; touches no memory."""
+    """Finds the buffer of the weights that an instruction computes with; does not touch memory."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Versions(Reader[Content]):
         self._step_law: Law | None = None
         if self._by_step and self._horizon is not None:
             self._step_law = SecondOrder(self._horizon - rules.lead, rules.lead)
-        # What is not predicted is then computed with in the master itself.
+        # Weights that are not predicted are then used in the master itself.
         self._reads_master = self.retains and storage.same_dtype and storage.master is not None
         if not self._reads_master:
             storage.home.content = Content(0)
@@ -48,18 +48,18 @@ class Versions(Reader[Content]):
         if not horizon:
             return Content(version)
         law = self.rules.law
-        if by_step:  # with the rates of that step
+        if by_step:  # with the learning rates of that step
             return Content(version, self._step_law)
         if law == "difference":
             return Content(version, Difference(horizon))
-        if law == "average":  # the average change is the part of it that the average will take
+        if law == "average":  # back by average changes, each (1 - averaging) * (W - average)
             return Content(version, Difference((self.rules.averaging - 1.0) * horizon))
         return Content(version, _named(law, horizon), self._rates())
 
     # Buffers.
 
     def find(self, content: Content) -> VersionBuffer | None:
-        """The buffer that holds these weights; None: they are to be written."""
+        """Return the buffer that holds these weights; None: they must be written."""
         for buffer in self._storage.pool:
             if buffer.content == content:
                 return buffer
@@ -68,7 +68,7 @@ class Versions(Reader[Content]):
         return None
 
     def room(self, content: Content | None, besides: VersionBuffer | None = None) -> VersionBuffer:
-        """A buffer to write these weights into; what it held is forgotten, or goes to the host."""
+        """Return a buffer to write these weights to; its old content is dropped or offloaded."""
         storage = self._storage
         for buffer in storage.pool:
             held = buffer.content
@@ -81,7 +81,7 @@ class Versions(Reader[Content]):
         return buffer
 
     def _to_vacate(self, besides: VersionBuffer | None) -> VersionBuffer | None:
-        """The buffer of what is needed last, of the newest version, if there are enough of them."""
+        """Return the buffer needed last, that of the newest version; None: the pool may grow."""
         storage = self._storage
         if storage.most is None or len(storage.pool) < storage.most:
             return None
@@ -97,12 +97,12 @@ class Versions(Reader[Content]):
 
     def begin_update(
         self,
-        forward: tuple[int, int] | None,  # that the stage runs next; None: something else
-        moves: bool = False,  # whether somebody may move the true weights right after it
-        rates_move: bool = False,  # whether the learning rates are likely to change right after it
-        left_out: bool = False,  # whether the version that it makes is the last one again
+        forward: tuple[int, int] | None,  # the stage's next instruction; None: not a forward
+        moves: bool = False,  # whether ``move`` may be called right after it
+        rates_move: bool = False,  # whether the learning rates probably change right after it
+        left_out: bool = False,  # whether it changes no weights
     ) -> Update:
-        """Find the buffers of an update; from here on the version that it makes is the newest."""
+        """Return the buffers of an update; from here on, its version is the newest."""
         storage, true = self._storage, Content(self.version)
         stale = None if self._stale is None else self.find(self._stale)
         if left_out:
@@ -121,17 +121,17 @@ class Versions(Reader[Content]):
         return Update(None if written is None else self.room(written, kept), kept, stale)
 
     def _predicted(self) -> VersionBuffer | None:
-        """What the last step predicted and nobody can make again, if that is how it is."""
+        """Return the last step's prediction if it cannot be computed again."""
         return self.find(self._ahead(self.version, 0)) if self._by_step else None
 
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool
     ) -> Content | None:
-        """The weights of the forward that comes next, if the step is to write them as well."""
+        """Return the weights of the next forward, if the step should write them."""
         storage = self._storage
         if storage.master is None or not storage.predicts or not self._reads_newest:
             return None
-        if self.written is not None:  # it needs the gradient: nobody else can write it
+        if self.written is not None:  # it needs the gradient: only the step can write it
             return self.written
         if moves or forward is None or (self._first is not None and self._first[0] == forward[0]):
             return None
@@ -141,7 +141,7 @@ class Versions(Reader[Content]):
         return None if isinstance(content.law, Difference) or rates_move else content
 
 
-@lru_cache(maxsize=1024)  # a run asks for the same few all the time
+@lru_cache(maxsize=1024)  # a run repeats the same few
 def _named(law: str | OwnLaw, horizon: int) -> Law:
     if not isinstance(law, str):
         made: Law = law(horizon)

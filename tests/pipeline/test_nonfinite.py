@@ -62,7 +62,7 @@ def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, c
             assert all(loss.isnan() for loss in losses[2:4])
             del losses[2:4]
             assert pipe.skipped == (2, 2, 2)
-            said = "minibatch {}, stage 2: the loss is not finite; all stages leave the update out"
+            said = "minibatch {}, stage 2: the loss is not finite; all stages skip the update"
             assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
                 said.format(i) for i in (2, 3)
             ]
@@ -144,7 +144,7 @@ def test_ties_masters_and_phases(caplog):
             masters = list(pipe.masters().values())
             runs.append((pipe.state_dict(), [o.state_dict() for o in pipe.optimizers], masters))
         same(*runs)
-    assert "minibatch 3, stage 2: a gradient is not finite; all stages leave" in caplog.text
+    assert "minibatch 3, stage 2: a gradient is not finite; all stages skip" in caplog.text
 
 
 def test_without_a_flush_running_statistics_stay_finite():
@@ -200,7 +200,7 @@ def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(caplo
     pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")
     list(pipe.run([poisoned(batch, "input", 1e6) for batch in batches(1)]))
     assert pipe.skipped == (1, 1, 0)
-    said = "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 leave"
+    said = "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 skip"
     assert said in caplog.text
 
 
