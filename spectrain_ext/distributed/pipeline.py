@@ -72,9 +72,11 @@ class DistributedPipeline(Pipeline):
             each of them.
 
     Attributes:
-        rank, ranks: this process's rank in the group, and the number of ranks.
-        replicas, replica: the number of ranks of every stage, and this process's index among those
-            of its stage, from 0.
+        rank: this process's rank in the group.
+        ranks: the number of ranks.
+        timeout: as given.
+        replicas: the number of ranks of every stage.
+        replica: this process's index among the replicas of its stage, from 0.
 
     Raises:
         ValueError: as for ``Pipeline``, or an argument differs between ranks.
