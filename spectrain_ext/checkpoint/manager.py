@@ -254,7 +254,7 @@ class CheckpointManager:
         begun: list[bool],
     ) -> Iterator[Result]:
         begun.append(True)
-        self._rewind()  # a loader may have read ahead before the last run failed
+        self._rewind()  # undoes what a loader read ahead before the last run failed
         source = iter(() if batches is None else batches)
         self._exhausted = ended = False
         while not ended:
@@ -291,7 +291,7 @@ class CheckpointManager:
         return ended
 
     def _rewind(self) -> None:
-        """Set the sampler to training's position in all processes; only rank 0's loader reads it."""
+        """Set the sampler to training's position: only rank 0's loader advances its own."""
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
 
