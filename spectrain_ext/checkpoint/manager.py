@@ -170,7 +170,7 @@ class CheckpointManager:
                 if isinstance(error, RankError) or not found:
                     raise
                 if self._peers.rank == 0:
-                    _logger.warning("the copy in the hosts' memory is left aside: %s", error)
+                    _logger.warning("the copy in /dev/shm cannot be used: %s", error)
         if loaded is None:
             if not found:
                 return None

@@ -141,7 +141,7 @@ class Memory:
         except CheckpointError as error:
             self.usable = False
             if self._peers.rank == 0:
-                _logger.warning("no copies in the hosts' memory from here on: %s", error)
+                _logger.warning("no more copies are made in /dev/shm: %s", error)
 
     @property
     def _first(self) -> bool:

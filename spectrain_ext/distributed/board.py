@@ -61,8 +61,8 @@ class Board:
         self._patience = SLOW  # seconds that the store may take to answer
         self._others = [r for r in range(ranks) if r != rank]
         self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._said: tuple[int, list[object]] = 0, []  # words; the last two, as readers may lag
-        self._complete = 0  # words that all ranks have said
+        self._said: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
+        self._complete = 0  # number of values that all ranks have shared
         self._forget()
         self.doing("meeting")
         began, key = monotonic(), self._keys[rank]
@@ -129,7 +129,7 @@ class Board:
                 cause = self._agree(mine)
                 if aborted and cause.rank != self.rank and isinstance(error, Exception):
                     self._raise(cause, None, 0.0, error)  # the abort caused this error
-                if cause.report and hasattr(error, "add_note"):  # Python 3.11
+                if cause.report:
                     error.add_note(report_note(place_of(cause.report)))
             raise
         finally:
@@ -208,7 +208,7 @@ class Board:
         self._said = words + 1, [*last, word][-2:]
 
     def _listen(self, words: Callable[[Beat], int], to_do: str = "") -> None:
-        """Wait until all others have said as many words as this rank."""
+        """Wait until all others have shared as many values as this rank."""
 
         def has_come(rank: int) -> bool:
             return words(self.beats[rank]) >= self._said[0]
@@ -432,7 +432,7 @@ class Board:
             limit = max(self.timeout, self._patience) + 2 * self.interval
             if asking is not None and monotonic() - asking > limit:
                 self._learn(self._without_store())
-            # a rank that has said nothing is still making its stages, and learns of it later
+            # a rank that has shared nothing is still making its stages, and learns of it later
             if self._said[0] and monotonic() > self._must_end_by:
                 sys.stderr.write(self._last_words() + "\n")
                 sys.stderr.flush()

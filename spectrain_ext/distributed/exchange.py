@@ -81,7 +81,7 @@ class Peers:
         return [answer["value"] for answer in found]
 
     def settled(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
-        """Do the same, but raise one CheckpointError with the same message in all processes."""
+        """Return every process's result of ``make``; an error is one CheckpointError in all."""
         error, found = self._attempted(make, doing)
         reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
         if reasons:

@@ -37,9 +37,9 @@ class Beat(NamedTuple):
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
     waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
-    words: int = 0  # number of words it has said
+    words: int = 0  # number of values it has shared, see ``Board.gathered``
     last: Sequence[Any] = ()  # the last two of them
-    complete: int = 0  # words that all ranks have said, to its knowledge
+    complete: int = 0  # number of values that all ranks have shared, to its knowledge
     knows: bool = False  # of a failure, and has posted its part of the report
     reported: bool = False  # the report is written, to its knowledge
     process: Sequence[Any] = ()  # see ``this_process``

@@ -268,7 +268,7 @@ def _options(timeout: timedelta, of_an_edge: bool) -> Any:
 
 @contextmanager
 def _lenient() -> Iterator[None]:
-    """Make NCCL groups, inside, that do not end the process on an error.
+    """Let torch make NCCL groups, in a ``with`` block, that do not end the process on an error.
 
     Instead the board notices the failure, aborts them, and makes the rank raise RankError.
     """
@@ -284,7 +284,7 @@ def _lenient() -> Iterator[None]:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Make groups, inside, without the default group's communicator."""
+    """Let torch make groups, in a ``with`` block, without the default group's communicator."""
     # torch splits new groups off a default group with a device_id, also on ranks that are not
     # members. For a gloo group these would wait for members that do not split.
     default = dist.group.WORLD

@@ -112,7 +112,7 @@ class DecoderStage(nn.Module):
         self._plan = plan
         self._first = start == 0
         self._last = end == plan.blocks
-        self._takes = 0 < start < end  # false for a stage without blocks, which is measured
+        self._takes = 0 < start < end  # false for the first stage, and for one without blocks
         self._hand = _Hand()
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
