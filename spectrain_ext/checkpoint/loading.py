@@ -190,7 +190,6 @@ def _own(body: Json, part: Part) -> Json:
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError if processes would load different checkpoints."""
     first = found[0]
     for rank, said in enumerate(found):
         if said["sha256"] != first["sha256"]:
@@ -210,7 +209,6 @@ def _shown(said: Mapping[str, Any]) -> str:
 
 
 def _check_nothing_left(body: Json, known: Set[str]) -> None:
-    """Raise ValueError if the checkpoint has weights that no process loads."""
     left = weights_of(body).keys() - known
     if left:
         raise ValueError(f"has {min(left)!r}, which the model has not ({len(left)} such tensors)")

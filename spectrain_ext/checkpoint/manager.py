@@ -296,7 +296,6 @@ class CheckpointManager:
             self.sampler.position = self._offset + self.minibatches
 
     def _segment(self, source: Iterator[object]) -> Iterator[object]:
-        """Yield batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch

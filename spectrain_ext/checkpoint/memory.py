@@ -145,7 +145,6 @@ class Memory:
 
     @property
     def _first(self) -> bool:
-        """Whether this process is the first of its machine."""
         rank = self._peers.rank
         return self.hosts.index(self.hosts[rank]) == rank
 
@@ -182,7 +181,6 @@ class Memory:
 
 
 def members_of(hosts: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of every machine."""
     return [[r for r, host in enumerate(hosts) if host == h] for h in range(max(hosts) + 1)]
 
 

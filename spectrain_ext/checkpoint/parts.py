@@ -161,7 +161,6 @@ def parts_of(
 
 
 def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return a list with the first parameter, if there is one."""
     return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 

@@ -28,7 +28,6 @@ class SchedulerState(Item):
         return self._scheduler.state_dict()
 
     def match(self, body: Json) -> Any:
-        """Return the state of the scheduler that the stage's parameters had."""
         own = set(self._part.parameter_names().values())
         found = [
             (stage["stage"], stage["scheduler"])

@@ -80,7 +80,6 @@ class Generators(Item):
         _set_process_states(state["process"])
 
     def _process_states(self) -> dict[str, Tensor]:
-        """Return the states of the default generators of the CPU and of the devices in use."""
         devices = {p.device for part in self._parts for p in part.module.parameters()}
         used = sorted(d.index for d in devices if d.type == "cuda" and d.index is not None)
         with RNG_LOCK:  # another thread's pipeline may have set a stage's state
@@ -89,7 +88,6 @@ class Generators(Item):
 
 
 def stage_states(part: Part) -> States:
-    """Return the states of a stage's own generators on this replica."""
     return [] if part.random is None else part.random.states()
 
 

@@ -181,7 +181,6 @@ class Prepared:
             raise
 
     def write(self) -> None:
-        """Write and commit the checkpoint."""
         self._write(self._tensors, self._peers)
 
     def write_behind(self, peers: Peers) -> Future[None]:

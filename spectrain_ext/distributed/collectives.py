@@ -61,7 +61,6 @@ class _Collective:
             self._board.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait; raises RankError if a rank fails."""
         ranks = self._circle.ranks
         following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
         self._board.wait(lambda: self._done, following, self._what)
@@ -194,7 +193,6 @@ class GradientSum:
         return totals[: len(numbers)]
 
     def largest(self, number: float) -> float:
-        """Return the largest of all replicas' numbers."""
         found, host = torch.tensor(number, dtype=torch.float64), self._circle.host
         _Collective(
             *(self._circle, self._board, _GRADIENTS, host),
@@ -204,8 +202,6 @@ class GradientSum:
 
 
 def weight_exchange(circle: Circle, board: Board) -> Exchange:
-    """Return an exchange of weights among a stage's replicas."""
-
     def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
         # Gather instead of sum: gloo's order of summation depends on the number of replicas.
         found = [torch.empty_like(message) for _ in circle.ranks]

@@ -25,7 +25,6 @@ class Cause(NamedTuple):
 
     @staticmethod
     def read(text: bytes) -> Cause | None:
-        """Read the JSON of a cause; None for empty text."""
         return Cause(*json.loads(text)) if text else None
 
 

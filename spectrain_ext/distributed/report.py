@@ -154,7 +154,6 @@ def _words(what: tuple[object, ...]) -> str:
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads except the watching ones, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)

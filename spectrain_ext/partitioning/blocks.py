@@ -99,7 +99,6 @@ def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
 
 
 def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
-    """Return the stages that end before the blocks ``ends``."""
     names, modules = list(blocks), list(blocks.values())
     return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
 

@@ -272,7 +272,6 @@ def _search(
 
 
 def _places(profile: Profile, n: int) -> list[int]:
-    """Return the block indices where a stage may begin or end."""
     blocks = len(profile.blocks)
     for tie in profile.ties:
         if not 0 <= tie.first < tie.last < blocks:

@@ -329,7 +329,6 @@ class Decoder:
         return [first, *(f"{plan.path}.{index}" for index in range(len(plan.members))), last]
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
-        """Return the stages that end before the blocks ``ends``."""
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:

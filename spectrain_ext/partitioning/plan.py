@@ -104,7 +104,6 @@ def outline(
 
 
 def _fixed(model: nn.Module) -> dict[str, Any]:
-    """Return arguments that every call of a model gets."""
     known = inspect.signature(model.forward).parameters
     more = any(p.kind is p.VAR_KEYWORD for p in known.values())
     caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))

@@ -213,7 +213,7 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
 
 
 def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
-    """Return a hook that records the bytes of every storage that autograd saves."""
+    """Return a hook that records the bytes of storages that autograd saves, except parameters."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
 
     def count(tensor: Tensor) -> Tensor:

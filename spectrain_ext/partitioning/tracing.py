@@ -219,7 +219,6 @@ def _named(model: nn.Module, call: Call) -> Iterator[None]:
 
 @contextmanager
 def _instead(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a module or class temporarily."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
