@@ -151,7 +151,7 @@ class Partition:
         The batch is a mapping with the model's labels, or the labels themselves.
 
         Raises:
-            ValueError: the model has none, or one that needs more than its output and labels.
+            ValueError: the model has no loss, or its loss needs more than its output and labels.
         """
         if isinstance(self._loss, str):
             raise ValueError(f"loss_fn: {self._loss}")
