@@ -66,7 +66,7 @@ class Peers:
             return [value]
         try:
             # JSON, because torch's object collectives unpickle messages, which can execute code.
-            return [json.loads(text) for text in self._texts(json.dumps(value).encode())]
+            return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
         except RuntimeError as lost:  # torch's error for a broken connection
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
@@ -124,7 +124,7 @@ class Peers:
             for _, m, path, comes in own:
                 if path.name != m.name or m.name.startswith("."):  # untrusted: from a peer
                     raise ValueError(f"{m.name!r} is no name of a file")
-                contents.append(_mapped(_room(path, m.size) if comes else path, m.size, comes))
+                contents.append(_mapped(_allocate(path, m.size) if comes else path, m.size, comes))
 
         def end() -> None:
             for path in (path for _, _, path, comes in own if comes):
@@ -161,7 +161,7 @@ class Peers:
             mine = {"error": f"{type(error).__name__}: {error}", "message": message}
         return error, self.tell(mine)
 
-    def _texts(self, mine: bytes) -> list[bytes]:
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
         longest = max(int(size) for size in sizes)
@@ -177,7 +177,7 @@ def _mapped(path: Path, size: int, shared: bool) -> Tensor:
     return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
 
 
-def _room(path: Path, size: int) -> Path:
+def _allocate(path: Path, size: int) -> Path:
     """Allocate a partial file: a full disk is an OSError here instead of a SIGBUS later."""
     remove(partial(path))  # left by an interrupted move
     handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -99,11 +99,11 @@ def suspect(
     now = monotonic()
     passed: list[int] = []
     while True:
-        following = _of_all(beats, me, patience) if peer is None else peer
+        following = _rank_all_wait_for(beats, me, patience) if peer is None else peer
         if passed and following in (me, *passed):
             busy = min(beats[r].busy + now - beats[r].heard for r in passed)
             culprit = following if peer is None else passed[-1]
-            return _circle(beats[culprit], culprit, [me, *passed, following]), busy
+            return _circle_cause(beats[culprit], culprit, [me, *passed, following]), busy
         beat = beats[following]
         silent = now - beat.heard
         if silent > patience:
@@ -115,7 +115,7 @@ def suspect(
         peer = beat.waits[0]
 
 
-def _circle(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
+def _circle_cause(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
     assert beat.waits is not None
     circle = " -> ".join(map(str, ranks))
     return Cause(
@@ -123,7 +123,7 @@ def _circle(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
     )
 
 
-def _of_all(beats: Sequence[Beat], me: int, patience: float) -> int:
+def _rank_all_wait_for(beats: Sequence[Beat], me: int, patience: float) -> int:
     """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
     rank, silent = most_silent(beats, me)
     if silent > patience:

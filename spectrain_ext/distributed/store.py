@@ -22,7 +22,7 @@ SLOW = 15.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
 _START = "spectrain_ext/start"  # the store's key of the name of this start of the ranks
-_LOOK_AGAIN = 0.01  # seconds between two checks for rank 0's answer or a newer start
+_POLL_SECONDS = 0.01  # seconds between two checks for rank 0's answer or a newer start
 
 
 def join_ranks(*, timeout: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
@@ -107,24 +107,24 @@ def _met(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
         mine = PrefixStore(name, store)
         store.set(_START, name)
         for other in range(1, ranks):
-            if not _came(mine, f"here/{other}", timeout):
+            if not _key_appears(mine, f"here/{other}", timeout):
                 raise TimeoutError(f"join_ranks: rank {other} of {ranks} has not come {waited}")
             mine.set(f"answer/{mine.get(f'here/{other}').decode()}", "")
         return name
     until = monotonic() + timeout.total_seconds()
     found = ""
-    while _came(store, _START, timeout) and monotonic() < until:
+    while _key_appears(store, _START, timeout) and monotonic() < until:
         before, found = found, store.get(_START).decode()
         theirs = PrefixStore(found, store)
         if found != before:
             theirs.set(f"here/{rank}", name)
         if theirs.check([f"answer/{name}"]):
             return found
-        sleep(_LOOK_AGAIN)  # torch logs a warning when a wait of the store times out
+        sleep(_POLL_SECONDS)  # torch logs a warning when a wait of the store times out
     raise TimeoutError(f"join_ranks: rank {rank} has had no answer of rank 0 {waited}")
 
 
-def _came(store: Store, key: str, timeout: timedelta) -> bool:
+def _key_appears(store: Store, key: str, timeout: timedelta) -> bool:
     try:
         store.wait([key], timeout)
     except DistStoreError:

@@ -27,7 +27,7 @@ from .plan import WAY_OUT, Plan, adapted, evaluated, hidden_of, members_of, plan
 from .profile import BlockProfile, Profile, Tie, measure
 
 
-class _Hand:
+class _Inbox:
     """Holds a stage's received hidden state until its first block takes it."""
 
     hidden: Tensor | None = None  # set while the stage's forward runs
@@ -39,10 +39,10 @@ class _Hand:
         return self.hidden
 
 
-class _Left(BaseException):
+class _EndOfStage(BaseException):
     """Leaves a model's forward after the stage's last block."""
 
-    def __init__(self, hand: _Hand, hidden: Tensor) -> None:
+    def __init__(self, hand: _Inbox, hidden: Tensor) -> None:
         super().__init__()
         self.hand = hand
         self.hidden = hidden
@@ -51,13 +51,13 @@ class _Left(BaseException):
 # Forwards of stand-ins, the hollow copies of other stages' modules
 
 
-def _hand_on(members: int, *args: Any, **kwargs: Any) -> Any:
+def _pass_hidden_on(members: int, *args: Any, **kwargs: Any) -> Any:
     """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
     return (hidden, *[None] * (members - 1)) if members else hidden
 
 
-def _nothing(hand: _Hand, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+def _return_nan(hand: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
     """Return NaN in the place of what comes before the blocks, such as an embedding."""
     assert hand.hidden is not None
     sizes = [size if size >= 0 else hand.hidden.shape[~size] for size in shape]
@@ -113,7 +113,7 @@ class DecoderStage(nn.Module):
         self._first = start == 0
         self._last = end == plan.blocks
         self._takes = 0 < start < end  # false for the first stage, and for one without blocks
-        self._hand = _Hand()
+        self._hand = _Inbox()
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
         if not self._first:  # the first stage saves the module buffers outside the list
@@ -147,7 +147,7 @@ class DecoderStage(nn.Module):
                 if unit.after or not self._last:  # the last stage keeps unused modules
                     yield name, stand_in(name, partial(_refuse, name))
             elif unit.shape is not None:
-                yield name, stand_in(name, partial(_nothing, hand, unit.shape))
+                yield name, stand_in(name, partial(_return_nan, hand, unit.shape))
             elif not self._first:
                 # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
@@ -161,7 +161,7 @@ class DecoderStage(nn.Module):
         for index, (module, members) in enumerate(zip(blocks, plan.members, strict=True)):
             name = f"{plan.path}.{index}"
             here = first <= index < last
-            block = module if here else stand_in(name, partial(_hand_on, members))
+            block = module if here else stand_in(name, partial(_pass_hidden_on, members))
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
             if here and (enters or leaves):
@@ -173,7 +173,7 @@ class DecoderStage(nn.Module):
             if leaves and here:
                 block.register_forward_hook(partial(_leave, hand))
             elif leaves:
-                block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
+                block.register_forward_pre_hook(partial(_leave_before, hand), with_kwargs=True)
             if here:
                 self.block_names.append(f"model.{name}")
             if block is not module:
@@ -188,7 +188,7 @@ class DecoderStage(nn.Module):
         try:
             output = self.model(**given, **plan.fixed)
             left = self._last
-        except _Left as leaving:
+        except _EndOfStage as leaving:
             if leaving.hand is not hand:
                 raise
             output, left = leaving.hidden, True
@@ -224,22 +224,22 @@ class DecoderStage(nn.Module):
 # Hooks of a stage's first and last block
 
 
-def _enter(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
         return (hand.take(), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hand.take()}
 
 
-def _replace(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
+def _replace(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
     return (hand.take(), *output[1:]) if isinstance(output, (tuple, list)) else hand.take()
 
 
-def _leave(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
-    raise _Left(hand, output[0] if isinstance(output, (tuple, list)) else output)
+def _leave(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
+    raise _EndOfStage(hand, output[0] if isinstance(output, (tuple, list)) else output)
 
 
-def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _Left(hand, hidden_of(args, kwargs))
+def _leave_before(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise _EndOfStage(hand, hidden_of(args, kwargs))
 
 
 def _save_no_buffers(module: nn.Module) -> None:

@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _CPU = torch.device("cpu")
 # These operations read a tensor's shape and dtype, and none of its values.
-_LOOKS = ("aten.new_", "aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
+_METADATA_OPS = (
+    "aten.new_",
+    "aten.empty_like",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+)
 
 
 def is_valueless(*modules: nn.Module) -> bool:
@@ -136,7 +142,7 @@ class _Maker(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = _CPU
         name = str(func)
-        looks = name.startswith(_LOOKS)
+        looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         made = func(*args, **kwargs)

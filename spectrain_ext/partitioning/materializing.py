@@ -182,7 +182,7 @@ class _Filling:
             if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
             if made is None and old.is_meta and held.source is None:
-                if _spoils(new):
+                if _is_marked_by_nan(new):
                     new.fill_(torch.nan)
                 self._empty[held] = new._version
             held.put(new)
@@ -215,7 +215,7 @@ class _Filling:
         with RNG_LOCK, _generators(self._device) as generators:
             self._generators, self._seed = generators, torch.initial_seed()
             for stage in self._stages:
-                self._in(stage, "", stage, _reset)
+                self._initialize_module(stage, "", stage, _reset)
             self._settle(list(self._empty))
             for held in self._overwritten:  # the earliest stage's module decides
                 if held in self._homes:
@@ -227,13 +227,15 @@ class _Filling:
                 "init_empty_weights does with buffers"
             )
 
-    def _in(self, module: nn.Module, path: str, stage: nn.Module, own: Initializer) -> bool:
+    def _initialize_module(
+        self, module: nn.Module, path: str, stage: nn.Module, own: Initializer
+    ) -> bool:
         """Initialize a module's children, then itself; return whether anything was empty."""
         subject = _origin(module)
         own = getattr(subject, "_init_weights", own) if is_pretrained(subject) else own
         needed = False
         for name, child in module.named_children():
-            needed |= self._in(child, f"{path}{name}.", stage, own)
+            needed |= self._initialize_module(child, f"{path}{name}.", stage, own)
         mine = self._own.get(module, [])
         here = [held for held in mine if held in self._empty]
         if not here and not needed:
@@ -272,12 +274,12 @@ class _Filling:
 
     def _is_empty(self, held: _Held) -> bool:
         assert held.new is not None
-        if _spoils(held.new):
+        if _is_marked_by_nan(held.new):
             return bool(held.new.sum().isnan())
         return held.new._version == self._empty[held]
 
 
-def _spoils(tensor: Tensor) -> bool:
+def _is_marked_by_nan(tensor: Tensor) -> bool:
     """Whether to mark it empty by NaN: ``p.data.normal_()`` leaves the version unchanged."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 

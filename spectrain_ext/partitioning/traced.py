@@ -174,7 +174,7 @@ class _Assembly:
         self._modes: dict[Mode, list[TracedModel] | str] = {}
         for mode, graphs in found.items():
             if not isinstance(graphs, str):
-                graphs = self._unfit(graphs[-1]) or self._usable(graphs)
+                graphs = self._mismatch(graphs[-1]) or self._usable(graphs)
             self._modes[mode] = graphs
             for trace in graphs if not isinstance(graphs, str) else ():
                 for k, (_, state) in enumerate(trace):
@@ -275,7 +275,7 @@ class _Assembly:
                 return False
         return True
 
-    def _unfit(self, trace: TracedModel) -> str | None:
+    def _mismatch(self, trace: TracedModel) -> str | None:
         """Return why its stages cannot replace those of the first trace, or None."""
         mode, first = trace.mode, self._first
         if len(trace) != len(first):

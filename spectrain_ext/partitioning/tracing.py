@@ -50,7 +50,7 @@ def traces(
             )
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
-    with _marked(before, after), _named(model, call), modes, _unchanging(model):
+    with _marked(before, after), _with_signature(model, call), modes, _checking_attributes(model):
         if once:
             with torch.enable_grad():
                 return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
@@ -79,7 +79,7 @@ def _traced(
 ) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and also disabled if its code checks for that."""
     found: dict[bool, list[TracedModel] | str] = {}
-    with torch.enable_grad(), _asking() as asked:
+    with torch.enable_grad(), _recording_grad_checks() as asked:
         found[True] = _sized(model, call, arguments, name)
     found[False] = found[True]
     if asked:
@@ -148,7 +148,7 @@ def _exported(
         given, named = call(sizes)
         shapes = named or given
     drawing = _Draws()
-    with _derivatives() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with _recording_dropped_backwards() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             exported = None
             if shapes is not None:
@@ -196,12 +196,12 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in kept:
             marked = MethodType(begins if module in before else ends, module)
-            stack.enter_context(_instead(module, "forward", marked))
+            stack.enter_context(_patched(module, "forward", marked))
         yield
 
 
 @contextmanager
-def _named(model: nn.Module, call: Call) -> Iterator[None]:
+def _with_signature(model: nn.Module, call: Call) -> Iterator[None]:
     """Give the forward a signature with the call's names: dynamic_shapes rejects ``**``."""
     if call.whole or not call.names:
         yield
@@ -213,12 +213,12 @@ def _named(model: nn.Module, call: Call) -> Iterator[None]:
 
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
-    with _instead(model, "forward", forward):
+    with _patched(model, "forward", forward):
         yield
 
 
 @contextmanager
-def _instead(owner: Any, name: str, value: object) -> Iterator[None]:
+def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -251,7 +251,7 @@ class _Draws:
 
 
 @contextmanager
-def _unchanging(model: nn.Module) -> Iterator[None]:
+def _checking_attributes(model: nn.Module) -> Iterator[None]:
     """Warn if the forward changes module attributes; raise if it reassigns a module buffer."""
     changed: set[str] = set()
     replaced: set[str] = set()
@@ -301,7 +301,7 @@ _patching = threading.RLock()  # held while functions of torch are replaced
 
 
 @contextmanager
-def _asking() -> Iterator[list[str]]:
+def _recording_grad_checks() -> Iterator[list[str]]:
     """Record which modules, other than torch's, check whether gradients are enabled."""
     asked: list[str] = []
     real = torch.is_grad_enabled
@@ -313,12 +313,12 @@ def _asking() -> Iterator[list[str]]:
             asked.append(name)
         return real()
 
-    with _patching, _instead(torch, "is_grad_enabled", is_grad_enabled):
+    with _patching, _patched(torch, "is_grad_enabled", is_grad_enabled):
         yield asked
 
 
 @contextmanager
-def _derivatives() -> Iterator[set[str]]:
+def _recording_dropped_backwards() -> Iterator[set[str]]:
     """Collect parts of the model's backward that torch.export drops silently."""
     own: set[str] = set()
     thread = threading.get_ident()
@@ -347,9 +347,9 @@ def _derivatives() -> Iterator[set[str]]:
 
     with (
         _patching,
-        _instead(torch.inference_mode, "__enter__", entered),
-        _instead(torch.autograd.Function, "apply", classmethod(applied)),
-        _instead(torch.Tensor, "register_hook", registered),
+        _patched(torch.inference_mode, "__enter__", entered),
+        _patched(torch.autograd.Function, "apply", classmethod(applied)),
+        _patched(torch.Tensor, "register_hook", registered),
     ):
         yield own
 
