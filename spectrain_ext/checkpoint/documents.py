@@ -278,8 +278,8 @@ def _check_entry(where: str, entry: Json, files: Json) -> None:
     order = entry.get("order", [*range(rank)])
     if (
         entry["file"] not in files
-        or rank > 64
-        or not (  # torch's own limit
+        or rank > 64  # torch's limit
+        or not (
             isinstance(order, list) and sorted(map(repr, order)) == sorted(map(repr, range(rank)))
         )
     ):
