@@ -1,4 +1,4 @@
-"""Checkpoints: saved from any number of stages, loaded into any other, never half written."""
+"""Saves and loads checkpoints atomically, for any number of stages."""
 
 from spectrain_ext.errors import CheckpointError
 

@@ -1,4 +1,4 @@
-"""Documents: everything of a checkpoint that is no tensor, as JSON that is checked when read."""
+"""Encodes everything in a checkpoint except tensors as JSON, and validates it on reading."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ VERSION = 2
 NAME = "checkpoint.json"
 DATA = re.compile(r"(model|state)(-[0-9]{5,9}-of-[0-9]{5,9})?\.safetensors")  # files of tensors
 _LARGEST = 1 << 28  # bytes of a document
-_DEEPEST = 100  # containers in one another
+_DEEPEST = 100  # nested containers
 
 Json = dict[str, Any]
-#: Keeps a tensor under a name, or one like it; returns what stands for it in a document.
+#: Stores a tensor under a name, which may get a suffix; returns its reference for the document.
 Keep = Callable[[str, Tensor], Json]
 
 
 def encode(
     value: object, where: str, keep: Keep | None = None, key: str = "", depth: int = _DEEPEST
 ) -> Any:
-    """Return ``value`` in JSON's types; tuples, counters and the like are objects with one "$" key.
+    """Encode ``value`` in JSON types; tuples, counters etc. become objects with one "$" key.
 
-    ``keep`` takes tensors, under ``key`` and what their containers call them; without it a tensor
-    is a number.
+    ``keep`` stores tensors, under ``key`` and their path in the containers. Without it, only
+    one-element tensors are allowed, which are encoded as numbers.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -71,9 +71,9 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
-    """Return what ``encode`` was given; ValueError for what it never returns.
+    """Decode a result of ``encode``; ValueError for anything else.
 
-    Nothing but plain containers and numbers comes out, and the given ``tensors``.
+    The result holds only plain containers, numbers, strings and the given ``tensors``.
     """
     if not isinstance(value, (list, dict)):
         return value
@@ -101,7 +101,7 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
 
 
 def decoded(where: str, value: Any, tensors: Mapping[str, object] | None = None) -> Any:
-    """The same with an error that says ``where`` it is."""
+    """Decode as ``decode`` does, with ``where`` in errors."""
     try:
         return decode(value, tensors)
     except ValueError as error:
@@ -130,15 +130,15 @@ def _scalar(held: list[Any]) -> Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of that name; ValueError if there is none, or only a quantized one."""
-    dtype = vars(torch).get(name)  # getattr would import submodules
+    """Return the dtype of that name; ValueError if there is none or it is quantized."""
+    dtype = vars(torch).get(name)  # getattr could import submodules
     if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantized ones need scales
         raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
 
 
 def tensors_in(encoded: Any) -> Iterator[str]:
-    """Yield the names of all tensors in a document or a part of one."""
+    """Yield the names of all tensors referenced in a document or a part of one."""
     if isinstance(encoded, dict):
         name = encoded.get("$tensor")
         if isinstance(name, str):
@@ -149,7 +149,7 @@ def tensors_in(encoded: Any) -> Iterator[str]:
         yield from tensors_in(member)
 
 
-# The file.
+# The file
 
 
 def written(body: Json) -> bytes:
@@ -164,7 +164,7 @@ def written(body: Json) -> bytes:
 
 
 def read(directory: Path) -> Json:
-    """Return the body of a checkpoint's document, of which the digest and the form are right."""
+    """Read a checkpoint's document, verify its digest and form, and return its body."""
     path = directory / NAME
     try:
         text = read_bounded(path, _LARGEST)
@@ -191,7 +191,7 @@ def read(directory: Path) -> Json:
         if not body["processes"]:
             raise ValueError("processes: expected one or more")
         for k, replica in enumerate(body["replicas"]):
-            if "averaging" in replica:  # which goes on from weights of its own
+            if "averaging" in replica:  # an averaged replica has weights of its own
                 _check_form(f"replicas[{k}]", replica, _STAGE)
         for name in body["files"]:
             if not DATA.fullmatch(name):
@@ -214,13 +214,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
 
 
 def digest(body: Json) -> str:
-    """Return the SHA-256 of a document, which has those of all tensors."""
+    """Return the SHA-256 of a document, which contains those of all tensors."""
     return hashlib.sha256(
         json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
-# The form of a body: types, lists of something, and dicts with at least these keys, or with any.
+# The form of a body: (type,), (form, None) if optional, lists, and dicts with at least these keys;
+# the key _ANY allows any keys.
 _ANY = ""
 _NAMES = [(str,)]
 _REFERENCE = {"$tensor": (str,)}
@@ -252,7 +253,7 @@ _FORM: dict[str, Any] = {
 
 
 def _check_form(where: str, found: Any, form: Any) -> None:
-    """Raise ValueError for what is not of that form; a number is an int from 0, and no bool."""
+    """Raise ValueError unless ``found`` has the form; numbers are ints from 0, not bools."""
     if isinstance(form, tuple) and None in form:
         if found is None:
             return
@@ -277,8 +278,8 @@ def _check_entry(where: str, entry: Json, files: Json) -> None:
     order = entry.get("order", [*range(rank)])
     if (
         entry["file"] not in files
-        or rank > 64
-        or not (  # torch's own limit
+        or rank > 64  # torch's limit
+        or not (
             isinstance(order, list) and sorted(map(repr, order)) == sorted(map(repr, range(rank)))
         )
     ):

@@ -1,4 +1,4 @@
-"""load: a checkpoint into as many stages as there are here, or into a plain model."""
+"""Loads a checkpoint into any number of stages, or into an uncut model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ from .weights import Weights, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint said beside the state that was put in place.
+    """The values that ``load`` returns.
 
     Attributes:
         minibatches: as given to ``save``.
-        extra: likewise.
-        random: whether the generators of random numbers go on where they were. A stage's do where
-            the stages are those that were saved, a process's (a module uses these) where the
-            processes are as many as well; else they are left alone.
+        extra: as given to ``save``.
+        random: whether the random number generators were restored. A stage's are if the stages are
+            the saved ones; a process's, which a module uses, if the number of processes is the same
+            too. Otherwise they are unchanged.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> st.checkpoint.save("checkpoint", model, minibatches=100, extra={"epoch": 3})
+        >>> st.checkpoint.load("checkpoint", model)
+        Loaded(minibatches=100, extra={'epoch': 3}, random=True)
     """
 
     minibatches: int
@@ -54,35 +60,37 @@ def load(
     first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Put a checkpoint's state in place: parameters, module buffers, optimizers, schedulers.
+    """Load parameters, module buffers, optimizers and schedulers from a checkpoint.
 
-    The target may be cut into other stages than what was saved, or not at all: parameters are found
-    by their names in the whole model. An optimizer may be one of torch's where one of
-    ``spectrain_ext.optim`` was saved, and the other way round.
+    The target may have other cuts than the saved model, or none: parameters are matched by their
+    names in the uncut model. torch's optimizers and those of ``spectrain_ext.optim`` can load each
+    other's state. A float64 weight loads into a float32 one; a complex or an integer one does not.
+    Loading executes nothing from the checkpoint: it uses safetensors and JSON, never pickle.
 
     Args:
-        path: the directory.
+        path: the checkpoint's directory.
         target: a ``Pipeline`` between two runs, or any module.
-        optimizer: of a module, to be loaded into; None: its state is left in the checkpoint. A
-            pipeline has its own.
-        scheduler: likewise.
-        sampler: to be loaded into.
-        only_model: load parameters and module buffers and nothing else, as to fine-tune; the rest
-            is not checked either.
+        optimizer: a module's, to load into; None: its state is not loaded. A pipeline has its own.
+        scheduler: a module's, to load into; None: its state is not loaded. A pipeline has its own.
+        sampler: object to load the saved sampler's state into.
+        only_model: load only parameters and module buffers, for example to fine-tune. The rest is
+            not checked.
         first_stage: as for ``save``.
         process_group: as for ``save``.
 
     Raises:
-        CheckpointError: a file that is missing, truncated or changed, or contents that do not fit
-            the target (the message names file and key), or another checkpoint than another
-            process's (names both). Everything is as it was then.
+        CheckpointError: a file is missing, truncated or changed, or its contents do not fit the
+            target (the message names file and key); or two processes load different checkpoints
+            (the message names both). Nothing has changed.
         RuntimeError: a run of the pipeline has not ended.
-        ValueError: an optimizer or scheduler beside a pipeline.
+        ValueError: an optimizer or scheduler is given together with a pipeline.
         RankError, ConnectionError: as for ``save``.
 
-    Nothing in a checkpoint is executed: neither pickle nor ``torch.load`` is used, everything that
-    is no tensor is JSON. Numbers keep their kind: a float64 weight loads into a float32 one, a
-    complex or an integer one does not.
+    Example:
+        >>> st.checkpoint.save("checkpoint", nn.Linear(4, 2), extra={"epoch": 3})
+        >>> model = nn.Linear(4, 2)
+        >>> st.checkpoint.load("checkpoint", model).extra
+        {'epoch': 3}
     """
     directory = Path(path).absolute()
     peers = peers_of(target, process_group)
@@ -103,7 +111,7 @@ def load_from(
     first_stage: int | None = None,
     fetch: Callable[[list[set[str]]], None] | None = None,
 ) -> Loaded:
-    """Load; ``fetch`` is told which files each process reads, where they are not all there yet."""
+    """Load a checkpoint; ``fetch`` gets each process's file names and supplies missing files."""
     doing = f"reading {directory.name}"
     bodies: list[Json] = []
     parts: list[Part] = []
@@ -124,7 +132,7 @@ def load_from(
     _check_alike(found)
     (body,) = bodies
     generators = Generators(parts, peers.rank, peers.size)
-    #: what is loaded, each with the document as it is for it
+    # items to load, each with its view of the document
     weights: list[tuple[Item, Json]] = []
     others: list[tuple[Item, Json]] = []
     if sampler is not None:
@@ -159,7 +167,7 @@ def load_from(
     def read_tensors() -> None:
         tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
         if not only_model and fetch is None:
-            # What nobody needs, such as the generators of other cuts, is verified: a part by each.
+            # Verify unused tensors too, such as generators of other cuts; each process takes some.
             unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
             for _ in storage.read_tensors(directory, body, unread[peers.rank :: peers.size]):
                 pass
@@ -170,7 +178,7 @@ def load_from(
 
 
 def _own(body: Json, part: Part) -> Json:
-    """The document for a part: an averaged replica goes on from its own state where that fits."""
+    """Return a part's document: an averaged replica's own state is used where it fits."""
     every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
     own = [replica for replica in every if replica["replica"] == part.replica]
     alike = (
@@ -182,7 +190,6 @@ def _own(body: Json, part: Part) -> Json:
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse checkpoints of which the processes would go on with a mixture."""
     first = found[0]
     for rank, said in enumerate(found):
         if said["sha256"] != first["sha256"]:
@@ -202,19 +209,18 @@ def _shown(said: Mapping[str, Any]) -> str:
 
 
 def _check_nothing_left(body: Json, known: Set[str]) -> None:
-    """Refuse a checkpoint of a larger model than all processes' parts together."""
     left = weights_of(body).keys() - known
     if left:
         raise ValueError(f"has {min(left)!r}, which the model has not ({len(left)} such tensors)")
 
 
 def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Put it all in place, or nothing of it."""
+    """Load all items, or undo those loaded if one fails."""
     with ExitStack() as undo:
         for item, state in matched:
             undo.callback(item.undo())
             try:
                 item.put(decode(state, tensors))
-            except Exception as error:  # whatever an object says of its state
+            except Exception as error:  # of any kind: items may be the user's objects
                 raise CheckpointError(f"{path}: does not fit {item.what}: {error}") from error
         undo.pop_all()

@@ -1,4 +1,4 @@
-"""CheckpointManager: saves every so often while a pipeline trains, and finds the last one again."""
+"""Saves checkpoints at intervals during training, and restores the newest one."""
 
 from __future__ import annotations
 
@@ -30,40 +30,54 @@ from .storage import replaced
 _logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_SAVE, _COPY = "save", "copy"  # what is due
+_SAVE, _COPY = "save", "copy"  # kinds of saves that can be due
 
 
 class CheckpointManager:
-    """A directory of checkpoints of one training.
+    """A directory of checkpoints of one training run.
+
+    Each save and each copy in memory drains the pipeline, which changes the results of asynchronous
+    methods, because the stages refill with fresher weights. With ``every_minibatches`` the drains
+    come at fixed minibatches, so a resumed training gives the same bits as one that was never
+    stopped. With ``every_seconds`` they depend on the clock.
 
     Args:
-        directory: holds ``minibatch-00000100``, ... and the file ``latest``, which names one.
-        pipe: what is trained.
-        sampler: gives the order of the data; saved and loaded along.
-        every_minibatches: save after so many minibatches.
-        every_seconds: save at the first minibatch after so long.
-        memory_every: also keep a copy in the hosts' memory (``/dev/shm``) after so many
-            minibatches, for a restart on these hosts. None is made while a checkpoint is written
-            beside training.
-        keep: how many checkpoints stay; older ones are removed once a newer one is whole.
-        asynchronous: write in a thread, beside training. It pays where writing takes longer than
-            copying (a slow disk, a GPU), and costs a copy of all state in host memory.
+        directory: holds ``minibatch-00000100``, ... and the file ``latest`` with the newest name.
+        pipe: the pipeline to save.
+        sampler: determines the order of the data; saved and loaded too.
+        every_minibatches: save after this many minibatches.
+        every_seconds: save at the first minibatch after this many seconds.
+        memory_every: after this many minibatches, keep a copy in the machines' memory
+            (``/dev/shm``), for a restart on the same machines. Skipped while an asynchronous save
+            is being written.
+        keep: number of checkpoints to keep. Older ones are removed once a newer one is complete.
+        asynchronous: write in a thread during training. This pays if writing takes longer than
+            copying (slow disk, GPU), and needs CPU memory for a copy of all state.
         first_stage: as for ``save``.
         process_group: as for ``save``.
 
     Attributes:
-        minibatches: how many have been trained on, over all runs.
+        minibatches: number of minibatches trained on in all runs.
         pipe: as given.
-        sampler: as given; after a run a ``ShuffledSampler`` is where training is, in all processes.
-        directory: as given, absolute.
+        sampler: as given; after a run, a ``ShuffledSampler`` has training's position in all
+            processes.
+        directory: the absolute path.
 
     Raises:
         ValueError: an argument out of range.
 
-    A save needs the pipeline drained, and draining changes what an asynchronous method computes:
-    the stages refill with fresher weights. With ``every_minibatches`` the drains are part of the
-    training, and one that was stopped goes on to the bit as if it had not been; with
-    ``every_seconds`` they are where the clock puts them. Copies in memory are like saves in this.
+    Example:
+        >>> model = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> pipe = st.Pipeline(model, lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss)
+        >>> manager = st.checkpoint.CheckpointManager("run", pipe, every_minibatches=2)
+        >>> manager.restore()  # returns None: there is no checkpoint yet
+        >>> batches = [(torch.ones(8, 4), torch.ones(8, 1))] * 4
+        >>> [result.index for result in manager.run(batches)]
+        [0, 1, 2, 3]
+        >>> sorted(path.name for path in Path("run").iterdir())
+        ['latest', 'minibatch-00000002', 'minibatch-00000004']
+        >>> manager.restore().minibatches
+        4
     """
 
     def __init__(
@@ -99,7 +113,7 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._first_stage = first_stage
         if asynchronous and self._peers.size > 1:
-            # What a thread says to other processes must not get between what the caller says.
+            # Messages of the writing thread must not mix with the caller's.
             process_group = dist.new_group(
                 None if process_group is None else dist.get_process_group_ranks(process_group),
                 timeout=self._peers.timeout,
@@ -113,19 +127,19 @@ class CheckpointManager:
         self._offset = self._position()
         self._last = (0, time.monotonic())
 
-    # Going on.
+    # Resuming
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, None if there is none yet.
+        """Return the newest complete checkpoint, or None.
 
         Raises:
-            CheckpointError: ``latest`` names none.
+            CheckpointError: the file ``latest`` is damaged.
         """
         pointer = self.directory / LATEST
         try:
             name = read_bounded(pointer, 100).decode().strip()
         except FileNotFoundError:
-            found = self._whole()  # stopped between the first checkpoint and the file
+            found = self._whole()  # stopped after the first checkpoint, before the file ``latest``
             return found[-1] if found else None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
@@ -134,14 +148,14 @@ class CheckpointManager:
         return self.directory / name
 
     def restore(self) -> Loaded | None:
-        """Load the newest checkpoint; None, and nothing changes, if there is none yet.
+        """Load the newest checkpoint; return None and change nothing if there is none.
 
-        With ``memory_every`` that is a newer copy in the hosts' memory, if there is one. One that
-        is damaged is a warning, and the newest checkpoint on the disk is loaded.
+        With ``memory_every``, a newer copy in the machines' memory is loaded instead. If that is
+        damaged, a warning is logged and the newest checkpoint on disk is loaded.
 
         Raises:
-            CheckpointError: it is damaged or does not fit. The message names the file; the older
-                ones are still there for ``load``.
+            CheckpointError: the checkpoint is damaged or does not fit; the message names the file.
+                You can pass an older one to ``load``.
         """
         doing = "looking for the newest checkpoint"
         with self._peers.together(doing):
@@ -152,11 +166,11 @@ class CheckpointManager:
         if copy is not None:
             try:
                 loaded = self._load(copy.path, functools.partial(self._memory.fetch, copy))
-            except (CheckpointError, RuntimeError) as error:  # one or the other in all processes
+            except (CheckpointError, RuntimeError) as error:  # raised in all processes
                 if isinstance(error, RankError) or not found:
                     raise
                 if self._peers.rank == 0:
-                    _logger.warning("the copy in the hosts' memory is left aside: %s", error)
+                    _logger.warning("the copy in /dev/shm cannot be used: %s", error)
         if loaded is None:
             if not found:
                 return None
@@ -182,7 +196,7 @@ class CheckpointManager:
         return loaded
 
     def _recover(self) -> Path | None:
-        """Tidy up after a process that stopped in the middle of a save."""
+        """Clean up after a save that did not finish; return the newest checkpoint (on rank 0)."""
         if self._peers.rank != 0:
             return None
         remove(partial(self.directory / LATEST))
@@ -200,7 +214,7 @@ class CheckpointManager:
                 remove(leftover)
         return self.latest()
 
-    # Training.
+    # Training
 
     def run(
         self,
@@ -210,24 +224,23 @@ class CheckpointManager:
         keep: Keep | None = None,
         extra: Callable[[], object] | None = None,
     ) -> Iterator[Result]:
-        """Train like ``pipe.run``, draining and saving whenever it is time to.
+        """Train like ``pipe.run``, and drain and save whenever a save is due.
 
-        With several processes all of them call it. The first one decides when it is time, and how
-        many batches there are; those in the middle need none.
+        All processes call this. Rank 0 decides when to save and when the run ends.
 
         Args:
             batches: as for ``pipe.run``.
-            trace: likewise.
-            keep: likewise.
-            extra: called in all processes before a save; what it returns is saved along.
+            trace: as for ``pipe.run``.
+            keep: as for ``pipe.run``.
+            extra: called in all processes before a save; its result is saved too.
 
         Yields:
-            The results, numbered through over all runs and restarts. Leaving the loop finishes what
-            is in flight, and saves if that is due.
+            Results, numbered over all runs and restarts. Leaving the loop finishes the microbatches
+            in flight, and saves if a save is due.
 
         Raises:
-            CheckpointError, OSError: a save failed, with ``asynchronous`` an earlier one; the
-                checkpoints before it are whole. Else what ``pipe.run`` raises.
+            CheckpointError, OSError: a save failed (with ``asynchronous``, an earlier one). The
+                checkpoints before it are intact. Otherwise as ``pipe.run``.
         """
         begun: list[bool] = []
         return warn_unless_begun(self._run(batches, trace, keep, extra, begun), begun)
@@ -241,30 +254,30 @@ class CheckpointManager:
         begun: list[bool],
     ) -> Iterator[Result]:
         begun.append(True)
-        self._rewind()  # what a loader asked for before the last run failed comes again
+        self._rewind()  # undoes what a loader read ahead before the last run failed
         source = iter(() if batches is None else batches)
         self._exhausted = ended = False
         while not ended:
             base = self.minibatches
             run = self.pipe.run(self._segment(source), trace=trace, keep=keep)
-            self._failed = True  # unless the run gets to its end
+            self._failed = True  # until the run has ended
             try:
                 for result in run:
                     yield result.renumbered(base + result.index)
             except GeneratorExit:
-                cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
+                cast("Generator[Result, None, None]", run).close()  # drains
                 self._drained(True, extra)
                 raise
             ended = self._drained(self._exhausted, extra)
 
     def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
-        """Save if that is due; returns whether this was the last run of a loop in any process."""
+        """Save if due; return whether this was the loop's last run in any process."""
         with self._peers.together("counting the minibatches of a run"):
             due = self._due()
             if due == _COPY and self._saving is not None and not self._saving.done():
-                due = None  # rather than wait
+                due = None  # do not wait for the save
             found = self._peers.tell((self.minibatches, due, left))
-            # the first process decides how many minibatches a run has, and so has counted them
+            # rank 0 feeds the run, so only it has counted the minibatches
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None
         self._failed = False
@@ -278,12 +291,11 @@ class CheckpointManager:
         return ended
 
     def _rewind(self) -> None:
-        """Let the sampler say how far training is: rank 0's loader alone asks its own."""
+        """Set the sampler to training's position: only rank 0's loader advances its own."""
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
 
     def _segment(self, source: Iterator[object]) -> Iterator[object]:
-        """Hand over batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch
@@ -303,12 +315,12 @@ class CheckpointManager:
         return _COPY if copies else None
 
     def save(self, extra: object = None) -> Path:
-        """Save now; returns where.
+        """Save now, and return the checkpoint's path.
 
         Raises:
-            RuntimeError: a run has not ended, or the last one failed: the stages may have made
-                different numbers of updates, so there is nothing to go on from. ``restore`` first.
-            CheckpointError, OSError, TypeError: as ``save`` does.
+            RuntimeError: a run has not ended; or the last one failed, and the stages may have made
+                different numbers of updates. In that case call ``restore`` first.
+            CheckpointError, OSError, TypeError: as for ``st.checkpoint.save``.
         """
         self.pipe.check_drained("save")
         if self._failed:
@@ -356,13 +368,13 @@ class CheckpointManager:
             _logger.info(what, path)
 
     def wait(self) -> None:
-        """Return once nothing is being written; raises if an asynchronous save failed."""
+        """Wait for an asynchronous save; raises if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def _committed(self, path: Path) -> None:
-        """Point to a new checkpoint, and remove those that are too many."""
+        """Update ``latest``, and remove checkpoints beyond ``keep``."""
         replace_file(self.directory / LATEST, f"{path.name}\n".encode())
         self._log("checkpoint saved: %s", path)
         for old in self._whole()[: -self._keep]:
@@ -371,7 +383,7 @@ class CheckpointManager:
                 self._log("checkpoint removed: %s", old)
 
     def _whole(self) -> list[Path]:
-        """All checkpoints, oldest first; one has its name only when it is whole."""
+        """Return all complete checkpoints, oldest first; an incomplete one has another name."""
         if not self.directory.is_dir():
             return []
         return sorted(
@@ -379,7 +391,7 @@ class CheckpointManager:
             key=lambda path: int(path.name.rpartition("-")[2]),
         )
 
-    # A loader with workers asks the sampler for batches that nobody has trained on yet.
+    # A loader with workers reads the sampler ahead of training, hence the offsets below.
 
     def _position(self) -> int:
         return self.sampler.position if isinstance(self.sampler, ShuffledSampler) else 0

@@ -1,7 +1,7 @@
-"""Memory: copies of a training's newest state in the hosts' /dev/shm, which outlive its processes.
+"""Keeps copies of the newest state in the machines' /dev/shm, where they survive a restart.
 
-A copy is a checkpoint, but for where its files are: a host has those of its own processes, and of
-the host before it. So all are there where one host is lost; the document is on all of them.
+A copy is a checkpoint whose files are spread: each machine has those of its own processes and of
+the previous machine, so no file is lost with one machine. The document is on all machines.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ _logger = logging.getLogger(__name__)
 
 ROOT = Path("/dev/shm")
 NAME = re.compile(r"minibatch-[0-9]{8,18}")
-_KEY = re.compile(r"[0-9a-f]{32}")  # a folder's name: nothing else is taken from another process
-_IDENTITY = "memory"  # beside the checkpoints on the disk: whose copies are theirs
+_KEY = re.compile(r"[0-9a-f]{32}")  # the only folder names accepted from another process
+_IDENTITY = "memory"  # a file in the checkpoints' directory that identifies its copies
 _LOOKING = "looking into the hosts' memory"
 
 
 class Copy(NamedTuple):
-    """A copy that is whole, as all hosts together have it."""
+    """A copy of which all machines together hold every file."""
 
     path: Path
-    sizes: dict[str, int]  # of its files
-    there: list[set[str]]  # by host, which of them it has
+    sizes: dict[str, int]  # bytes by file
+    there: list[set[str]]  # by machine, the files it holds
 
 
 class Memory:
-    """Where copies are that follow the newest checkpoint on the disk, and belong to no other.
+    """Manages the copies that belong to the newest checkpoint on disk.
 
     Args:
-        directory: of the checkpoints on the disk.
-        latest: finds the newest of these, in the first process.
-        peers: who keep copies together.
-        usable: whether they shall.
+        directory: of the checkpoints on disk.
+        latest: returns the newest of these, on rank 0.
+        peers: the processes that keep copies together.
+        usable: whether to keep copies.
 
     Attributes:
-        hosts: by rank, the number of its host.
-        usable: whether copies can be made; not any more after one that failed.
+        hosts: by rank, the number of its machine.
+        usable: whether copies are kept; False after one has failed.
     """
 
     def __init__(
         self, directory: Path, latest: Callable[[], Path | None], peers: Peers, usable: bool
     ) -> None:
         self._directory, self._latest, self._peers = directory, latest, peers
-        self._identity: str | None = None  # the first process knows it
+        self._identity: str | None = None  # on rank 0
         self._place: Path | None = None
         self.hosts: list[int] = []
         self.usable = usable
 
     def begin(self, name: str) -> Path | None:
-        """Return where a copy is to be written; those of other trainings are gone."""
+        """Return the path for a new copy, and remove copies that no longer belong to training."""
         if self.usable:
             with self._tolerated():
                 place = self._meet(make=True)
@@ -77,13 +77,13 @@ class Memory:
 
     @contextmanager
     def ending(self, copy: Path | None) -> Iterator[None]:
-        """Around the writing of a copy, which may fail, or else of a checkpoint on the disk."""
+        """Wrap the writing of a copy, which may fail, or of a checkpoint on disk (None)."""
         with nullcontext() if copy is None else self._tolerated():
             yield
             self.end(copy)
 
     def find(self) -> Copy | None:
-        """Return the newest copy that is whole; every host has its document, and no other copy."""
+        """Return the newest complete copy; afterwards machines have its document and no others."""
         if self.usable:
             with self._tolerated():
                 return self._find()
@@ -97,7 +97,7 @@ class Memory:
         copy = _newest([said[ranks[0]] for ranks in members_of(self.hosts)], place)
         if copy is None:
             self.end()
-            self._identity = None  # what a host that is away still has is abandoned now
+            self._identity = None  # abandons what a missing machine may still hold
             return None
         if self._first:
             here = copy.there[self.hosts[self._peers.rank]]
@@ -112,7 +112,7 @@ class Memory:
         return copy
 
     def fetch(self, copy: Copy, wanted: Sequence[Set[str]]) -> None:
-        """Bring files, by rank those that it reads, to the hosts that lack them."""
+        """Send each rank's ``wanted`` files to its machine where they are missing."""
         members = members_of(self.hosts)
         moves = []
         for host, ranks in enumerate(members):
@@ -125,7 +125,7 @@ class Memory:
         self._peers.move(moves, copy.path)
 
     def end(self, newest: Path | None = None) -> None:
-        """Remove all copies but the newest; None: the disk has one that is newer."""
+        """Remove all copies except the newest; None: all, as the disk has a newer checkpoint."""
         if self._place is None or not self._first:
             return
         if newest is None:
@@ -135,22 +135,21 @@ class Memory:
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Go on without copies where one cannot be made, and say so once."""
+        """Continue without copies after a failure, and log a warning once."""
         try:
             yield
         except CheckpointError as error:
             self.usable = False
             if self._peers.rank == 0:
-                _logger.warning("no copies in the hosts' memory from here on: %s", error)
+                _logger.warning("no more copies are made in /dev/shm: %s", error)
 
     @property
     def _first(self) -> bool:
-        """Whether this process is the first one of its host."""
         rank = self._peers.rank
         return self.hosts.index(self.hosts[rank]) == rank
 
     def _meet(self, make: bool) -> Path:
-        """Learn who is on which host, and where copies are that follow what the disk has now."""
+        """Exchange machines and return the folder of copies for the disk's newest checkpoint."""
         own = hashlib.sha256(os.fsencode(self._directory)).hexdigest()[:32]
 
         def mine() -> tuple[str, str]:
@@ -182,12 +181,11 @@ class Memory:
 
 
 def members_of(hosts: Sequence[int]) -> list[list[int]]:
-    """Return every host's ranks."""
     return [[r for r, host in enumerate(hosts) if host == h] for h in range(max(hosts) + 1)]
 
 
 def to_neighbours(hosts: Sequence[int], files: Sequence[Mapping[str, int]]) -> list[Move]:
-    """Have every rank's files, with their sizes, sent to the next host; none where there is one."""
+    """Return moves of every rank's files to the next machine; none if there is only one."""
     members = members_of(hosts)
     moves = []
     for rank, sizes in enumerate(files if len(members) > 1 else ()):
@@ -198,7 +196,7 @@ def to_neighbours(hosts: Sequence[int], files: Sequence[Mapping[str, int]]) -> l
 
 
 def _root() -> Path:
-    """Make this user's directory; OSError where anybody else can write to it."""
+    """Make this user's private directory; OSError if others can access it."""
     root = ROOT / f"spectrain-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     found = root.lstat()
@@ -209,7 +207,7 @@ def _root() -> Path:
 
 
 def _host(root: Path) -> str:
-    """Name what has this memory: a machine, or a container with a /dev/shm of its own."""
+    """Return a name of this /dev/shm, which may belong to a machine or a container."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -225,7 +223,7 @@ def _keep_only(kept: Path | None, folder: Path) -> None:
 
 
 def _copies(place: Path) -> dict[str, Any]:
-    """What a host has of each copy: digest, sizes of all files, and the names of those here."""
+    """Return this machine's copies by name: digest, sizes of all files, names of those here."""
     found: dict[str, Any] = {}
     for path in place.iterdir() if place.is_dir() else ():
         try:
@@ -234,13 +232,13 @@ def _copies(place: Path) -> dict[str, Any]:
                 sizes = {**body["files"], documents.NAME: _size(path / documents.NAME)}
                 here = [name for name, size in sizes.items() if _size(path / name) == size]
                 found[path.name] = documents.digest(body), sizes, here
-        except CheckpointError:  # torn
+        except CheckpointError:  # incomplete
             continue
     return found
 
 
 def _size(file: Path) -> int:
-    """Of a plain file; -1 for anything else."""
+    """Return the size of a plain file; -1 for anything else."""
     try:
         found = file.lstat()
     except OSError:
@@ -249,7 +247,7 @@ def _size(file: Path) -> int:
 
 
 def _newest(said: Sequence[Mapping[str, Any]], place: Path) -> Copy | None:
-    """Choose, from what every host says, among the copies that they have all files of."""
+    """Return the newest copy of which the machines together hold all files."""
     copies: dict[tuple[int, str], Copy] = {}
     for host, every in enumerate(said):
         for name, (digest, sizes, here) in every.items():

@@ -1,4 +1,4 @@
-"""Optimizer state under the model's parameter names, whatever the groups and the cuts were."""
+"""Saves optimizer state by parameter names, independent of groups and cuts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .parts import Item, Part
 from .progress import alike
 from .weights import weights_of
 
-# How a step is computed, not what: these stay what the loading side chose.
+# These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _NOT_OPTIONS = frozenset(("params", "param_names"))
-_RATES = ("initial_lr", "gap_rate")  # what a scheduler and a correction add to groups
-# State of torch's optimizers and ours that has the parameter's shape; a scalar would be broadcast.
+_RATES = ("initial_lr", "gap_rate")  # options that a scheduler and a correction add to groups
+# State of known optimizers that must have the parameter's shape; a scalar would be broadcast.
 _ELEMENTWISE = frozenset(
     (
         *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum"),
@@ -33,7 +33,7 @@ _ELEMENTWISE = frozenset(
 
 
 class OptimizerState(Item):
-    """The optimizer of one stage. What is loaded is the state of each of its parameters."""
+    """The optimizer of one stage; its state is saved and loaded per parameter."""
 
     key = "optimizer.state."
 
@@ -42,7 +42,6 @@ class OptimizerState(Item):
         self._part = part
         self._optimizer = optimizer
         self._names = part.parameter_names()
-        # torch's or one of the package's; what others keep nobody knows
         self._is_ours = isinstance(optimizer, PredictingOptimizer)
         self._loose = optimizer.loose_keys if isinstance(optimizer, PredictingOptimizer) else ()
         self._is_known = self._is_ours or type(optimizer).__module__.startswith("torch.optim")
@@ -65,7 +64,7 @@ class OptimizerState(Item):
             found = {
                 key: encode(value, f"{where}: {name}.{key}", keep, f"{self.key}{name}.{key}")
                 for key, value in entry.items()
-                # SGD without momentum
+                # SGD without momentum stores None
                 if not (value is None and key in _ELEMENTWISE and self._is_known)
             }
             if found:
@@ -131,7 +130,7 @@ class OptimizerState(Item):
         return found
 
     def _kept_as_saved(self, body: Json) -> list[bool]:
-        """Per parameter whether it, and what is updated in its place, has the dtype it had."""
+        """Return, per parameter, whether its dtype and that of its master are as saved."""
         weights = weights_of(body)
         masters = {name for stage in body["stages"] for name in stage["masters"]}
         kept = []
@@ -148,7 +147,7 @@ class OptimizerState(Item):
         shape = entries[0]["shape"] if whole else None
         if shape is None and self._is_known and key in _ELEMENTWISE:
             raise ValueError(f"{where!r} is no tensor, expected one of shape {list(p.shape)}")
-        # torch's Adafactor keeps rows and columns
+        # torch's Adafactor, for example, keeps rows and columns
         is_any = key in self._loose or shape in ([], [1])
         fixed = key in _ELEMENTWISE or (self._is_ours and not is_any)
         if shape not in (None, list(p.shape)) and self._is_known and fixed:
@@ -183,7 +182,7 @@ class OptimizerState(Item):
         self._load({"state": laid_out, "param_groups": self._groups}, self._as_saved)
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
-        """Load a state_dict; torch casts to a parameter's dtype, which may be too narrow."""
+        """Load a state_dict, and undo torch's casts to a parameter's narrower dtype."""
         self._optimizer.load_state_dict(given)
         if self._is_ours:
             return
@@ -196,14 +195,14 @@ class OptimizerState(Item):
     def undo(self) -> Callable[[], object]:
         try:
             before = self._optimizer.state_dict()
-        except RuntimeError:  # ZeRO's, of which each process has a part: that cannot be undone
+        except RuntimeError:  # ZeRO's state is sharded over processes and cannot be undone
             return lambda: None
         every = [True] * len(self._params())
         return lambda: self._load(before, every)
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
-    """State as it was loaded, but for tensors of another dtype than was given."""
+    """Return the loaded state with tensors in the dtype that they were given in."""
     if isinstance(loaded, Tensor) and isinstance(given, Tensor):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(given, Mapping):
@@ -216,7 +215,7 @@ def _as_given(loaded: Any, given: Any) -> Any:
 def _options(
     group: Mapping[str, Any], names: list[str], saved_options: Mapping[str, Json], where: str
 ) -> Json:
-    """The options of a group that its parameters were saved with, all with the same."""
+    """Return a group's saved options, which must be the same for all its parameters."""
     known = [(name, saved_options[name]) for name in names if name in saved_options]
     if not known:
         return {}
@@ -252,12 +251,12 @@ def _options(
 
 
 def _shown(name: str) -> str:
-    """A name for an error, that a file may have made up."""
+    """Return a name from a file, safe to show in an error."""
     return name if name.isidentifier() else repr(name)
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Keep a number that is a tensor here a tensor, and the other way round."""
+    """Convert a number to a tensor, or back, to match the current value."""
     if isinstance(current, Tensor) and not isinstance(value, Tensor):
         return torch.full_like(current, value)
     if isinstance(value, Tensor) and not isinstance(current, Tensor):

@@ -1,4 +1,4 @@
-"""Part: one stage as a checkpoint sees it, its tensors under the names of the whole model."""
+"""Describes each stage for checkpoints, with tensors under the uncut model's names."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ from .documents import Json, Keep, encode
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler or the like, as far as a checkpoint is concerned."""
+    """An object with state to save, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes: JSON's types and tuples."""
+        """Return the state in JSON types and tuples."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from there."""
+        """Restore a state from ``state_dict``."""
 
 
 class Item:
-    """Some of the state that a checkpoint holds, in both directions."""
+    """A piece of a checkpoint's state, to save and to load."""
 
-    what: str  # in errors
-    key = ""  # what the names of its tensors begin with; "": it has none
+    what: str  # description for errors
+    key = ""  # prefix of its tensors' names; "": it has no tensors
 
     def state(self) -> Any:
-        """Return the state of now: tensors, numbers, and containers of them."""
+        """Return the present state: tensors, numbers and containers of them."""
         raise NotImplementedError
 
     def saved(self, keep: Keep) -> Any:
-        """Return what a document has of it; ``keep`` takes the tensors of state that has some."""
+        """Return the state as JSON for a document, and pass its tensors to ``keep``."""
         where = self.what.removeprefix("the ")
         return encode(self.state(), where, keep if self.key else None, self.key)
 
     def match(self, body: Json) -> Any:
-        """Return what belongs here of a document, ValueError unless it fits; nothing is changed."""
+        """Return this item's part of a document; ValueError if it does not fit. Changes nothing."""
         raise NotImplementedError
 
     def put(self, state: Any) -> None:
-        """Put in place what ``match`` has returned, with its tensors, or what ``state`` has."""
+        """Load a result of ``match``, with its tensors, or of ``state``."""
         raise NotImplementedError
 
     def undo(self) -> Callable[[], object]:
-        """Return what puts the state of now back."""
+        """Return a function that restores the present state."""
         return partial(self.put, copy.deepcopy(self.state()))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One stage, or a whole model that is not cut."""
+    """One stage, or an uncut model."""
 
     stage: int
     module: nn.Module
-    names: Mapping[str, str]  # what the whole model calls each key of the module's ``state_dict``
+    names: Mapping[str, str]  # the model's name of each key of the module's ``state_dict``
     optimizer: torch.optim.Optimizer | None
     scheduler: Stateful | None
     random: StageRandom | None  # None: it uses the process's generators
-    # Wider weights of narrow parameters, which an optimizer updates instead.
+    # float32 weights that the optimizer updates in the place of narrower parameters
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    replica: int = 0  # the first one speaks for all
+    replica: int = 0  # the first replica's weights are saved
     replicas: int = 1
-    averaged: Averaged | None = None  # what averages its weights with the other replicas'
-    # Of parameters that an earlier stage trains, the names here and what they are there.
+    averaged: Averaged | None = None  # averages its weights over replicas
+    # names of parameters that an earlier stage trains, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -88,11 +88,11 @@ class Part:
             yield self.names[key], value
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """Return the model's name of every parameter; of several, the first."""
+        """Return the model's name of every parameter, the first one if it has several."""
         return {p: self.names[name] for name, p in self.module.named_parameters()}
 
     def as_saved(self, body: Json) -> Json | None:
-        """Return what a document has of this stage, None if that had other parameters."""
+        """Return a document's entry of this stage; None if its parameters differ."""
         names = list(self.parameter_names().values())
         return next(
             (s for s in body["stages"] if s["stage"] == self.stage and s["parameters"] == names),
@@ -105,9 +105,9 @@ def parts_of(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     first_stage: int | None = None,
-    bind: bool = False,  # masters that were given up are there again
+    bind: bool = False,  # recreate masters that were released
 ) -> list[Part]:
-    """Return the stages of a pipeline, or a model as the only one."""
+    """Return the parts of a pipeline, or a module as the only part."""
     if not isinstance(target, Pipeline):
         names = _names(target, "")
         return [Part(first_stage or 0, target, names, optimizer, scheduler, None)]
@@ -131,7 +131,7 @@ def parts_of(
     modules = {at.stage: each for at, each in zip(target.places, target.children(), strict=True)}
 
     def elsewhere(copy: Copy) -> Sequence[str]:
-        if copy.original is None:  # whose rank has said
+        if copy.original is None:  # its rank has sent the names
             return copy.elsewhere
         home = modules[copy.home]
         keys = names_of(home)[copy.original]
@@ -161,7 +161,6 @@ def parts_of(
 
 
 def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """One of its parameters; a group may have none."""
     return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 

@@ -1,4 +1,4 @@
-"""Progress: how far training is, in schedulers, samplers, averagings and a pipeline itself."""
+"""Saves training's progress: schedulers, samplers, averagings and the pipeline's counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class SchedulerState(Item):
         return self._scheduler.state_dict()
 
     def match(self, body: Json) -> Any:
-        """Find the state of the scheduler that the stage's parameters had."""
         own = set(self._part.parameter_names().values())
         found = [
             (stage["stage"], stage["scheduler"])
@@ -50,7 +49,7 @@ class SchedulerState(Item):
         return state
 
     def _check(self, state: Any) -> None:
-        """Torch's put whatever they are given among their attributes, methods included."""
+        """Validate the state: torch's schedulers set any key as an attribute, even methods."""
         where, own = f"the state of {self.what}", self._scheduler
         if not isinstance(state, dict):
             raise ValueError(f"{where}: expected a dict, got a {type(state).__name__}")
@@ -69,7 +68,7 @@ class SchedulerState(Item):
 
 
 class SamplerState(Item):
-    """Where in the data a process is."""
+    """The position of a process in the data."""
 
     what = "the sampler"
 
@@ -82,7 +81,7 @@ class SamplerState(Item):
 
     def match(self, body: Json) -> Any:
         processes = body["processes"]
-        # the first one's where there were fewer processes
+        # rank 0's, if there were fewer processes
         found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
         if found is None:
             raise ValueError("has no state of a sampler")
@@ -94,7 +93,7 @@ class SamplerState(Item):
 
 
 class Training(Item):
-    """How far a pipeline's training is: minibatches, and the phase of its method."""
+    """A pipeline's number of minibatches and the phase of its method."""
 
     what = "the progress of training"
 
@@ -105,7 +104,7 @@ class Training(Item):
         return {"minibatches": self._pipe.minibatches, "phase": self._pipe.phase}
 
     def match(self, body: Json) -> Any:
-        """Find it; a module's checkpoint has what ``save`` was told."""
+        """Return the progress; a module's checkpoint has only ``save``'s argument."""
         return body.get("training") or {"minibatches": body["minibatches"], "phase": 0}
 
     def put(self, state: Any) -> None:
@@ -114,7 +113,7 @@ class Training(Item):
 
 
 class AveragingState(Item):
-    """What averages one stage's replica: nothing, where it has not begun."""
+    """The averaging state of one stage's replica; empty before it has begun."""
 
     def __init__(self, part: Part, averaged: Averaged) -> None:
         self.what = f"the averaging of stage {part.stage}"
@@ -126,7 +125,7 @@ class AveragingState(Item):
         return [*self._averaged.state()]
 
     def match(self, body: Json) -> Any:
-        """Find that of this replica; what is there for all has none."""
+        """Return this replica's averaging state; the entry of the average has none."""
         found = next(
             (s.get("averaging") for s in body["stages"] if s["stage"] == self._stage), None
         )
@@ -136,29 +135,29 @@ class AveragingState(Item):
         return [state, updates]
 
     def put(self, state: Any) -> None:
-        """Go on from there; ValueError if it is another averaging's."""
+        """Load a state; ValueError if it belongs to another kind of averaging."""
         self._averaged.load_state(*state)
 
     def undo(self) -> Callable[[], object]:
         return self._averaged.undo()
 
 
-# Of a method that has rates of its own, which loads the state of a scheduler without.
+# Keys of a method with its own learning rates, which also loads a scheduler's state without them.
 _PACED = ("paced_updates", "paced_from")
 
 
 def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
-    """Refuse dicts that lack what those of a scheduler here have, in whatever it has them."""
+    """Raise ValueError for nested dicts whose keys differ from this scheduler's."""
     if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
         for k, member in enumerate(state):
             _check_keys(f"{where}[{k}]", member, now[min(k, len(now) - 1)], kind, exactly)
     if not (isinstance(state, dict) and isinstance(now, dict)):
         return
-    fixed = [  # keys with an underscore come and go with versions of torch
+    fixed = [  # keys with an underscore vary between versions of torch
         {key for key in keys if isinstance(key, str) and key[:1] != "_" and key not in _PACED}
         for keys in (state, now)
     ]
-    # Torch's own have no more than now; others may, once they have made a step.
+    # torch's own have exactly these keys; others may add some with their first step.
     missing, more = fixed[1] - fixed[0], fixed[0] - fixed[1] if exactly else set()
     said = [f"has no {_listed(missing)}, which {kind} has"] if missing else []
     said += [f"has {_listed(more)}, which {kind} has not"] if more else []
@@ -177,7 +176,7 @@ def _listed(keys: Set[str]) -> str:
 
 
 def alike(value: Any, current: Any) -> bool:
-    """Whether both are numbers, or texts, or sequences or mappings; None is like anything."""
+    """Whether both are numbers, strings, sequences or mappings; None is like anything."""
     if value is None or current is None:
         return True
     for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):

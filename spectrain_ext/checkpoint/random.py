@@ -1,4 +1,4 @@
-"""Random: the generators of stages and of the process."""
+"""Saves the random number generators of stages and of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"cpu|cuda[0-9]{1,4}")
 
 
 class Generators(Item):
-    """Those of a process's stages, and its own."""
+    """The generators of a process's stages, and its own."""
 
     what = "the generators of random numbers"
 
@@ -26,25 +26,25 @@ class Generators(Item):
         self._parts = parts
         self._size = size
         self._rank = rank
-        self.all_found = False  # after ``match``: whether everything that is random here goes on
+        self.all_found = False  # set by ``match``: whether all generators in use are restored
 
     def state(self) -> dict[str, Any]:
         stages = [stage_states(part) for part in self._parts]
         return {"stages": stages, "process": self._process_states()}
 
     def saved(self, keep: Keep) -> Json:
-        """Return those of the process, by device; its stages' are said of the stages."""
+        """Return the process's generators by device; stages save their own."""
         states = self._process_states()
         return {key: keep(f"random.process{self._rank}.{key}", t) for key, t in states.items()}
 
     def match(self, body: Json) -> Json:
-        """Find the states that belong here; where one does not, none does."""
+        """Return the saved states, or none of them if one does not fit."""
         found = [self._of_stage(part, body) for part in self._parts]
         stages = [states for states in found if states is not None]
         if len(stages) < len(found) or not _are_states(stages, body):
             return {}
         process: Json = {}
-        # Generators of a process mean nothing to one of another number of processes.
+        # A process's generators are valid only for the same number of processes.
         same_processes = len(body["processes"]) == self._size
         if same_processes:
             process = body["processes"][self._rank]["random"]
@@ -56,8 +56,7 @@ class Generators(Item):
 
     @staticmethod
     def _of_stage(part: Part, body: Json) -> list[Json] | None:
-        """What is there for a stage that has the parameters and the replicas that it had."""
-        # A stage's numbers mean nothing to a stage that computes something else.
+        """Return a stage's saved states, if its parameters and replicas are as saved."""
         stage = part.as_saved(body)
         if stage is None:
             return None
@@ -74,23 +73,21 @@ class Generators(Item):
             for k, (found, now) in enumerate(zip(states, stage_states(part), strict=True)):
                 if found.shape != now.shape:
                     raise ValueError(f"generator {k} of stage {part.stage}: it is no such state")
-                if k == 0:  # of the CPU; a stage itself compares sizes
+                if k == 0:  # the CPU's: set_state checks the content
                     torch.Generator().set_state(found)
             if part.random is not None:
                 part.random.set_states(states)
         _set_process_states(state["process"])
 
     def _process_states(self) -> dict[str, Tensor]:
-        """The process's default generators: the CPU's, and those of the devices in use."""
         devices = {p.device for part in self._parts for p in part.module.parameters()}
         used = sorted(d.index for d in devices if d.type == "cuda" and d.index is not None)
-        with RNG_LOCK:  # a stage of another thread's pipeline may have put its own there
+        with RNG_LOCK:  # another thread's pipeline may have set a stage's state
             states = {"cpu": torch.get_rng_state()}
             return states | {f"cuda{k}": torch.cuda.get_rng_state(k) for k in used}
 
 
 def stage_states(part: Part) -> States:
-    """Return the states of a stage's own generators; each of its replicas has some."""
     return [] if part.random is None else part.random.states()
 
 
@@ -100,7 +97,7 @@ def _are_states(references: Any, body: Json) -> bool:
 
 
 def _set_process_states(states: Mapping[str, Tensor]) -> None:
-    """Put them back; those of devices that are not here are left out."""
+    """Set the default generators; states of missing devices are ignored."""
     with RNG_LOCK:
         for device, state in states.items():
             if device == "cpu":

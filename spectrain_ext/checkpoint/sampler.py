@@ -1,4 +1,4 @@
-"""ShuffledSampler: an order of minibatches that can be stopped anywhere and gone on with."""
+"""Shuffles minibatches in an order that can be resumed anywhere."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from spectrain_ext.rng import mixed_seed
 
 
 class ShuffledSampler(Sampler[list[int]]):
-    """Indices of each minibatch: every sample once per epoch, in an order of the epoch's own.
+    """A resumable ``batch_sampler`` that yields each minibatch's indices in a new order per epoch.
 
-    Iterating gives what is left of the current epoch; doing so again gives the next one. The order
-    is a function of the seed and the epoch alone: two processes that were given the same seed see
-    the same one, and going on in the middle costs one permutation. It fits
-    ``DataLoader(batch_sampler=...)``.
+    Each iteration yields the rest of the current epoch, or the next epoch. The order depends only
+    on the seed and the epoch, so it is the same in all processes, and resuming costs one
+    permutation.
 
     Args:
         samples: size of the data set.
         batch_size: samples per minibatch.
-        seed: of the order.
+        seed: determines the order.
         drop_last: leave out an epoch's last minibatch if it is smaller.
 
     Attributes:
-        position: minibatches handed out so far, over all epochs.
+        position: number of minibatches yielded in all epochs.
 
     Raises:
-        ValueError: a size that leaves an epoch without a minibatch.
+        ValueError: the sizes leave an epoch without a minibatch.
+
+    Example:
+        >>> sampler = st.checkpoint.ShuffledSampler(10, 4, seed=1)
+        >>> [len(indices) for indices in sampler]
+        [4, 4, 2]
+        >>> sampler.epoch, sampler.position
+        (1, 3)
+        >>> loader = torch.utils.data.DataLoader(range(10), batch_sampler=sampler)
     """
 
     def __init__(
@@ -55,7 +62,7 @@ class ShuffledSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next minibatch is of, counted from 0."""
+        """Epoch of the next minibatch, from 0."""
         return self.position // len(self)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -67,7 +74,7 @@ class ShuffledSampler(Sampler[list[int]]):
             yield order[index].tolist()
 
     def at(self, position: int) -> ShuffledSampler:
-        """Return one of the same order at another position."""
+        """Return a sampler with the same order at another position."""
         other = ShuffledSampler(
             self._samples, self._batch_size, seed=self._seed, drop_last=self._drop_last
         )
@@ -75,7 +82,7 @@ class ShuffledSampler(Sampler[list[int]]):
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes."""
+        """Return the sizes, seed and position."""
         return {
             "samples": self._samples,
             "batch_size": self._batch_size,
@@ -85,10 +92,10 @@ class ShuffledSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, in the order of the saved seed.
+        """Continue at a saved position, in the order of the saved seed.
 
         Raises:
-            ValueError: it is the state for another size of data set or minibatch.
+            ValueError: the state has other sizes of data set or minibatch.
         """
         mine = self.state_dict()
         for key in ("samples", "batch_size", "drop_last"):

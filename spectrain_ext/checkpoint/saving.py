@@ -1,4 +1,4 @@
-"""save: everything that training goes on from, in one step from nothing to whole."""
+"""Saves a training's complete state as an atomic checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,25 @@ from .weights import Weights
 
 
 class Sampler(Stateful, Protocol):
-    """Knows where in the data training is."""
+    """An object that holds the position in the data, to be saved with a checkpoint.
+
+    It has a ``state_dict()`` of JSON types and tuples, and a ``load_state_dict()``.
+
+    Example:
+        >>> class Reader:
+        ...     line = 0
+        ...     def state_dict(self):
+        ...         return {"line": self.line}
+        ...     def load_state_dict(self, state):
+        ...         self.line = state["line"]
+        >>> reader, model = Reader(), nn.Linear(2, 2)
+        >>> reader.line = 7
+        >>> st.checkpoint.save("checkpoint", model, sampler=reader)
+        >>> resumed = Reader()
+        >>> loaded = st.checkpoint.load("checkpoint", model, sampler=resumed)
+        >>> resumed.line
+        7
+    """
 
 
 def save(
@@ -48,36 +66,43 @@ def save(
     first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint; afterwards it is whole, and until then it is not there.
+    """Write a checkpoint atomically: ``path`` exists only once it is complete.
+
+    In several processes, each calls this with its own stages and the same ``path`` on a shared file
+    system.
 
     Args:
-        path: the directory to make; its parent is made where it is missing.
+        path: the directory to make, with its parents.
         target: a ``Pipeline`` between two runs, or any module.
         optimizer: of a module; a pipeline has its own.
-        scheduler: likewise.
-        minibatches: how many have been trained on so far, for whoever loads.
-        sampler: its state is saved.
-        extra: anything of JSON's types, and tuples.
-        overwrite: replace a checkpoint of this name.
-        only_model: write parameters and module buffers, without optimizers, schedulers and float32
-            masters, as to hand a trained model on. ``load(only_model=True)`` reads it, and so does
-            whatever reads a ``model.safetensors`` or an index of several.
-        first_stage: index of the target's first stage, where the processes of a group hold stages
-            of one model; None: what a pipeline says, 0 for a module. Every process calls this
-            function with its own stages, and the same ``path`` on a file system they share.
-        process_group: these processes, with a CPU backend; None: all.
+        scheduler: of a module; a pipeline has its own.
+        minibatches: number of minibatches trained on; ``load`` returns it.
+        sampler: object whose state is saved too.
+        extra: a value of JSON types and tuples.
+        overwrite: replace a checkpoint at ``path``.
+        only_model: save only parameters and module buffers, without optimizers, schedulers and
+            float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
+            its index can read them.
+        first_stage: index of the target's first stage, if processes hold stages of one model. None:
+            a pipeline's own, or 0 for a module.
+        process_group: the processes, with a CPU backend; None: all.
 
     Raises:
-        FileExistsError: the path exists; with ``overwrite``, it is no checkpoint but a file, a
-            link, or a directory of something else.
+        FileExistsError: the path exists; with ``overwrite``, it is a file, a link or a directory
+            that is not a checkpoint.
         RuntimeError: a run of the pipeline has not ended.
-        TypeError: state that is neither a tensor nor what JSON holds, with its place.
-        ValueError: two processes that have the same stage, or the same parameter.
-        CheckpointError: it could not be written; the message names the process and its reason. What
-            was at ``path`` is still there.
-        RankError: of a pipeline over processes: another rank has failed, or let this one wait for
-            longer than the pipeline's ``timeout``.
-        ConnectionError: of modules in several processes: another process has ended.
+        TypeError: state that is neither a tensor nor a JSON value; the message says where.
+        ValueError: two processes hold the same stage or parameter.
+        CheckpointError: writing failed; the message names the process and the reason. A previous
+            checkpoint at ``path`` is unchanged.
+        RankError: in a ``DistributedPipeline``, another rank failed or exceeded ``timeout``.
+        ConnectionError: for modules in several processes, another process has ended.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> st.checkpoint.save("checkpoint", model, minibatches=100, extra={"epoch": 3})
+        >>> sorted(path.name for path in Path("checkpoint").iterdir())
+        ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
     peers = peers_of(target, process_group)
     with peers.together(f"saving {Path(path).name}"):
@@ -97,12 +122,12 @@ def save(
 
 
 def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
-    """The processes that save or load together; the ranks of a pipeline watch each other."""
+    """Return the processes that save or load together; a pipeline's ranks watch each other."""
     return Peers(group, target if isinstance(target, DistributedPipeline) else None)
 
 
 class Prepared:
-    """All that a checkpoint will hold; the tensors are still those that training goes on with."""
+    """A checkpoint's content, collected but not copied: tensors are those in training."""
 
     def __init__(
         self,
@@ -118,9 +143,9 @@ class Prepared:
         overwrite: bool = False,
         only_model: bool = False,
         first_stage: int | None = None,
-        committed: Callable[[], None] | None = None,  # called when the checkpoint has its name
-        within: AbstractContextManager[object] | None = None,  # all processes write
-        hosts: Sequence[int] = (),  # by rank, who share a directory; empty: all do
+        committed: Callable[[], None] | None = None,  # called on rank 0 after the commit
+        within: AbstractContextManager[object] | None = None,  # entered while writing
+        hosts: Sequence[int] = (),  # machine of each rank, for a directory per machine; empty: one
     ) -> None:
         self._path = Path(path).absolute()
         self._peers = peers
@@ -156,11 +181,10 @@ class Prepared:
             raise
 
     def write(self) -> None:
-        """Write it, and return when it has its name."""
         self._write(self._tensors, self._peers)
 
     def write_behind(self, peers: Peers) -> Future[None]:
-        """Copy the tensors now and write them in a thread; other processes hear by ``peers``."""
+        """Copy the tensors now and write them in a thread, which communicates through ``peers``."""
         copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
         future = thread.submit(self._write, copies, peers)
@@ -168,7 +192,7 @@ class Prepared:
         return future
 
     def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
-        """Every process its own tensors, a directory's first one then the document of all."""
+        """Write this process's tensors; the first process of a directory adds the document."""
         told = (f"writing {self._path.name}", str(self._path))
 
         def own() -> tuple[Json, dict[str, int]]:
@@ -204,7 +228,7 @@ class Prepared:
 
 
 def items_of(part: Part) -> dict[str, Item]:
-    """Return what a stage has beside weights and random numbers, by its name in a document."""
+    """Return a stage's state besides weights and random numbers, by its key in a document."""
     found: dict[str, Item] = {}
     if part.averaged is not None:
         found["averaging"] = AveragingState(part, part.averaged)
@@ -218,9 +242,9 @@ def items_of(part: Part) -> dict[str, Item]:
 def _collected(
     parts: list[Part], sampler: Stateful | None, peers: Peers, tensors: dict[str, Tensor]
 ) -> Json:
-    """Return what a process has to say of its stages, and take their tensors."""
+    """Return the document of a process's stages, and add their tensors to ``tensors``."""
     keep = _keeper(tensors)
-    # before anything that fails here and not in the other replicas, which wait
+    # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
     stages: list[Json] = []
     replicas: list[Json] = []
@@ -231,12 +255,12 @@ def _collected(
             "stage": part.stage,
             "random": [keep(f"random.{owner}.{k}", state) for k, state in states],
         }
-        # The first replica speaks for all, but for random numbers.
+        # Only the first replica is saved, except for random numbers.
         if average is None and part.replica == 0:
             stages.append(said | _of_stage(part, keep))
             continue
         said["replica"] = part.replica
-        if average is not None:  # that is for all; each goes on from weights and state of its own
+        if average is not None:  # the average is shared; each replica also saves its own state
             said |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
             if part.replica == 0:
                 stages.append({k: v for k, v in (said | average).items() if k != "averaging"})
@@ -251,7 +275,7 @@ def _collected(
 def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:
     def keep(key: str, tensor: Tensor) -> Json:
         key = prefix + key
-        while key in tensors:  # a name with a dot may be that of a member of something else
+        while key in tensors:  # names with dots may coincide with those of nested members
             key += "'"
         tensors[key] = tensor
         return {"$tensor": key}
@@ -265,7 +289,7 @@ def _of_stage(part: Part, keep: Keep) -> Json:
 
 
 def _averages(part: Part, keep: Keep) -> Json | None:
-    """What an averaged stage's weights are for all; all replicas call this."""
+    """Return a stage's averaged weights (on its first replica); all replicas call this."""
     if part.averaged is None:
         return None
     with part.averaged.holding(part.averaged.average()()):
@@ -275,7 +299,7 @@ def _averages(part: Part, keep: Keep) -> Json | None:
 
 
 def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
-    """The files that a process writes, and which of its tensors are in them."""
+    """Return the files that a process writes, with the keys of their tensors."""
     names: dict[str, list[str]] = {}
     for kind in ("model", "state"):
         owners = {}
@@ -292,7 +316,7 @@ _OF_FIRST = ("minibatches", "training", "extra", "torch")
 
 
 def _merged(found: Sequence[Json]) -> Json:
-    """Join what the processes said; the first one speaks for all where they agree."""
+    """Merge the documents of all processes; take common entries from the first."""
     owners: dict[object, int] = {}
     for rank, document in enumerate(found):
         stages = [f"stage {stage['stage']}" for stage in document["stages"]]

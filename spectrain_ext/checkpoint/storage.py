@@ -1,8 +1,8 @@
-"""Storage: a checkpoint's directory, committed at once and verified when read.
+"""Writes a checkpoint's directory atomically, and verifies it on reading.
 
-Every process writes one file of weights, under the model's names as everybody reads them, and one
-of all other tensors, both as safetensors. The document, ``checkpoint.json``, says which tensor is
-in which file, and what safetensors has no word for: complex numbers, and the order of strides.
+Every process writes two safetensors files: one of weights under the model's names, which other
+tools can read, and one of all other tensors. The document, ``checkpoint.json``, lists each tensor's
+file and what safetensors cannot express: complex dtypes and the order of strides.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from spectrain_ext.files import MODEL_INDEX, new_file, partial, remove, sync_dir
 from . import documents
 from .documents import Json
 
-#: What a document puts before the names of weights, which have a file of their own without it.
+#: Prefix of weights' names in a document; their own files omit it.
 WEIGHTS = "model."
-_METADATA = {"format": "pt"}  # Hugging Face's tools look for it
+_METADATA = {"format": "pt"}  # Hugging Face's tools require it
 
-# The directory.
+# The directory
 
 
 def replaced(path: Path) -> Path:
-    """Return where a directory is kept while another takes its name."""
+    """Return the temporary path of a directory that is being replaced."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Only a checkpoint is replaced, and that is found out before anything is written."""
+    """Raise FileExistsError unless ``path`` is free or a checkpoint that may be replaced."""
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -51,7 +51,7 @@ def check_free(path: Path, overwrite: bool) -> None:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Whether it has a document, or nothing but what else a checkpoint has."""
+    """Whether a directory has a document, or only other files of a checkpoint."""
     names = os.listdir(path)
     return documents.NAME in names or all(
         documents.DATA.fullmatch(name) or name == MODEL_INDEX for name in names
@@ -59,19 +59,19 @@ def _holds_checkpoint(path: Path) -> bool:
 
 
 def begin(path: Path) -> None:
-    """Make the directory, new and empty, that is committed as ``path``."""
+    """Make a new partial directory, to be committed as ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove(partial(path))  # of a save that did not end
+    remove(partial(path))  # left by an interrupted save
     partial(path).mkdir()
 
 
 def discard(path: Path) -> None:
-    """Remove what a failed save has left, as far as that goes; the next save removes the rest."""
+    """Try to remove the partial directory of a failed save; the next save removes the rest."""
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def commit(path: Path, body: Json, tensors: Json, files: Mapping[str, int]) -> None:
-    """Write the document of what every process has written, and give the directory its name."""
+    """Write the document of all processes' files, and rename the directory to ``path``."""
     directory = partial(path)
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
     if len(_files(weights)) > 1:
@@ -105,25 +105,25 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-# Tensors.
+# Tensors
 
 
 def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
-    """Return what the file of a process is called, among those of all owners of such tensors."""
+    """Return the name of a process's file, given the ranks of all processes with this kind."""
     if len(owners) == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{owners.index(rank) + 1:05d}-of-{len(owners):05d}.safetensors"
 
 
 def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[Json, int]:
-    """Write a file of tensors; returns each one's entry in the document, and the file's size."""
+    """Write a file of tensors; return their entries in the document, and the file's size."""
     file = partial(path) / name
     entries: Json = {}
-    # Takes memory of the host for all that are elsewhere, or not contiguous, at once.
+    # Holds CPU copies of all tensors that are on a device or not contiguous, at the same time.
     content: dict[str, Tensor] = {}
     places: set[int] = set()
     for key, tensor in tensors.items():
-        # a view that only notes that it is conjugated or negated is not what its bytes say
+        # resolve lazy conjugation and negation, which the bytes do not show
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         entry: Json = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
         if not plain.is_contiguous():
@@ -132,7 +132,7 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
         if plain.is_complex():
             plain = torch.view_as_real(plain)
         plain = plain.contiguous()
-        if plain.data_ptr() in places:  # by two names, which safetensors refuses
+        if plain.data_ptr() in places:  # safetensors refuses one tensor with two names
             plain = plain.clone()
         places.add(plain.data_ptr())
         entries[key] = entry | {"file": name, "sha256": _sha256(plain)}
@@ -140,7 +140,7 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
     with new_file(file):
         mode = stat.S_IMODE(file.stat().st_mode)
     save_file(content, file, metadata=_METADATA)
-    file.chmod(mode)  # safetensors' own is for the owner alone
+    file.chmod(mode)  # safetensors makes files that only the owner can read
     with file.open("rb") as written:
         os.fsync(written.fileno())
         size = os.fstat(written.fileno()).st_size
@@ -153,13 +153,13 @@ def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# Reading.
+# Reading
 
 
 def read(path: Path) -> Json:
-    """Return the document of a checkpoint whose files are there, with the sizes that it says."""
+    """Read a checkpoint's document, and verify that its files exist with the listed sizes."""
     body = documents.read(path)
-    # This costs nothing, and names a truncated file before any tensor is read.
+    # A cheap check that names a truncated file before any tensor is read.
     for name, size in body["files"].items():
         file = path / name
         try:
@@ -174,7 +174,7 @@ def read(path: Path) -> Json:
 
 
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors whose bytes are those that were saved, one at a time, on the CPU."""
+    """Yield tensors one at a time, on the CPU, after verifying their SHA-256."""
     by_file: dict[str, list[str]] = {}
     for key in keys:
         by_file.setdefault(body["tensors"][key]["file"], []).append(key)
@@ -185,7 +185,7 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
                 if opened.metadata() != _METADATA:
                     raise CheckpointError(f"{file}: damaged, its header has changed")
                 for key in own:
-                    # A copy: what is mapped would change with the file.
+                    # A copy, because a mapped tensor would change with the file.
                     tensor = opened.get_tensor(key.removeprefix(WEIGHTS)).clone()
                     yield key, _checked(f"{file}: ", key, tensor, body["tensors"][key])
         except (SafetensorError, OSError, KeyError) as error:
@@ -193,7 +193,7 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
 
 
 def _checked(where: str, key: str, tensor: Tensor, entry: Json) -> Tensor:
-    """The tensor as it was saved, from what the file holds of it."""
+    """Verify a tensor from a file, and restore its dtype and strides."""
     if _sha256(tensor) != entry["sha256"]:
         raise CheckpointError(f"{where}damaged, the SHA-256 of {key!r} is not what was saved")
     dtype = documents.dtype_of(entry["dtype"])

@@ -1,4 +1,4 @@
-"""Weights: parameters, their masters and module buffers, under the model's names."""
+"""Saves parameters, their float32 masters and module buffers, under the model's names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MASTERS = "master."
 
 
 class Weights(Item):
-    """Those of one stage."""
+    """The weights of one stage."""
 
     def __init__(self, part: Part) -> None:
         self.what = f"stage {part.stage}"
         self._part = part
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return them, and the masters as the next run will find them, by the model's names."""
+        """Return weights and masters by name; masters follow parameters changed since a run."""
         names, tied = self._part.parameter_names(), self._part.tied
         weights = {
             name: tensor.detach()
             for name, tensor in self._part.tensors()
-            if name not in tied.get(name, ())  # an earlier stage has it by this name as well
+            if name not in tied.get(name, ())  # an earlier stage saves it under this name
         }
         masters = {}
         for p, master in self._part.masters.items():
@@ -46,7 +46,7 @@ class Weights(Item):
         }
 
     def match(self, body: Json) -> list[Any]:
-        """Compare shapes and kinds of numbers, and choose between weights and masters."""
+        """Check shapes and kinds of numbers, and choose between saved weights and masters."""
         saved = _Saved(body)
         sources: dict[str, Json] = {}  # by key of the module's state_dict
         places: dict[tuple[int, torch.Size], list[str]] = {}  # the keys of one tensor
@@ -56,7 +56,7 @@ class Weights(Item):
         ):
             if name not in saved.weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
-            # Of weights that were tied there is one master.
+            # Tied weights have one master, under the home's name.
             name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
             saved.check(name, tensor)
             place = (tensor.data_ptr(), tensor.shape)
@@ -79,7 +79,7 @@ class Weights(Item):
             master.copy_(value)
 
     def undo(self) -> Callable[[], None]:
-        """Return what puts copies in host memory back, past the module's own hooks."""
+        """Return a function that restores CPU copies directly, without the module's hooks."""
         held = [*(tensor for _, tensor in self._part.tensors()), *self._part.masters.values()]
         before = [tensor.detach().to("cpu", copy=True) for tensor in held]
 
@@ -116,19 +116,19 @@ class _Saved:
                 )
 
     def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
-        """What to load, and whether it is a master: where the weight itself is too narrow."""
+        """Return a saved tensor and whether it is a master, used if the weight is too narrow."""
         narrow = dtype_of(self._entries(name)[0]["dtype"]).itemsize < dtype.itemsize
         is_master = narrow and name in self._masters
         return (self._masters if is_master else self.weights)[name], is_master
 
 
 def weights_of(body: Json) -> Json:
-    """Return what stands for all weights in a document, by the model's names."""
+    """Return the references of all weights in a document, by the model's names."""
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
 
 
 def _domain(dtype: torch.dtype) -> str:
-    """What numbers a dtype is of: within one a wider or narrower one is only more or less exact."""
+    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:

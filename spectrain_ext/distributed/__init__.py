@@ -1,4 +1,4 @@
-"""What exists only because there are several processes: their stages, linked by messages."""
+"""Runs a pipeline whose stages are in several processes."""
 
 from .pipeline import DistributedPipeline
 from .store import join_ranks

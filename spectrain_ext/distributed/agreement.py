@@ -1,4 +1,4 @@
-"""Agreement: what all ranks must have alike, or know of each other, before any of them trains."""
+"""Checks, before training, that all ranks agree on settings, stages, ties and weights."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .board import Board
 
 _OPTION = "the optimizer's "
 
-# Every rank calls all of these, and all come to the same end.
+# Every rank calls each of these, with the same outcome on all.
 
 
 def meet(
     board: Board, settings: Mapping[str, object], own: Mapping[str, object]
 ) -> list[dict[str, Any]]:
-    """What every rank says, by rank: settings, in which all must agree, and its own."""
+    """Exchange settings, which must be equal on all ranks, and own values; return both by rank."""
     found = board.gathered("meeting", {**settings, **own})
     mine = found[board.rank]
     for r, theirs in enumerate(found):
@@ -50,7 +50,7 @@ def meet(
 
 
 def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
-    """What a method comes to, in which all ranks must agree; of JSON's types."""
+    """Return what a method's rules give for every stage, as JSON values that ranks compare."""
     found: dict[str, object] = {}
     for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
         own, then = replace(phase, then=None), phase.then
@@ -59,7 +59,7 @@ def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, 
             "schedule": [phase.schedule],
             "otherwise": [phase.otherwise],
             "clip": [*max_norms_of(phase, places, None)],
-            # Functions are told apart by what they give.
+            # Functions are compared by their results.
             "rates": [f and f(update) for f in factors for update in (0, 1)],
             "then": [] if then is None else [then.after, then.gap],
         }
@@ -76,7 +76,7 @@ def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, 
 
 
 def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
-    """Refuse stages of one cut in another order over the ranks, which have said what they have."""
+    """Raise ValueError unless the ranks hold the stages of one cut in its order."""
     said = [dict(rank["cut"]) for rank in found]
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
@@ -100,11 +100,11 @@ def agreed_ties(
     copies: Sequence[Copy],
     found: Sequence[Mapping[str, Any]],
 ) -> list[TiedStages]:
-    """The ties of all stages; copies here learn what checkpoints call their homes' parameters."""
+    """Return the ties of all stages; tell copies here their originals' names in checkpoints."""
     asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
     if not asked:
         return []
-    mine: dict[str, dict[str, object]] = {}  # by stage, whose number JSON would make a text as well
+    mine: dict[str, dict[str, object]] = {}  # by stage, as a string because JSON keys are
     for k, module in modules.items():
         known: dict[str, object] = {}
         for p, names in names_of(module).items():
@@ -137,7 +137,7 @@ def check_equal_start(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Compare the parameters of every stage's replicas, and the options of their optimizers."""
+    """Raise ValueError unless the replicas of each stage have equal parameters and options."""
     mine = _digests(module, optimizer)
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     wholes = board.gathered("comparing weights", whole)
@@ -150,7 +150,7 @@ def check_equal_start(
 
 
 def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    # No module buffers: they are each replica's own.
+    # without module buffers, which belong to each replica
     found = {repr(name): digest_of(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
@@ -160,7 +160,7 @@ def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def _shown(value: object) -> str:
-    """A value, or only its type where its text has an address in it, as a function's has."""
+    """Return ``repr(value)``, or only the type where that has an address in it (a function)."""
     text = repr(value)
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
 

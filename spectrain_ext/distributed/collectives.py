@@ -1,4 +1,4 @@
-"""What ranks put together: gradients or weights of a stage's replicas, norms of all gradients."""
+"""Combines gradients, weights and gradient norms over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spectrain_ext.weights.storage import Flat
 from .board import Board
 from .links import Circle, Connected
 
-# A gradient goes in about this many pieces, of sizes that are worth a collective of their own.
+# A gradient is sent in about this many buckets, within these sizes.
 PIECES = 8
 LEAST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
@@ -30,15 +30,15 @@ _NORMS = "the norms of all ranks' gradients"
 
 
 class _Collective:
-    """One that is under way; all ranks of a circle begin theirs in one order."""
+    """A pending collective; all ranks of a circle begin theirs in the same order."""
 
     def __init__(
         self,
         circle: Circle,
         board: Board,
-        what: str,  # this rank then waits for
-        group: dist.ProcessGroup,  # the circle's of hosts, or of devices
-        begin: Callable[..., dist.Work | None],  # torch's
+        what: str,  # that this rank waits for, in reports
+        group: dist.ProcessGroup,  # the circle's for CPUs or for devices
+        begin: Callable[..., dist.Work | None],  # a function of torch.distributed
         *tensors: object,
     ) -> None:
         self._circle, self._board, self._what = circle, board, what
@@ -49,9 +49,8 @@ class _Collective:
         self._work = work
         nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
         board.under_way[id(self)] = f"{what}, {nbytes:,} bytes", monotonic()
-        # The work says that it is completed a moment after its future does: too late to be asked
-        # by whoever that woke up.
-        self._done = group is not circle.host  # of NCCL, the stream waits
+        # Not work.is_completed(), which becomes true only after the future's callbacks have run.
+        self._done = group is not circle.host  # with NCCL the stream waits
         if not self._done:
             work.get_future().add_done_callback(self._ended)
 
@@ -62,7 +61,6 @@ class _Collective:
             self._board.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait where the rank hears of failures: RankError if there is one."""
         ranks = self._circle.ranks
         following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
         self._board.wait(lambda: self._done, following, self._what)
@@ -72,7 +70,7 @@ class _Collective:
 
 
 class _Bucket:
-    """Some parameters of one dtype, and a flat copy of their gradients."""
+    """Parameters of one dtype, and a flat copy of their gradients."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.flat = Flat(params)
@@ -80,7 +78,7 @@ class _Bucket:
         self.pending: _Collective | None = None
 
     def copy(self) -> Tensor:
-        """Take the gradients; none counts as zeros."""
+        """Copy the gradients; a missing one counts as zeros."""
         views, gradients = [], []
         for p, view in self.flat.views.items():
             if p.grad is None:
@@ -96,9 +94,9 @@ class _Bucket:
 
 
 class GradientSum:
-    """Sums a minibatch's gradient and its count over a stage's replicas: all get the same bits.
+    """Sums a minibatch's gradients, count and CPU numbers over a stage's replicas.
 
-    And numbers that their hosts know.
+    All replicas get the same bits.
     """
 
     _count: _Collective | None = None
@@ -108,8 +106,8 @@ class GradientSum:
         params: Sequence[Tensor],  # trainable, in the same order on all replicas
         circle: Circle,
         board: Board,
-        compute: Stream,  # that backwards are issued to
-        gradients: Buffer,  # which they write
+        compute: Stream,  # where backwards run
+        gradients: Buffer,  # that they write
     ) -> None:
         self._params = list(params)
         self._circle, self._board = circle, board
@@ -120,7 +118,7 @@ class GradientSum:
         self._sent = 0
         self._handles: list[RemovableHandle] = []
 
-    # A run.
+    # A run
 
     def begin(self) -> None:
         for p in (p for p in self._params if p.requires_grad):
@@ -132,10 +130,10 @@ class GradientSum:
         self._handles.clear()
         self._armed = False
 
-    # A minibatch.
+    # A minibatch
 
     def expect(self) -> None:
-        """The backward that comes next is the minibatch's last one here."""
+        """Send gradients during the next backward, the minibatch's last one on this replica."""
         self._armed, self._sent = True, 0
         for bucket in self._buckets:
             bucket.missing = set(bucket.flat.views)
@@ -150,7 +148,8 @@ class GradientSum:
                 "when the first was being added up over the stage's replicas"
             )
         bucket.missing.discard(p)
-        # Sent beside the rest of the backward, by all replicas in one order: the last layer first.
+        # Buckets overlap with the rest of the backward. All replicas send them in the same order,
+        # the last layer's first.
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send()
 
@@ -163,7 +162,7 @@ class GradientSum:
         return _Collective(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
 
     def send_rest(self, count: Tensor | None) -> None:
-        """The backward has ended: what it did not reach has the gradient that it has."""
+        """Send the remaining gradients and the count, after the minibatch's last backward."""
         self._armed = False
         with self._compute.using(reads=(self._gradients,)):
             while self._sent < len(self._buckets):
@@ -173,10 +172,10 @@ class GradientSum:
                 self._count = self._all_reduce(count, self._circle.device)
 
     def finish(self, numbers: Sequence[float], stream: Stream) -> list[float]:
-        """Put the sums into the gradients, on a stream that follows them; returns the numbers'."""
+        """Store the sums as gradients, on ``stream``; return the sums of ``numbers``."""
         own = [*numbers, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
-        # First, so that the rank hears of failures before the stream waits for NCCL.
+        # First, so that the rank notices failures before the stream waits for NCCL.
         self._all_reduce(tail, self._circle.host).wait()
         with stream.using(writes=(self._gradients,)):
             for bucket in self._buckets:
@@ -188,13 +187,12 @@ class GradientSum:
             bucket.pending = None
         totals: list[float] = tail.tolist()
         have = totals[len(numbers) :]
-        # What has no gradient on any replica gets none.
+        # A parameter without a gradient on every replica keeps none.
         for p, count in zip(self._params, have, strict=True):
             p.grad = self._bucket_of[p].flat.views[p] if count else None
         return totals[: len(numbers)]
 
     def largest(self, number: float) -> float:
-        """The largest of all replicas' numbers."""
         found, host = torch.tensor(number, dtype=torch.float64), self._circle.host
         _Collective(
             *(self._circle, self._board, _GRADIENTS, host),
@@ -204,10 +202,8 @@ class GradientSum:
 
 
 def weight_exchange(circle: Circle, board: Board) -> Exchange:
-    """Sends weights to a stage's other replicas and waits for theirs, when they are asked for."""
-
     def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        # Not a sum: its order would be gloo's, and another one with other numbers of replicas.
+        # Gather instead of sum: gloo's order of summation depends on the number of replicas.
         found = [torch.empty_like(message) for _ in circle.ranks]
         under_way = _Collective(
             circle, board, _WEIGHTS, circle.device, dist.all_gather, found, message
@@ -223,7 +219,7 @@ def weight_exchange(circle: Circle, board: Board) -> Exchange:
 
 
 def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Buckets of one dtype each, in the order in which a backward makes their gradients."""
+    """Group parameters into buckets of one dtype, in the order of their gradients."""
     whole = sum(p.nbytes for p in params)
     enough = min(max(whole // PIECES, LEAST_BYTES), MOST_BYTES)
     done: list[list[Tensor]] = []
@@ -237,7 +233,7 @@ def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class DistributedNorm(GlobalNorm):
-    """Every rank gives its stages' norms and hears all others', over gloo: the host waits."""
+    """Gathers the gradient norms of all stages over gloo; the CPU waits."""
 
     circle: Circle  # of all ranks
 
@@ -248,11 +244,11 @@ class DistributedNorm(GlobalNorm):
         self._own = torch.zeros(replicas.stages, dtype=torch.float64)
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
-        """A stage's own norm of minibatch i; of the rank's last returns when all have given."""
+        """Add a stage's norm of minibatch i; the rank's last one waits for all ranks'."""
         super().give(i, stage, norm, buffer, stream)
         with stream.using(reads=(buffer,)):
             self._own[stage] = norm.to("cpu", torch.float64)
-        if not self.has(self._mine):  # the updates of these wait for the last of them
+        if not self.has(self._mine):  # this rank's last stage gathers for all of them
             return
         circle = self.circle
         found = [torch.empty_like(self._own) for _ in circle.ranks]
@@ -261,9 +257,10 @@ class DistributedNorm(GlobalNorm):
         ).wait()
         for k in range(self._replicas.stages):
             of_replicas = [found[rank][k] for rank in self._replicas.ranks_of(k)]
-            # With averaging each has a gradient of its own; an origin concerns them all.
+            # With averaging, replicas differ. A negative norm marks a non-finite number, which
+            # concerns all of them.
             origin = min(of_replicas)
             if k not in self._mine or origin < 0:
-                # Replicas have added up their gradients by now: one norm, which counts once.
+                # Replicas have summed their gradients, so they share one norm, counted once.
                 theirs = origin if origin < 0 else of_replicas[0]
                 super().give(i, k, theirs, Buffer(f"gradient norm of stage {k}"), stream)

@@ -1,4 +1,4 @@
-"""RankConnections: what joins the stages of a rank to those of other ranks, and to its replicas."""
+"""Connects a rank's stages to their neighbours, replicas and the caller's batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .links import Circle, Links, RemoteEdge, backend_of_bodies, open_circle, op
 
 
 class RankConnections(Connections):
-    """What one rank's stages are connected to: the ranks around it, their replicas, the caller."""
+    """The edges and collectives of one rank's stages."""
 
     links: Links
     _all_ranks: Circle | None = None
@@ -65,7 +65,7 @@ class RankConnections(Connections):
         super().__init__(replicas.stages, split_dim)
         self.replicas = replicas
         self.indices = replicas.stages_on(board.rank)
-        self.takes_batches = board.rank == 0  # and decides how long a run is
+        self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
         self.own_minibatches = averaging is not None
         self.replica = replicas.stage_and_replica(board.rank)[1]
         self._group, self._board = group, board
@@ -90,7 +90,7 @@ class RankConnections(Connections):
         loss_fn: LossFn,
         copies: Sequence[Copy],
     ) -> None:
-        """Meet the other ranks, and open the edges to some of them; every rank calls it."""
+        """Compare settings with the other ranks and open edges; every rank calls this."""
         board, replicas, first = self._board, self.replicas, stages[0]
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
@@ -149,11 +149,11 @@ class RankConnections(Connections):
         self._join(places, put_off_by(method, places))
 
     def tie_again(self, copies: Sequence[Copy]) -> None:
-        """There are no links for it: the ends of ties refuse it, in the run."""
+        """Do nothing: there are no links for new ties, so tie ends refuse them during the run."""
 
     def change(self, method: Method, places: list[Place]) -> None:
         super().change(method, places)
-        if self._total is not None:  # there may be more to train
+        if self._total is not None:  # more parameters may have become trainable
             self._total = self._sum_of(self._stages[0])
 
     def _sum_of(self, stage: Stage) -> GradientSum:
@@ -163,7 +163,7 @@ class RankConnections(Connections):
         return GradientSum(params, circle, self._board, stage.compute, stage.weight_gradients)
 
     def all_ranks(self) -> Circle:
-        """All of them, for what their hosts tell one another; connected when first asked for."""
+        """Return a CPU group of all ranks, which is connected on first use."""
         if self._all_ranks is None:
             self._all_ranks = open_circle(self._group, self._board)
         return self._all_ranks
@@ -209,7 +209,7 @@ class RankConnections(Connections):
     def receivers(self) -> Iterable[Receiver]:
         return (*super().receivers(), *self._receivers.values())
 
-    # What a stage does in a run.
+    # Instructions of a stage
 
     def duties(self, stage: Stage) -> Duties:
         first = self._stages[0]
@@ -275,12 +275,12 @@ class RankConnections(Connections):
         def begins(kind: Kind, i: int, j: int) -> None:
             if board.cause is not None:
                 board.check()
-            microbatch = replica + j * count  # the schedule counts the replica's own
+            microbatch = replica + j * count  # j counts this replica's microbatches
             board.doing(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 
         return begins
 
-    # A run.
+    # A run
 
     def run(self) -> AbstractContextManager[None]:
         return self._board.run(messages=self._counts)
@@ -295,7 +295,7 @@ class RankConnections(Connections):
     ) -> Iterator[tuple[int, Instruction]] | None:
         if len(self._stages) == 1:
             return None
-        # One that all ranks agree on, so that a rank may wait for what comes next.
+        # All ranks use the same order, so a rank may block on its next instruction.
         ranks = [place.stage % self.replicas.ranks for place in places]
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 
@@ -318,14 +318,14 @@ class RankConnections(Connections):
         board.doing("ending the run")
         if not self.evaluates:
             self._ties.bring_true()
-        # From the last stage to the first, as the word goes that all gradients have been sent.
+        # The end of the gradients is passed on from the last stage to the first.
         for stage in reversed(self._stages):
             self._hear_ends(stage.index)
         for sender in self._senders.values():
             sender.flush()
 
     def _hear_ends(self, k: int) -> None:
-        """Hear that all has been sent to a stage, and say so to the previous one."""
+        """Receive the end of every edge into stage k, then end its gradient edges."""
         heard = self.edges[k].heard_end
         for receiver in self._receivers.values():
             link = receiver.link

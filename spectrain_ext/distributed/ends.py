@@ -1,9 +1,9 @@
-"""RemoteReceiver and RemoteSender: the two ends of an edge between processes.
+"""Sends and receives messages on an edge between two processes.
 
-A message is a frame in the host's memory: a header, and as much of the body as both ends have
-agreed on, nothing at first. What does not fit follows apart, as does the layout when it is a new
-one. Where no message is larger than the first, that one opens the edge: from then on a frame has
-room for its body, and a message is one piece. By NCCL bodies go from device to device.
+A message is a frame in CPU memory: a header, and room for a body of the size that both ends have
+agreed on (at first 0). A larger body, or a new layout, follows as a separate piece. If no message
+may be larger than the first, that one sets the size, and later messages are one piece. With NCCL,
+bodies go from device to device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .links import Connected, RemoteEdge
 from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
 
 _CPU = torch.device("cpu")
-#: Layouts that both ends keep; then they begin anew.
+#: Layouts that both ends remember before they start over.
 _KINDS = 4096
-_Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
+_Pieces = list[tuple[Tensor, int]]  # tensors sent from CPU memory, with their tags
 
 
 class _Framed(Slot):
-    """A message's ``memory`` on the device, and its ``frame``, which gloo fills or reads."""
+    """A message's ``memory`` on the device, and its ``frame`` in CPU memory for gloo."""
 
     layout: Layout
     nbytes: int
@@ -43,17 +43,17 @@ class _Framed(Slot):
         self.frame = Frame()
         if in_frame:
             self.memory = self.frame
-        self.works: list[dist.Work] | None = []  # gloo's; None: a thread has yet to begin them
-        self.body: dist.Work | None = None  # NCCL's
+        self.works: list[dist.Work] | None = []  # by gloo; None: a thread will begin them
+        self.body: dist.Work | None = None  # by NCCL
 
 
 class _End:
-    """What both ends have: a ring of slots, and a thread for what the rank must not wait for."""
+    """An end of an edge: a ring of slots, and a thread for waits that would block the rank."""
 
     def __init__(
         self, link: RemoteEdge, device: torch.device, depth: int, board: Board, user: Stream | None
     ) -> None:
-        # user: the stream that uses what arrives, None where messages are sent
+        # user: the stream that uses received messages; None for a sender
         does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
         self.link, self.target, self._board = link, device, board
         self.stream = new_stream(f"copy stream of {link.name}", device)
@@ -66,15 +66,15 @@ class _End:
             for q in range(depth)
         )
         self._connected = Connected(board, (self._other,), link.name)
-        self._capacity = 0  # of a frame, for the body
+        self._capacity = 0  # bytes of a frame for the body
         self._error: BaseException | None = None
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Have a thread do this; the rank's own hears of its error."""
+        """Run ``work`` in a thread, whose error the rank's own thread raises."""
 
         def guarded() -> None:
             try:
-                with callers_stream(self.target).using():  # the thread's current device
+                with callers_stream(self.target).using():  # sets the thread's current device
                     work()
             except BaseException as error:
                 with self._board.changed:
@@ -97,12 +97,12 @@ class _End:
         self._board.lost(self._other, name, error)
 
     def _whole(self, frame: Frame) -> Tensor:
-        """The frame as it travels, with memory for that."""
+        """Return the part of the frame that is sent, allocated if need be."""
         frame.fit(self._capacity, pinned=self._pinned)
         return frame.whole[: HEAD + self._capacity]
 
-    # Not dist.isend and dist.irecv: their checks, after a backward that has emptied the caches,
-    # take longer than the call itself.
+    # Not dist.isend and dist.irecv, whose checks take longer than the call itself when a backward
+    # has emptied the caches.
 
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
         return self.link.host.send([tensor], self._peer, self.link.tags + tag)
@@ -112,11 +112,10 @@ class _End:
 
 
 class RemoteReceiver(_End):
-    """The receiver's end: messages are received ahead of their use.
+    """The receiving end of an edge; it receives messages ahead of their use.
 
-    gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
-    neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
-    thread, with a deadline and an ear for failures.
+    A wait for gloo can be neither polled nor interrupted. So a thread here waits for gloo, and the
+    rank's own thread waits for that thread, with a deadline and notice of failures.
     """
 
     blocks = True
@@ -129,18 +128,18 @@ class RemoteReceiver(_End):
         self._landed = self._thread.event()
         self._layouts: list[Layout] = []
         self._heard = self._posted = 0
-        self._arrived: deque[_Framed | None] = deque()  # None: the end
+        self._arrived: deque[_Framed | None] = deque()  # None: the end of the run
 
     def counts(self) -> dict[str, int]:
-        """Of messages, for a report; any thread may ask."""
+        """Return message counts for a report; safe to call from any thread."""
         heard = self._heard
         posted, used = self._posted - heard, heard - len(self._arrived)
         return {"received": heard, "used": used, "receives posted": posted}
 
-    # The thread.
+    # The receiving thread
 
     def begin(self) -> None:
-        """Listen for the messages of a run, to its end."""
+        """Receive messages until the end of a run."""
         self._start(self.link.name, self._listen)
 
     def _listen(self) -> None:
@@ -153,7 +152,7 @@ class RemoteReceiver(_End):
                 return
 
     def _take(self) -> _Framed | None:
-        """The next message, but for a body that goes from device to device."""
+        """Receive the next message, except a body that goes from device to device."""
         slot = self._next_slot()
         header, number, length, nbytes = slot.frame.read(self._heard)
         self._heard += 1
@@ -194,7 +193,7 @@ class RemoteReceiver(_End):
             slot.memory.fit(nbytes, self.target)
             slot.memory.bytes[:nbytes].copy_(slot.frame.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
-        self._thread.wait(slot.arrived)  # then gloo may have the host's memory again
+        self._thread.wait(slot.arrived)  # then gloo may overwrite the frame
 
     def _next_slot(self) -> _Framed:
         with self._board.changed:
@@ -217,7 +216,7 @@ class RemoteReceiver(_End):
         slot.works = [self._receive(self._whole(slot.frame), TAG_FRAME)]
         self._posted += 1
 
-    # The rank's own thread.
+    # The rank's own thread
 
     def has(self, i: int = 0, j: int = 0) -> bool:
         return bool(self._arrived)
@@ -230,7 +229,7 @@ class RemoteReceiver(_End):
         copy = self.stream
         if not self.link.staged:
             copy.wait(slot.free)
-            with copy.using(writes=(slot.buffer,)):  # be it by gloo
+            with copy.using(writes=(slot.buffer,)):  # by gloo or NCCL
                 if not self.link.by_host:
                     self._receive_on_device(slot)
             copy.record(slot.arrived)
@@ -239,9 +238,9 @@ class RemoteReceiver(_End):
         return slot
 
     def _receive_on_device(self, slot: _Framed) -> None:
-        # As late as a host can: a kernel that waits for data keeps multiprocessors (see CHANNELS).
-        # Where hosts are ahead of their devices it begins as soon as the slot is free: it then
-        # waits here instead of the sender's, which waits there for as long.
+        # As late as the CPU can issue it, because a kernel that waits for data occupies
+        # multiprocessors (see CHANNELS). Where the CPUs run ahead of their devices, the kernel
+        # starts as soon as the slot is free, and waits here instead of the sender's kernel there.
         slot.memory.fit(slot.nbytes, self.target)
         if not slot.nbytes:
             return
@@ -249,36 +248,36 @@ class RemoteReceiver(_End):
         with self._connected:
             work = dist.irecv(into, self.link.peer, group=group, tag=TAG_BODY)
             assert work is not None
-            work.wait()  # the stream does
+            work.wait()  # only the stream waits
 
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
         slot.message = None
-        with self._connected:  # gloo takes no buffers for a broken connection
+        with self._connected:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 
     def reset(self) -> None:
-        """After a failure: messages may still come, but nobody will ask for them."""
+        """Do nothing: messages that arrive after a failure are not read."""
 
     def free_storage(self) -> None:
-        """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""
+        """Do nothing: gloo holds the buffers for the next messages until the process ends."""
 
 
 class RemoteSender(_End):
-    """The sender's end: packs the tensors of a message and sends them in one piece."""
+    """The sending end of an edge; it packs a message's tensors and sends them in one piece."""
 
     by_reference = False
 
     def __init__(self, link: RemoteEdge, device: torch.device, depth: int, board: Board) -> None:
         super().__init__(link, device, depth, board, None)
         if link.staged:
-            packed = FlatMemory()  # of the message that is being staged
+            packed = FlatMemory()  # shared by all slots: one message is staged at a time
             for slot in self._ring:
                 slot.memory = packed
         self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = self._last_bytes = 0
-        self._kinds: dict[object, tuple[Layout, int, int]] = {}  # layouts, each announced once
+        self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
         self._first: Layout | None = None
 
     def counts(self) -> dict[str, int]:
@@ -307,9 +306,10 @@ class RemoteSender(_End):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
         if nbytes and not link.by_host:
-            # Before its header, which has the receiver begin to receive: so whatever a device waits
-            # to receive has been sent, and a rank may wait for its own streams. It must not wait
-            # for the whole device, and so for this: the receiver comes to it in its own time.
+            # The body goes before its header, which makes the receiver post its receive. So all
+            # that a device waits to receive has been sent, and a rank may wait for its own streams.
+            # It must not wait for the whole device, which includes this send: the receiver may be
+            # far behind.
             body = slot.memory.bytes[:nbytes]
             with copy.using(), self._connected:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
@@ -325,24 +325,24 @@ class RemoteSender(_End):
         return slot.arrived
 
     def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
-        """The message's layout, its number, and the body's bytes; and what is to be announced."""
+        """Return the layout, its number and the body's bytes; and the layout's text if new."""
         tensors, *form = message
         looks = (*likeness(tensors), *form)
         kind = self._kinds.get(looks)
         if kind is not None:
             return kind, b""
         layout = Layout.of(message)
-        if len(self._kinds) == _KINDS:  # constants may be others every time
+        if len(self._kinds) == _KINDS:  # constants may differ in every message
             self._kinds.clear()
         kind = layout, len(self._kinds), self._checked_bytes(layout)
         self._kinds[looks] = kind
         return kind, text_of(layout)
 
     def _checked_bytes(self, layout: Layout) -> int:
-        # always those of the first message, or those of this one
         if self.link.dynamic:
             return layout.places()[1]
-        if self._first is None or not self._first.places()[1]:  # as of stages with nothing to train
+        # an empty first message comes from a stage with nothing to train
+        if self._first is None or not self._first.places()[1]:
             self._first = layout
         if not self._first.shrinks_to(layout):
             raise ValueError(
@@ -359,7 +359,7 @@ class RemoteSender(_End):
         self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
 
     def _next_slot(self) -> _Framed:
-        """The next slot; what was sent from it has long arrived, or the window is wrong."""
+        """Return the next slot; with a correct window its last message arrived long ago."""
         slot = self._ring[0]
         self._wait(slot)
         return slot
@@ -373,7 +373,7 @@ class RemoteSender(_End):
             for work in slot.works:
                 work.wait(ENDLESS)
             if slot.body is not None:
-                with self.stream.using():  # of NCCL, only the stream waits
+                with self.stream.using():  # with NCCL, only the stream waits
                     slot.body.wait()
         slot.works, slot.body = [], None
 
@@ -384,7 +384,7 @@ class RemoteSender(_End):
             with self._connected:
                 slot.works = [self._send(*piece) for piece in pieces]
             return
-        # A thread waits for the copy to the host's memory: the rank's own never waits for a device.
+        # A thread waits for the copy to CPU memory: the rank's own thread never waits for a device.
         slot.works = None
         if self._jobs is None:
             self._jobs = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Peers: what the processes of a group tell one another, and do together."""
+"""Exchanges values, errors, tensors and files among the processes of a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Watched(Protocol):
-    """A ``Board`` or a pipeline: ends all processes where one fails or keeps the others waiting."""
+    """A ``Board`` or a pipeline; ends all processes if one fails or keeps the others waiting."""
 
     timeout: float
 
@@ -30,7 +30,7 @@ class Watched(Protocol):
 
 
 class Move(NamedTuple):
-    """A file that one process has and another one is to have."""
+    """A file to be sent from one process to another."""
 
     name: str
     size: int
@@ -39,7 +39,7 @@ class Move(NamedTuple):
 
 
 class Peers:
-    """The processes of a group (None: all there are, or this one alone)."""
+    """The processes of a group (None: the default group, or this process alone)."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, watch: Watched | None = None
@@ -51,7 +51,7 @@ class Peers:
 
     @property
     def timeout(self) -> timedelta | None:
-        """None: as long as torch says."""
+        """The watch's timeout; None: torch's default."""
         return None if self._watch is None else timedelta(seconds=self._watch.timeout)
 
     def together(self, what: str) -> AbstractContextManager[None]:
@@ -61,17 +61,17 @@ class Peers:
         return nullcontext() if self._watch is None else self._watch.busy(what)
 
     def tell(self, value: Any) -> list[Any]:
-        """What every process gives, by rank; raises ConnectionError where one has gone."""
+        """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
             return [value]
         try:
-            # JSON, as torch's object collectives unpickle what arrives: they execute what it says.
-            return [json.loads(text) for text in self._texts(json.dumps(value).encode())]
-        except RuntimeError as lost:  # as torch has it
+            # JSON, because torch's object collectives unpickle messages, which can execute code.
+            return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
+        except RuntimeError as lost:  # torch's error for a broken connection
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
     def gathered(self, make: Callable[[], T], doing: str) -> list[T]:
-        """What ``make`` returns, by rank; an error in one process is one in all: none waits."""
+        """Return every process's result of ``make``; an error in one is raised in all."""
         error, found = self._attempted(make, doing)
         if error is not None:
             raise error
@@ -81,7 +81,7 @@ class Peers:
         return [answer["value"] for answer in found]
 
     def settled(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
-        """The same; an error is a CheckpointError in all processes, with one message."""
+        """Return every process's result of ``make``; an error is one CheckpointError in all."""
         error, found = self._attempted(make, doing)
         reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
         if reasons:
@@ -93,11 +93,11 @@ class Peers:
         return [answer["value"] for answer in found]
 
     def broadcast(self, rank: int, mine: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
-        """What that process gives of this shape and dtype; all in the CPU's memory."""
+        """Return the CPU tensor of this shape and dtype that process ``rank`` passes."""
         found = torch.empty(shape, dtype=dtype) if mine is None else mine.contiguous()
         if found.numel() and self.size > 1:
             assert self._group is not None
-            # As bytes: gloo does not know all dtypes.
+            # As bytes, because gloo does not support all dtypes.
             body = found.view(-1).view(torch.uint8)
             try:
                 dist.broadcast(body, dist.get_global_rank(self._group, rank), group=self._group)
@@ -106,9 +106,9 @@ class Peers:
         return found
 
     def move(self, moves: Sequence[Move], directory: Path) -> None:
-        """Send files out of a directory that each process has for itself, all at the same time.
+        """Send files between the processes' own copies of a directory, in parallel.
 
-        A file has its name when it is there as a whole. All processes give the same moves.
+        All processes pass the same moves. A file gets its name once it has arrived completely.
         """
         if not moves:
             return
@@ -122,9 +122,9 @@ class Peers:
 
         def begin() -> None:
             for _, m, path, comes in own:
-                if path.name != m.name or m.name.startswith("."):  # others may have said it
+                if path.name != m.name or m.name.startswith("."):  # untrusted: from a peer
                     raise ValueError(f"{m.name!r} is no name of a file")
-                contents.append(_mapped(_room(path, m.size) if comes else path, m.size, comes))
+                contents.append(_mapped(_allocate(path, m.size) if comes else path, m.size, comes))
 
         def end() -> None:
             for path in (path for _, _, path, comes in own if comes):
@@ -150,7 +150,7 @@ class Peers:
     def _attempted(
         self, make: Callable[[], T], doing: str
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
-        """What failed here, and what every process says: what it has made, or why it has not."""
+        """Return the error here, if any, and every process's value or error."""
         error = None
         try:
             with self.busy(doing):
@@ -161,7 +161,7 @@ class Peers:
             mine = {"error": f"{type(error).__name__}: {error}", "message": message}
         return error, self.tell(mine)
 
-    def _texts(self, mine: bytes) -> list[bytes]:
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
         longest = max(int(size) for size in sizes)
@@ -177,9 +177,9 @@ def _mapped(path: Path, size: int, shared: bool) -> Tensor:
     return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
 
 
-def _room(path: Path, size: int) -> Path:
-    """Make a partial file of that size: without room an OSError here, and no signal later."""
-    remove(partial(path))  # of a move that did not end
+def _allocate(path: Path, size: int) -> Path:
+    """Allocate a partial file: a full disk is an OSError here instead of a SIGBUS later."""
+    remove(partial(path))  # left by an interrupted move
     handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.posix_fallocate(handle, 0, size)

@@ -1,4 +1,4 @@
-"""Failures: what ranks say of themselves, and which of them a wait in vain comes down to."""
+"""Describes ranks by heartbeats, and finds which rank a wait is stuck on."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from typing import Any, NamedTuple
 
 
 class Cause(NamedTuple):
-    """Which rank failed first, and what is known of it."""
+    """The rank that failed first, and why."""
 
     rank: int
     reason: str
-    found: int | None = None  # by which rank; None: by each for itself, without the store
-    report: str = ""  # that this rank writes, as "host:path"
-    gone: bool = False  # whether its connections have broken: it says nothing any more
+    found: int | None = None  # the rank that found it; None: each by itself, without the store
+    report: str = ""  # "host:path" of the file that the finder writes
+    gone: bool = False  # its connections have broken, so it sends no more heartbeats
 
     @staticmethod
     def read(text: bytes) -> Cause | None:
-        """What ``json.dumps`` of a cause wrote; None for no text."""
         return Cause(*json.loads(text)) if text else None
 
 
 class Beat(NamedTuple):
-    """What a rank last said of itself."""
+    """A rank's last heartbeat."""
 
-    text: bytes  # as it was said
-    heard: float  # when this rank heard it, on its own clock
+    text: bytes  # as received
+    heard: float  # when it was received, on this rank's clock
     doing: str = "starting"
-    busy: float = 0.0  # seconds that it had been doing that
-    waits: tuple[int | None, str] | None = None  # for whom (None: all others), and on which edge
-    words: int = 0  # that it has said so far
-    last: Sequence[Any] = ()  # of these
-    complete: int = 0  # words that all have said, as far as it has heard
-    knows: bool = False  # of a failure, and has told what belongs in its report
-    reported: bool = False  # has written that, or knows that it has been
-    process: Sequence[Any] = ()  # as ``this_process`` says
+    busy: float = 0.0  # seconds since it began that
+    waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
+    words: int = 0  # number of values it has shared, see ``Board.gathered``
+    last: Sequence[Any] = ()  # the last two of them
+    complete: int = 0  # number of values that all ranks have shared, to its knowledge
+    knows: bool = False  # of a failure, and has posted its part of the report
+    reported: bool = False  # the report is written, to its knowledge
+    process: Sequence[Any] = ()  # see ``this_process``
 
     @staticmethod
     def read(text: bytes, heard: float) -> Beat:
@@ -51,7 +50,7 @@ class Beat(NamedTuple):
 
     @property
     def news(self) -> tuple[int, int, bool]:
-        """What others may be waiting for."""
+        """The fields that other ranks wait for."""
         return self.words, self.complete, self.knows
 
     def __str__(self) -> str:
@@ -63,27 +62,27 @@ def described(error: BaseException) -> str:
 
 
 def this_process() -> list[Any]:
-    """Its host, who started it there, and its number."""
+    """Return the machine's name, the parent's process id and this process's id."""
     return [socket.gethostname(), os.getppid(), os.getpid()]
 
 
 def wake_stopped(process: Sequence[Any]) -> None:
-    """Let a process go on that was stopped (SIGSTOP) here, so that it can end as the others do.
+    """Continue a process that was stopped (SIGSTOP) on this machine, so that it ends too.
 
-    Only one that the same launcher has started. It does not hear torchrun's SIGTERM while it is
-    stopped, and SIGKILL comes 30 s later, whatever ``--shutdown-timeout`` says (torch 2.13).
+    Only if the same launcher started it. A stopped process does not receive torchrun's SIGTERM, and
+    SIGKILL follows only after 30 s, whatever ``--shutdown-timeout`` is (torch 2.13).
     """
     host, launcher, _ = this_process()
     if list(process[:2]) != [host, launcher]:
         return
-    with suppress(OSError):  # it has ended, or there is no such file on this system
+    with suppress(OSError):  # the process has ended, or the system has no /proc
         about = Path(f"/proc/{process[2]}/stat").read_text().rpartition(")")[2].split()
         if about[:2] == ["T", str(launcher)]:
             os.kill(process[2], signal.SIGCONT)
 
 
 def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:
-    """The other rank that was heard of the longest ago, and the seconds since."""
+    """Return the other rank with the oldest heartbeat, and its age in seconds."""
     rank = min((r for r in range(len(beats)) if r != me), key=lambda r: beats[r].heard)
     return rank, monotonic() - beats[rank].heard
 
@@ -91,20 +90,20 @@ def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:
 def suspect(
     beats: Sequence[Beat], me: int, peer: int | None, patience: float
 ) -> tuple[Cause, float]:
-    """Follow who waits for whom, to a rank that is silent or waits for nobody.
+    """Follow the chain of waits to a rank that is silent or does not wait.
 
-    Returns that rank, and for how long it has been in its present action: infinity if it is silent.
-    Where ranks wait for one another it is the last to have begun with it: one that ends a run has
-    not heard yet that all others do.
+    Returns that rank as a cause, and the seconds it has spent in its present action (infinity if it
+    is silent). If ranks wait in a circle, the seconds are those of the wait that began last, since
+    a rank that ends a run may not know yet that all others have.
     """
     now = monotonic()
     passed: list[int] = []
     while True:
-        following = _of_all(beats, me, patience) if peer is None else peer
+        following = _rank_all_wait_for(beats, me, patience) if peer is None else peer
         if passed and following in (me, *passed):
             busy = min(beats[r].busy + now - beats[r].heard for r in passed)
             culprit = following if peer is None else passed[-1]
-            return _circle(beats[culprit], culprit, [me, *passed, following]), busy
+            return _circle_cause(beats[culprit], culprit, [me, *passed, following]), busy
         beat = beats[following]
         silent = now - beat.heard
         if silent > patience:
@@ -116,7 +115,7 @@ def suspect(
         peer = beat.waits[0]
 
 
-def _circle(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
+def _circle_cause(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
     assert beat.waits is not None
     circle = " -> ".join(map(str, ranks))
     return Cause(
@@ -124,8 +123,8 @@ def _circle(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
     )
 
 
-def _of_all(beats: Sequence[Beat], me: int, patience: float) -> int:
-    """Who keeps all waiting: a silent rank, else one that waits for nobody, else not for all."""
+def _rank_all_wait_for(beats: Sequence[Beat], me: int, patience: float) -> int:
+    """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
     rank, silent = most_silent(beats, me)
     if silent > patience:
         return rank

@@ -1,4 +1,4 @@
-"""Links: the process groups that one rank sends and receives by, which all make in one order."""
+"""Creates the process groups through which a rank sends and receives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from spectrain_ext.transport.streams import callers_stream
 from .board import Board
 from .wire import TAGS
 
-#: Multiprocessors that a message takes by NCCL at most, at either end. A kernel stays on the device
-#: until the one at the other end has come, and those of all edges must fit there together: one that
-#: does not get on keeps another device waiting. NCCL by itself takes more where links are fast (its
-#: 2.30: two per NVLink), and rounds up to a power of two. Not measured.
+#: The most multiprocessors that an NCCL message occupies at either end. A kernel occupies them
+#: until its counterpart at the other end runs, so the kernels of all edges must fit on a device
+#: together; one that cannot start blocks another device. NCCL's own choice is larger on fast links
+#: (2.30: two per NVLink), and it rounds up to a power of two. Not measured.
 CHANNELS = 4
 _BOUNDS = frozenset(
     f"NCCL_{end}_{what}"
@@ -36,59 +36,56 @@ _Use = Callable[[dist.ProcessGroup, torch.device], None]
 
 
 class Circle(NamedTuple):
-    """Ranks that put something together, and the groups that they do it by."""
+    """Ranks that run collectives together, and their process groups."""
 
     ranks: Sequence[int]
-    host: dist.ProcessGroup  # of gloo, for what their hosts wait for
-    # For what goes from device to device: the same one, which itself sees to it that a GPU's data
-    # gets through host memory, or one of NCCL.
-    device: dist.ProcessGroup
+    host: dist.ProcessGroup  # gloo, for CPU tensors
+    device: dist.ProcessGroup  # NCCL, or the same gloo group, which stages GPU data in CPU memory
 
 
 class RemoteEdge(NamedTuple):
-    """What two processes have in common for one direction; ranks are those of the pipeline."""
+    """One direction of messages between two processes, as both know it."""
 
-    name: str  # of the edge, for reports
+    name: str  # for reports
     what: Traffic
-    at: int  # the replica at the other end; of tied weights and gradients the tie's number
+    at: int  # the replica at the other end, or the number of a tie
     stages: tuple[int, int]  # of the sender and of the receiver
-    sender: int
-    receiver: int
+    sender: int  # rank in the pipeline
+    receiver: int  # rank in the pipeline
     peer: int  # the other process's rank in the default group
-    host: dist.ProcessGroup  # of gloo
-    device: dist.ProcessGroup  # that bodies go by: the same, or one of NCCL
+    host: dist.ProcessGroup  # gloo
+    device: dist.ProcessGroup  # for bodies: NCCL, or the same gloo group
     dynamic: bool  # whether later messages may be larger than the first
-    # Whether gloo cannot reach the stages' devices: bodies go through the hosts' memory.
-    staged: bool = False
-    # The first of its messages' tags. Two links by one group have others: gloo waits for the next
-    # message of a training run beside those of an evaluation.
+    staged: bool = False  # bodies go through CPU memory, because gloo cannot reach the devices
+    # Offset of the messages' tags. Training and evaluation share a group and differ in this, as
+    # gloo holds a posted receive for training during an evaluation.
     tags: int = 0
 
     @property
     def by_host(self) -> bool:
-        """Whether bodies travel in the CPU's memory."""
+        """Whether bodies are sent from CPU memory."""
         return self.device is self.host
 
 
 class Links(NamedTuple):
-    """The links of one rank; ``circle``: the replicas of its stage, None if there is one."""
+    """The links of one rank; ``circle`` is its stage's replicas, None if it is the only one."""
 
     edges: Sequence[RemoteEdge]
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
-        """Links by the same groups for forwards only: messages of any size, beside those here."""
+        """Return links for forwards only, in the same groups, with messages of any size."""
         return Links(
             [
                 link._replace(dynamic=True, tags=link.tags + TAGS)
                 for link in self.edges
-                if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, first of all
+                if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, at the start
             ]
         )
 
 
 class Connected:
-    """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
+    """Treats a RuntimeError inside its ``with`` block as a broken connection to these ranks."""
 
     def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
         others = [rank for rank in ranks if rank != board.rank]
@@ -96,7 +93,7 @@ class Connected:
         self._peer = others[0] if len(others) == 1 else None
 
     def __enter__(self) -> None:
-        if self._board.cause is not None:  # groups of NCCL are being aborted
+        if self._board.cause is not None:  # NCCL groups are being aborted
             self._board.check()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -105,17 +102,18 @@ class Connected:
 
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
-    """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``."""
+    """Return "nccl" if every rank has its own GPU and a torch with NCCL, else "gloo"."""
     gpus = board.gathered("comparing GPUs", _gpu(device))
     # NCCL refuses two ranks on one GPU.
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def _gpu(device: torch.device) -> str:
-    """Which of all GPUs of all machines it is; nothing where NCCL cannot use it."""
+    """Identify a GPU among those of all machines; "" if NCCL cannot use it."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
-    of = torch.cuda.get_device_properties(device)  # by its place, as NCCL: a uuid may be of a part
+    # by PCI address, as in NCCL: a uuid may be that of a MIG slice
+    of = torch.cuda.get_device_properties(device)
     place = ":".join(str(getattr(of, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
     return f"{socket.gethostname()} {place}"
 
@@ -126,17 +124,17 @@ def open_links(
     board: Board,
     dynamic: bool,
     replicas: Replicas | None = None,
-    bodies: str = "gloo",  # or "nccl", which leaves them on the GPU; on all ranks alike
+    bodies: str = "gloo",  # or "nccl", which sends them from device to device; same on all ranks
     ties: Sequence[TiedStages] = (),
 ) -> Links:
-    """Make the groups of all directed edges that end or begin at this rank, and use each once."""
-    # One group per directed edge: the two directions would otherwise wait for each other. All ranks
-    # make all groups, in one order, as torch asks of them.
+    """Make a group for each directed edge of this rank, and use each once."""
+    # One group per directed edge, because two directions in one would wait for each other. All
+    # ranks make all groups in the same order, as torch requires.
     #
-    # The first use of a group connects, and by NCCL blocks the hosts of both ranks until the other
-    # has come to it too. In training that could be a circle of ranks, each of which waits for the
-    # next one's first use of another edge; here all have the same order. NCCL connects for what is
-    # done: an edge is used by a message in its direction, replicas by a sum.
+    # The first use of a group connects it, and with NCCL blocks the CPU of each rank until the
+    # other uses it too. During training ranks could then wait in a circle for each other's first
+    # uses; here the order is the same everywhere. NCCL connects per kind of operation, so an edge
+    # sends a message in its direction, and replicas sum.
     opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
     ranks = opener.ranks
     replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
@@ -192,7 +190,7 @@ def open_links(
 
 
 def open_circle(group: dist.ProcessGroup | None, board: Board) -> Circle:
-    """All ranks, for what their hosts tell one another."""
+    """Make a gloo group of all ranks."""
     ranks = dist.get_process_group_ranks(group)
     made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
     assert made is not None
@@ -204,7 +202,7 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
 
 
 class _Opener(NamedTuple):
-    """Makes groups of some of the pipeline's ranks, and uses them."""
+    """Makes and first uses groups of the pipeline's ranks."""
 
     ranks: list[int]
     board: Board
@@ -212,7 +210,7 @@ class _Opener(NamedTuple):
     device: torch.device
 
     def open(self, name: str, members: Sequence[int], use: _Use) -> Circle | None:
-        """Groups of these ranks; None: this one is no member."""
+        """Make the groups of these ranks; None if this rank is not a member."""
         host = self.group(name, members, "gloo", _CPU, use)
         device = host
         if self.bodies != "gloo":
@@ -223,9 +221,9 @@ class _Opener(NamedTuple):
         self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
     ) -> dist.ProcessGroup | None:
         board, chosen = self.board, [self.ranks[r] for r in members]
-        # gloo's own deadline would break the connection: the board's comes first.
+        # Longer than the board's, because gloo's own deadline breaks the connection.
         longer = timedelta(seconds=max(4 * board.timeout, 60.0))
-        # NCCL then connects at once, and a pair's messages need no second communicator.
+        # With a bound device NCCL connects at once, and a pair needs no second communicator.
         bound = None if backend == "gloo" else device
         options = None if backend == "gloo" else _options(longer, use is not _sum)
         mine, others = board.rank in members, [r for r in members if r != board.rank]
@@ -240,44 +238,44 @@ class _Opener(NamedTuple):
                 if not mine:
                     return None
                 assert isinstance(made, dist.ProcessGroup)
-                if backend != "gloo":  # whose waits are those of threads, which may stay behind
+                if backend != "gloo":  # gloo's waits are in daemon threads, which may stay blocked
                     board.aborts.append(made.abort)
-                # Not left to a message whose deadline is short, and over before the next begins.
+                # Connect now, without a message's short deadline, and before the next group.
                 stream = callers_stream(device)
                 with stream.using():
                     use(made, device)
                 stream.synchronize()
             except RuntimeError as error:
                 board.lost(None, name, error)
-        board.check()  # an abort ends the first use as well
+        board.check()  # an abort also ends the first use
         return made
 
 
 def _options(timeout: timedelta, of_an_edge: bool) -> Any:
-    """What a group of NCCL is made with; None where torch has none."""
+    """Return the options of an NCCL group; None if torch has no NCCL."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:
         return None
-    # What another rank's device waits for goes before what only this one computes.
+    # Messages that another device waits for go before this device's own computation.
     options = nccl.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    # Sums have as many channels as NCCL chooses for them beside a backward: they move whole stages'
-    # gradients at once, and an update waits for them.
+    # Sums keep NCCL's own number of channels: they move a whole stage's gradients during a
+    # backward, and the update waits for them.
     if of_an_edge and not _BOUNDS & os.environ.keys():
-        options.config.max_ctas = CHANNELS  # of sends and receives as well
+        options.config.max_ctas = CHANNELS  # also limits sends and receives
     return options
 
 
 @contextmanager
 def _lenient() -> Iterator[None]:
-    """Inside, torch makes groups of NCCL that do not end the process at an error of theirs.
+    """Let torch make NCCL groups, in a ``with`` block, that do not end the process on an error.
 
-    The board hears of the failure, aborts them, and has the rank raise RankError.
+    Instead the board notices the failure, aborts them, and makes the rank raise RankError.
     """
     if any(name in os.environ for name in (_ON_ERROR, _ON_ERROR.removeprefix("TORCH_"))):
         yield
         return
-    os.environ[_ON_ERROR] = "0"  # read when a group is made
+    os.environ[_ON_ERROR] = "0"  # torch reads it when it makes a group
     try:
         yield
     finally:
@@ -286,9 +284,9 @@ def _lenient() -> Iterator[None]:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Inside, torch makes new groups without the default group's communicator."""
-    # From one with a device_id it splits them off, on the ranks that are no members as well: for a
-    # group of gloo these would wait for members that do not split anything.
+    """Let torch make groups, in a ``with`` block, without the default group's communicator."""
+    # torch splits new groups off a default group with a device_id, also on ranks that are not
+    # members. For a gloo group these would wait for members that do not split.
     default = dist.group.WORLD
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None

@@ -1,4 +1,4 @@
-"""DistributedPipeline: one process's stages of a pipeline over a process group."""
+"""Trains one process's stages of a pipeline that spans a process group."""
 
 from __future__ import annotations
 
@@ -40,67 +40,59 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 class DistributedPipeline(Pipeline):
-    """The stages of one process in a pipeline over processes, under ``torchrun`` or any launcher.
+    """One process's stages of a pipeline over several processes, under any launcher.
 
-    As many processes as stages; or fewer, with as many stages each; or several for a stage: its
-    replicas, between which the microbatches of every minibatch are dealt out, and whose gradients
-    are added up for an update.
-
-    Every rank makes one, with its own stages and otherwise the same arguments, and calls the same
-    methods in the same order. What it computes is what ``Pipeline`` computes in one process, to the
-    bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``; with
-    replicas up to the order of sums, and with the versions that each replica reads.
-
-    Weights that stages have in common (see ``Pipeline``) are known to those that ``partition`` and
-    ``cut_at`` have made; others say so by ``tied_parameters``, on the later stage's rank. None of
-    these stages can have replicas. After every run the copies are the first stage's true weights;
-    in the middle of one they are what the last forward had, and after a failure what had arrived.
+    Each rank passes its own stages and otherwise identical arguments, and calls the same methods
+    in the same order. With the same ``torch.manual_seed`` and number of threads, results on a CPU
+    equal ``Pipeline``'s bit for bit; with replicas, sums may round differently and each replica
+    reads its own weight versions. Arguments that are not listed here are those of ``Pipeline``.
+    ``state_dict`` holds this rank's keys; ``load_state_dict`` also accepts a whole model's.
 
     Args:
-        stage: the part of the model that belongs to this rank: stage k of N on rank k of N, or on
-            each of the stage's replicas. Or several, ``stages[rank::ranks]`` of all: rank r of R
-            has the stages r, r + R, r + 2R, ... as many as every other, and no replicas.
-        optimizer, method, scheduler, microbatches: as for ``Pipeline``.
-        loss_fn: likewise; called on the last stage's ranks.
-        count: likewise; called on rank 0, and not with ``averaging``, where every replica has a
-            minibatch of its own.
-        window: likewise; windows count the microbatches of one replica.
-        clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
-            ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute, split_dim, on_nonfinite, offload, codec: likewise.
-        replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
-            numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
-            r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
-            the same weights, which is checked once, here; module buffers are each one's own.
-        averaging: one of ``spectrain_ext.averaging``, with the same number of replicas of all
-            stages: replica c of every stage makes up a pipeline of its own, which updates by the
-            gradients of its own microbatches alone, a minibatch to it, and whose results have the
-            losses of these; its weights are averaged with the other replicas' at every update. See
-            ``averaged``. None: gradients are added up.
+        stage: stage k on rank k or on each of its replicas; or the list ``stages[rank::ranks]``, of
+            the same length on every rank, without replicas.
+        loss_fn: called on the ranks of the last stage.
+        count: called on rank 0; not allowed with ``averaging``.
+        window: counts the microbatches of one replica.
+        clip_norm, clip_scope: a global norm makes the ranks wait for one another on the CPU. With
+            ``averaging``, ``"auto"`` clips by stage.
+        replicas: ranks per stage, one number or one per stage (default 1; 1 with tied weights).
+            Ranks are numbered stage by stage. Replica c of r runs microbatches c, c + r, ...; r
+            divides ``microbatches``. All start from the same weights, which is checked here.
+        averaging: a value of ``spectrain_ext.averaging``; all stages have equally many replicas.
+            Replica c of all stages forms a pipeline with its own minibatches and losses, whose
+            weights are averaged at every update. None: replicas sum their gradients.
         group: all ranks, stage by stage; None: the default group.
-        device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
-            go by gloo) or all have a CUDA device: messages go by NCCL if each has one of its own,
-            otherwise by gloo through host memory.
-        timeout: seconds that a rank waits for another, to make its pipeline (15 at least) or in a
-            run, before all end with a ``RankError``.
-        dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
-            an uneven last minibatch, need no permission.
-        share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
-            rank's host wait for every loss.
+        device: where the stages go, a CPU or a CUDA device on all ranks; None: they stay. Messages
+            use NCCL if every rank has its own GPU, else gloo through CPU memory.
+        timeout: seconds that a rank waits for another before all raise ``RankError``; at least 15
+            while the pipeline is made.
+        dynamic_shapes: allow messages larger than the first; smaller ones are always allowed.
+        share_loss: give every rank the losses, as float64; on CUDA the last rank's CPU waits for
+            each of them.
 
     Attributes:
         rank: this process's rank in the group.
-        ranks: their number.
+        ranks: the number of ranks.
         timeout: as given.
         replicas: the number of ranks of every stage.
-        replica: which of its stage's this process is, counted from 0.
+        replica: this process's index among the replicas of its stage, from 0.
 
     Raises:
-        ValueError: besides Pipeline's reasons, an argument that another rank has differently.
-        RankError: another rank could not make its part, or has not come to it in time.
+        ValueError: as for ``Pipeline``, or an argument differs between ranks.
+        RankError: another rank failed or did not arrive in time.
 
-    ``state_dict`` has the stage's part of what ``Pipeline`` has, under the same names;
-    ``load_state_dict`` takes this stage's out of a whole model's.
+    Example:
+        >>> where = f"file://{Path('store').resolve()}"
+        >>> torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        >>> pipe = st.DistributedPipeline(
+        ...     nn.Linear(4, 1), lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss
+        ... )
+        >>> for result in pipe.run([(torch.ones(8, 4), torch.ones(8, 1))] * 2):
+        ...     print(result.index, result.loss.shape)
+        0 torch.Size([])
+        1 torch.Size([])
+        >>> torch.distributed.destroy_process_group()
     """
 
     _connections: RankConnections
@@ -150,7 +142,7 @@ class DistributedPipeline(Pipeline):
         self.timeout = timeout
         self._group = group
         self._averages = averaging is not None
-        # All ranks make their pipelines in one order: the count names this one.
+        # All ranks make their pipelines in the same order, so a count identifies this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
@@ -186,33 +178,32 @@ class DistributedPipeline(Pipeline):
         trace: Observer | Sequence[Observer] | None = None,
         keep: Keep | None = None,
     ) -> Iterator[Result]:
-        """Train on every batch; every rank calls it, and every rank yields every minibatch.
+        """Train on every batch. Every rank calls this, and gets a result for every minibatch.
 
         Args:
-            batches: as for ``Pipeline``, on rank 0: whole minibatches, of which it sends inputs to
-                the other replicas of stage 0 and targets to the last stage. Of a batch that is a
-                mapping both are all of it. What is no tensor is None, a bool, a number or a string:
-                nothing else goes to another process. Other ranks need none, and ignore them.
-            trace: records when this rank's actions run, or measures them.
-            keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
-                replicas there each that of its own microbatches. It is shared with nobody.
+            batches: as for ``Pipeline``, on rank 0 only: whole minibatches. Rank 0 sends inputs to
+                the other replicas of stage 0 and targets to the last stage; a batch that is a
+                mapping is both. Besides tensors, only None, bools, numbers and strings can be sent.
+                Other ranks ignore this argument.
+            trace: records or measures what this rank runs.
+            keep: as for ``Pipeline``. Only results on the ranks of the last stage carry it; each
+                replica there keeps its own microbatches' part.
 
         Yields:
-            On the last rank a ``Result`` per minibatch as soon as its loss has been issued, or with
-            replicas of the last stage after its update there; on others after this stage's update,
-            and asking it for the loss raises RuntimeError unless losses are shared. Leaving the
-            loop on rank 0 ends the run of all ranks; on any other the rest of the run is trained on
-            within ``close()``.
+            A ``Result`` per minibatch: on the last stage as soon as its loss has been issued (with
+            replicas, after the update there), on other stages after their update. There, reading
+            the loss raises RuntimeError unless ``share_loss`` is set. Leaving the loop on rank 0
+            ends the run of all ranks; on any other rank, ``close()`` trains on the rest of the run.
 
         Raises:
-            RankError: another rank has failed, or one has let this one wait for too long. Every
-                rank ends, with the same first cause, and names the same report. A rank that is
-                stuck is ended by its own watchdog, which says so on stderr, with exit code 1.
-            ValueError: rank 0 has no batches; or its loader gives every process a part of the
-                samples, which names its sampler.
-            StageError and others, as for ``Pipeline``: on the rank that has failed.
+            RankError: another rank failed or kept this one waiting too long. Every rank then ends
+                with the same first cause and the path of one report. A watchdog ends a rank that is
+                stuck: it writes to stderr and exits with code 1.
+            ValueError: rank 0 has no batches, or its loader gives each process only a part of the
+                samples (the message names its sampler).
+            StageError: as for ``Pipeline``, on the rank that failed. Other exceptions likewise.
 
-        After a failure the pipeline cannot run again.
+        The pipeline cannot run again after a failure.
         """
         return super().run(self._fed(batches), trace=trace, keep=keep)
 
@@ -233,21 +224,21 @@ class DistributedPipeline(Pipeline):
             return Peers(hosts, self._board).gathered(make, doing)
 
     def write_back(self, model: nn.Module | None) -> None:
-        """Write the true weights of all stages into the uncut model, on the ranks that want them.
+        """Write the true weights of all stages into the uncut model, on the ranks that pass one.
 
-        Every rank calls it between two runs. Tensors travel one at a time, by the hosts: those that
-        train, and of others those that a model has otherwise. Each stage's are those of its first
-        replica. What a rank's model shares with its own stage stays as it is. With ``averaging``
-        call it, and use the model, inside ``averaged``.
+        Every rank calls this between two runs. Tensors are sent one at a time through CPU memory:
+        all trainable ones, and others only where the model's values differ. They come from each
+        stage's first replica. Tensors that the model shares with this rank's stage are skipped.
+        With ``averaging``, call this and use the model inside ``averaged()``.
 
         Args:
-            model: as for ``Pipeline``; or None, on a rank that wants nothing.
+            model: as for ``Pipeline``, or None on a rank that needs no copy.
 
         Raises:
             RuntimeError: a run has not ended, or an earlier one failed.
-            TypeError, ValueError: as for ``Pipeline``, where the model is; RuntimeError on others.
-                Nothing has been written then.
-            RankError: another rank has failed: some tensors may have been written and others not.
+            TypeError, ValueError: as for ``Pipeline``, on the rank with the model; RuntimeError on
+                the others. Nothing has been written.
+            RankError: another rank failed. Some tensors may have been written.
         """
         what = "writing the weights back"
         with self._executor.callers_turn(), self.together(what), torch.no_grad():
@@ -258,12 +249,12 @@ class DistributedPipeline(Pipeline):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, between two runs, the parameters are what ``averaging`` makes of all replicas.
+        """Set the parameters to the replicas' average inside a ``with`` block, between two runs.
 
-        They are the centre of ``Elastic``, the mean over replicas of ``Sparse``; then again this
-        replica's own. Without averaging nothing changes. Every rank enters it; ``evaluate`` and
-        calling the pipeline do it by themselves, while ``state_dict`` has the replica's own weights
-        unless it is called inside.
+        The average is the centre of ``Elastic`` and the mean over replicas of ``Sparse``. On exit
+        each replica gets its own weights back. Without ``averaging`` nothing changes. All ranks
+        must enter it. ``evaluate`` and calling the pipeline enter it themselves; ``state_dict``
+        holds the replica's own weights unless called inside.
 
         Raises:
             RuntimeError: a run has not ended, or an earlier one failed.
@@ -283,36 +274,37 @@ class DistributedPipeline(Pipeline):
             super()._forward_all(*given, **more)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Inside, all ranks do something together between two runs, and watch each other.
+        """Watch the other ranks during work that all ranks do together between two runs.
 
-        As a run does, this ends all ranks with one report where one fails or keeps the others
-        waiting; checkpoints use it. All ranks enter it, in the same order.
+        If a rank fails or keeps the others waiting, all of them end with one report, as in a run.
+        All ranks enter it, in the same order. Checkpoints use it.
 
         Raises:
-            RankError: on leaving: another rank has gone, or let this one wait for too long.
+            RankError: on exit, if another rank ended or kept this one waiting too long.
             RuntimeError: a run has not ended, or an earlier one failed.
         """
         self.check_drained(what)
         return self._board.together(what)
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Inside, within ``together``, this rank says what the others wait for."""
+        """Report, inside ``together``, that the others wait for this rank, and for what."""
         return self._board.busy(what)
 
     def forward(self, value: Any = None) -> Any:
-        """The output of the true weights for one batch, through the stages of all ranks.
+        """Compute the whole pipeline's output for one batch with the true weights.
 
-        Every rank calls it, in whatever mode its stage is, and without a graph.
+        Every rank calls this. Stages keep their training or evaluation mode. No autograd graph is
+        built.
 
         Args:
-            value: the input, on rank 0; others need none.
+            value: the input, on rank 0; other ranks ignore it.
 
         Returns:
-            The output on the ranks of the last stage, None on all others.
+            The output on the ranks of the last stage, None on the others.
 
         Raises:
-            RuntimeError: a run has not ended yet, or an earlier one failed.
-            ValueError: there is no input.
+            RuntimeError: a run has not ended, or an earlier one failed.
+            ValueError: rank 0 has no input.
             RankError, StageError: as for ``run``.
         """
         self.check_drained("calling the pipeline")
@@ -323,14 +315,14 @@ class DistributedPipeline(Pipeline):
         batch = (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
         all_replicas = self._connections.replicas
-        # Replicas deal batches out: each gets this one.
+        # Batches are dealt to replicas in turn, so repeat this one until each replica has it.
         batches = minibatches([batch] * lcm(*all_replicas.counts), all_replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
         return outputs[0] if last else None
 
 
 def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
-    """Who has which stage, where every rank has so many."""
+    """Assign ranks to stages; ``stages`` is the number on each rank."""
     if stages < 2:
         return Replicas.of(replicas, ranks)
     if ranks == 1:

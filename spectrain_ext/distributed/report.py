@@ -1,4 +1,4 @@
-"""Report: what all ranks say of themselves when one has failed, in one text file."""
+"""Writes one text file about all ranks when one has failed."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ from torch.distributed.distributed_c10d import Store
 
 from .failures import Beat, Cause
 
-#: How many instructions of a rank are remembered, and how many characters it may say of its stacks.
+#: Instructions that a rank remembers, and characters of its stacks.
 LAST = 32
 ROOM = 2**15
 
-#: Threads that are there to watch the others.
+#: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
 
-#: Counts of the messages of each edge that ends or begins at this rank.
+#: Returns the message counts of each edge that begins or ends at this rank.
 Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
 
 
 class Report:
-    """One rank's share in it. Each posts a part; who found the cause writes what has come of them.
+    """One rank's part of a failure report.
 
-    Where the store does not answer every rank writes one of its own.
+    Each rank posts its part to the store, and the rank that found the cause writes the file. Where
+    the store does not answer, every rank writes a file of its own.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self.reported = self.ended = True  # or none has begun
+        self.reported = self.ended = True  # until a report begins
         self._own = ""
         self._posted, self._until = False, 0.0
         self._parts: dict[int, str | bytes] = {}
-        self._written = 0  # parts
+        self._written = 0  # number of parts in the file
 
     def begin(self, cause: Cause, own: str, beats: Sequence[Beat], until: float) -> Cause:
-        """A cause has become known; returns it with the place of the report."""
+        """Begin a report of this cause; return the cause, with a path where it had none."""
         self._own, self._parts, self._until = own, {self._rank: own}, until
         self.reported = self.ended = cause.found is None
         if self.ended:
@@ -55,24 +56,24 @@ class Report:
         return cause
 
     def outlive(self, talks: Thread, grace: float) -> None:
-        """Let an exception go on, but have this process wait at its end for all to be told.
+        """Keep this process alive, while its exception propagates, until all ranks are notified.
 
-        Launchers end all others as soon as one has ended.
+        Launchers end all other processes as soon as one has ended.
         """
         if self.ended:
             talks.join(grace)
             return
-        with suppress(RuntimeError):  # Python ends already, and takes no more threads
+        with suppress(RuntimeError):  # at shutdown Python starts no more threads
             Thread(target=talks.join, args=[grace / 2]).start()
 
     def post(self, own: Callable[[], str]) -> None:
-        """Give this rank's part to the others: that of the beginning, if there was one."""
+        """Post this rank's part once: the one made when the cause became known, if there is one."""
         if not self._posted:
             self._store.set(_key(self._rank), self._own or own())
             self._posted = True
 
     def go_on(self, cause: Cause, beats: Sequence[Beat], patience: float) -> None:
-        """Another round: write what has come, or hear that all of it has been written."""
+        """Write the parts that have arrived, or note that the report is complete."""
         if self.ended:
             return
         late = monotonic() > self._until
@@ -80,7 +81,7 @@ class Report:
             self._collect(cause, beats, patience, late)
         elif cause.found is not None:
             self.reported = late or beats[cause.found].reported
-        # Rank 0 may keep the store, and leaves it last.
+        # Rank 0 may host the store, so it leaves last.
         stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
         self.ended = late or (self.reported and not stays)
 
@@ -104,7 +105,7 @@ def _key(rank: int) -> str:
 
 
 def new_report() -> str:
-    """Make an empty file that only this user can read; "host:path", or nothing if it cannot be."""
+    """Make an empty file that only this user can read; return "host:path", or "" on failure."""
     try:
         handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
         os.close(handle)
@@ -114,7 +115,7 @@ def new_report() -> str:
 
 
 def place_of(report: str) -> str:
-    """The same for somebody here: without this host's name."""
+    """Return the report's path, without the machine's name if it is this one."""
     return report.removeprefix(f"{socket.gethostname()}:")
 
 
@@ -131,7 +132,7 @@ def part_of(
     collectives: Iterable[tuple[str, float]],
     error: str,
 ) -> str:
-    """What a rank says of itself now, as JSON; times are given on its own clock."""
+    """Return a rank's state as JSON; times are relative to now."""
     now = monotonic()
     state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
     if waits is not None:
@@ -153,7 +154,6 @@ def _words(what: tuple[object, ...]) -> str:
 
 
 def _stacks() -> str:
-    """Of all threads but those that watch; the main one is the first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
@@ -167,11 +167,11 @@ def _stacks() -> str:
 def _write(
     rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Beat]
 ) -> None:
-    """Write what is known by now; a reader finds that or what was there before."""
+    """Replace the file atomically by what is known now."""
     path = place_of(cause.report)
     if not path:
         return
-    with suppress(Exception):  # the cause is known without it
+    with suppress(Exception):  # the report must not hide the cause
         read = {r: json.loads(part) for r, part in sorted(parts.items())}
         text = "\n".join([*_lines(rank, cause, read, beats), ""])
         handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))

@@ -1,4 +1,4 @@
-"""Store: where the ranks of a launcher meet, and what a process group is made with."""
+"""Joins the ranks of a launcher into a process group, and connects them to its store."""
 
 from __future__ import annotations
 
@@ -15,38 +15,46 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-#: Seconds that new connections to a store may take. Torch asks a name server for the name of each
-#: address: 5 s where that does not answer (measured: for 103 connections of 6,000).
+#: Seconds that a new connection to a store may take. Torch resolves the name of each address, which
+#: takes 5 s if the name server does not answer (measured: 103 of 6,000 connections).
 SLOW = 15.0
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
-_START = "spectrain_ext/start"  # of the ranks: its name, under this key of the store
-_LOOK_AGAIN = 0.01  # seconds from one look to the next, whether rank 0 has answered or begun anew
+_START = "spectrain_ext/start"  # the store's key of the name of this start of the ranks
+_POLL_SECONDS = 0.01  # seconds between two checks for rank 0's answer or a newer start
 
 
 def join_ranks(*, timeout: timedelta = timedelta(minutes=30)) -> tuple[int, int]:
-    """Make the default process group, of gloo, of all ranks that a launcher has started.
+    """Make the default process group (gloo) of all ranks that a launcher has started.
 
-    It reads the environment as ``init_process_group("gloo")`` does, and differs in this:
+    Like ``torch.distributed.init_process_group("gloo")``, it reads ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment. The differences:
 
-    - Ranks that ``torchrun`` has started again find one another and nobody else, although its store
-      still has the addresses of those before. There may be fewer or more of them, and each
-      machine's launcher may have started its own another number of times.
-    - Where no ``torchrun`` keeps the store, rank 0 does, and listens on ``MASTER_ADDR`` alone.
-    - Where all ranks are on one machine, gloo and NCCL stay on the loopback interface, unless
+    - After ``torchrun`` restarts ranks, they find each other and ignore the addresses of earlier
+      ranks in its store. Their number may change, and each machine's launcher may have restarted a
+      different number of times.
+    - Without ``torchrun``'s store, rank 0 hosts one, and listens on ``MASTER_ADDR`` only.
+    - If all ranks are on one machine, gloo and NCCL use the loopback interface unless
       ``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` is set.
 
     Args:
-        timeout: how long ranks wait for one another, here and in what they do by this group.
+        timeout: how long a rank waits for others, here and in operations of the group.
 
     Returns:
         This process's rank, and the number of ranks.
 
     Raises:
-        RuntimeError: no launcher has set ``RANK`` and the like; or there is a process group.
-        OSError: rank 0 cannot listen on ``MASTER_ADDR``; names address and port.
-        TimeoutError: another rank has not come; rank 0 names it.
+        RuntimeError: an environment variable is missing, or a process group exists already.
+        OSError: rank 0 cannot listen on ``MASTER_ADDR``; the message names address and port.
+        TimeoutError: another rank did not arrive; on rank 0 the message names it.
+
+    Example:
+        >>> import os
+        >>> os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+        >>> st.join_ranks()
+        (0, 1)
+        >>> torch.distributed.destroy_process_group()
     """
     if dist.is_initialized():
         raise RuntimeError("join_ranks: there is a process group already")
@@ -68,14 +76,14 @@ def join_ranks(*, timeout: timedelta = timedelta(minutes=30)) -> tuple[int, int]
 
 
 def _stay_on_loopback(environment: MutableMapping[str, str], ranks: int) -> None:
-    """On one machine nothing needs to be heard outside of it; a user's own choice stands."""
+    """Keep traffic on one machine off the network, unless the user has chosen an interface."""
     one_machine = environment.get("LOCAL_WORLD_SIZE") == str(ranks)
     if one_machine or environment["MASTER_ADDR"] in _LOCAL:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo")
 
 
-@cache  # one that keeps it joins again by what it has
+@cache  # the process that hosts the store joins again through the same one
 def _launchers_store(address: str, port: int, *, listen: bool) -> Store:
     try:
         return store_at(address, port, listen=listen)
@@ -87,11 +95,11 @@ def _launchers_store(address: str, port: int, *, listen: bool) -> Store:
 
 
 def _met(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """A name that these ranks have in common, and no earlier ones by the same store.
+    """Return a name for this start of the ranks, which differs from earlier ones in the store.
 
-    TORCHELASTIC_RESTART_COUNT is none: it counts the failures that one machine's launcher has seen,
-    and a machine that comes or goes is no failure (torch 2.13). So rank 0 draws a name and answers
-    whoever finds it. Under an earlier one nobody answers.
+    TORCHELASTIC_RESTART_COUNT does not work: it counts the failures that one machine's launcher has
+    seen, and a machine that joins or leaves is not a failure (torch 2.13). So rank 0 draws a name
+    and answers each rank that finds it; under an earlier name nobody answers.
     """
     name = uuid4().hex
     waited = f"within {timeout.total_seconds():.1f} s"
@@ -99,24 +107,24 @@ def _met(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
         mine = PrefixStore(name, store)
         store.set(_START, name)
         for other in range(1, ranks):
-            if not _came(mine, f"here/{other}", timeout):
+            if not _key_appears(mine, f"here/{other}", timeout):
                 raise TimeoutError(f"join_ranks: rank {other} of {ranks} has not come {waited}")
             mine.set(f"answer/{mine.get(f'here/{other}').decode()}", "")
         return name
     until = monotonic() + timeout.total_seconds()
     found = ""
-    while _came(store, _START, timeout) and monotonic() < until:
+    while _key_appears(store, _START, timeout) and monotonic() < until:
         before, found = found, store.get(_START).decode()
         theirs = PrefixStore(found, store)
         if found != before:
             theirs.set(f"here/{rank}", name)
         if theirs.check([f"answer/{name}"]):
             return found
-        sleep(_LOOK_AGAIN)  # a wait of the store's own that is in vain is a warning of torch's
+        sleep(_POLL_SECONDS)  # torch logs a warning when a wait of the store times out
     raise TimeoutError(f"join_ranks: rank {rank} has had no answer of rank 0 {waited}")
 
 
-def _came(store: Store, key: str, timeout: timedelta) -> bool:
+def _key_appears(store: Store, key: str, timeout: timedelta) -> bool:
     try:
         store.wait([key], timeout)
     except DistStoreError:
@@ -127,19 +135,19 @@ def _came(store: Store, key: str, timeout: timedelta) -> bool:
 def store_at(
     address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
 ) -> Store:
-    """Make or join the store of a process group, which listens on one address only.
+    """Host or join a store of a process group that listens on one address only.
 
-    ``init_process_group`` by itself makes one that listens on all interfaces, whatever address it
-    was given.
+    The store that ``init_process_group`` makes listens on all interfaces, regardless of the address
+    it is given.
 
     Args:
-        address: an IP address or a name, of the machine that keeps the store.
-        port: its port; 0: any that is free, ``store.port`` then is it.
-        listen: whether this process keeps the store: one does, usually rank 0.
-        timeout: how long a call waits for another process, of this one that joins as well.
+        address: IP address or name of the machine that hosts the store.
+        port: its port; 0 picks a free one, which ``store.port`` then holds.
+        listen: whether this process hosts the store; one process must, usually rank 0.
+        timeout: how long calls, and joining, wait for another process.
 
     Raises:
-        OSError: this process cannot listen there; names address and port.
+        OSError: this process cannot listen there; the message names address and port.
     """
     given: dict[str, Any] = {"host_name": address, "timeout": timeout, "wait_for_workers": False}
     if listen:
@@ -165,7 +173,7 @@ def _listening(address: str, port: int) -> socket.socket:
 
 
 def connection(store: Store, patience: float, timeout: float) -> Store:
-    """Another connection to the same store, whose calls wait ``patience`` seconds for a key."""
+    """Open another connection to the store, whose calls wait ``patience`` seconds for a key."""
     before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=max(timeout / 2, SLOW)))  # torch tries twice
     try:

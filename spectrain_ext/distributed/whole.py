@@ -1,4 +1,4 @@
-"""Whole: the uncut model, out of the stages of all ranks."""
+"""Writes the weights of all ranks' stages into the uncut model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _WHAT = "comparing the weights"
 
 
 class _Offer(NamedTuple):
-    """A tensor that a rank gives; of JSON's types."""
+    """A tensor that a rank can send, described by JSON types."""
 
     name: str
     shape: list[int]
     dtype: str
-    digest: str  # of what does not train: whoever has the same needs none
+    digest: str  # of a tensor that does not train; a model with the same one needs no copy
 
 
 def write_back(
-    given: Mapping[str, Tensor],  # what this rank's stages give to others
-    own: Mapping[str, Tensor],  # what they have
+    given: Mapping[str, Tensor],  # tensors that this rank sends to others
+    own: Mapping[str, Tensor],  # all tensors of its stages
     model: nn.Module | None,
     peers: Peers,
 ) -> None:
-    """Put what all ranks give into this rank's model, if it has one; all ranks call it."""
+    """Copy the tensors of all ranks into this rank's model, if it has one; all ranks call this."""
     offered: dict[str, tuple[int, _Offer]] = {}
     for rank, told in enumerate(peers.gathered(lambda: _offers(given), _WHAT)):
         for each in told:
@@ -69,7 +69,7 @@ def _offers(given: Mapping[str, Tensor]) -> list[_Offer]:
 
 
 def _wants(offer: _Offer, place: Tensor, own: Tensor | None) -> bool:
-    """Whether a model's tensor is to be written: it is not the stage's own, and maybe another."""
+    """Whether to write a model's tensor: it is not the stage's own, and may differ."""
     if own is not None and same_memory(own, place):
         return False
     return not offer.digest or digest_of(place) != offer.digest

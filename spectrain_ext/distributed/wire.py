@@ -1,4 +1,4 @@
-"""What goes over a link: a frame that begins with a header, and layouts as JSON."""
+"""Encodes messages: frames with a binary header, and layouts as JSON."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from spectrain_ext.transport.message import (
     places_in,
 )
 
-# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
-# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
-# body.
+# A header of int64 numbers: sequence number, kind, parts of the minibatch, the bits of a float64
+# value, number of the layout, bytes of its text (0 if announced before), bytes of the body.
 _HEADER = 7
 _DATA, _END = 1, 2
-# Bytes of a frame before the body: whole alignment units.
+# Bytes of a frame before the body, a multiple of the alignment.
 HEAD = 256
-# The same two ranks use the same group: what a piece of a message is.
+# The kinds of pieces of a message, all sent in one group.
 TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
-TAGS = 4  # of a link, at most
-# gloo cannot be interrupted, and a wait that times out breaks its connection: the threads that
-# wait are ended with the process, and deadlines are the board's.
+TAGS = 4  # tags reserved per link
+# A wait for gloo cannot be interrupted, and one that times out breaks the connection. So waiting
+# threads last as long as the process, and the board keeps the deadlines.
 ENDLESS = timedelta(days=365)
 
 _CPU = torch.device("cpu")
 
 
 class Frame(FlatMemory):
-    """Memory of the host for a header, and for the body after it."""
+    """CPU memory for a header and the body after it."""
 
     _numbers: NDArray[np.int64]
 
@@ -57,7 +56,7 @@ class Frame(FlatMemory):
     def write(
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
-        """Write the header of a message, or of the end: None."""
+        """Write the header of a message, or of the end of a run (None)."""
         kind, parts, value = _END, 0, 0
         if header is not None:
             kind, parts = _DATA, header.parts
@@ -77,7 +76,7 @@ class Frame(FlatMemory):
 
 
 def text_of(layout: Layout) -> bytes:
-    """A layout as JSON, which is all that a peer is trusted with."""
+    """Encode a layout as JSON: peers are not trusted with pickle."""
     tensors = [
         t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
         for t in layout.tensors
@@ -86,7 +85,7 @@ def text_of(layout: Layout) -> bytes:
 
 
 def layout_of(text: bytes) -> Layout:
-    """Read ``text_of``; whatever else a peer sends is a ValueError."""
+    """Decode a layout from ``text_of``; ValueError for anything else a peer sends."""
     try:
         read = json.loads(text)
         tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
@@ -124,7 +123,7 @@ def _tensor_layout(
     numbers = [*shape, *stride]
     if len(shape) != len(stride) or not all(isinstance(n, int) and n >= 0 for n in numbers):
         raise TypeError(f"shape {shape!r} and strides {stride!r} are no layout")
-    # A stride out of the tensor's own memory would read what is beside it.
+    # Strides that exceed the tensor's memory would read its neighbours.
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     layout = TensorLayout(tuple(shape), tuple(stride), found, bool(differentiable))
     if 0 not in shape and span * found.itemsize > layout.nbytes:

@@ -1,4 +1,4 @@
-"""Cutting a model into stages: measure its blocks, decide where to cut, make the stages."""
+"""Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages."""
 
 from .blocks import Slice
 from .cut import Cut, StageEstimate, cut

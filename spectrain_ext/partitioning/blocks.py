@@ -1,4 +1,4 @@
-"""Blocks: what lies between the places where a model can be cut, and what they share."""
+"""Splits a model into blocks to cut between, and finds what blocks share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .traced import TracedStage, split
 
 
 class Slice(nn.Sequential):
-    """Blocks ``first``, ``first + 1``, ... of a model, one after another.
+    """A stage made of a model's consecutive blocks.
 
     Args:
-        blocks: the modules, shared with the model they come from.
-        first: index of the first of them in that model.
-        names: what the model calls them; None: by their indices, as ``nn.Sequential(*all_blocks)``
-            does.
+        blocks: the modules, shared with the model.
+        first: the model's index of the first of them.
+        names: the model's names of them; None: their indices, as in ``nn.Sequential``.
 
-    ``full_name`` tells what the model calls a parameter or module buffer, which does not depend on
-    where the cuts are: checkpoints and a pipeline's ``state_dict`` use these names.
+    Example:
+        >>> stage = st.partitioning.Slice([nn.Linear(4, 4), nn.ReLU()], first=3)
+        >>> stage.full_name("0.weight")
+        '3.weight'
     """
 
     def __init__(
@@ -37,17 +38,20 @@ class Slice(nn.Sequential):
         self._names = None if names is None else tuple(names)
 
     def full_name(self, name: str) -> str:
-        """Return the model's name of what is called ``name`` here."""
+        """Return the uncut model's name of a parameter or module buffer of this stage.
+
+        Checkpoints and ``Pipeline.state_dict`` use these names, which do not depend on the cuts.
+        """
         index, _, rest = name.partition(".")
         place = int(index)
         block = self[place]
-        if isinstance(block, TracedStage):  # its model is no sequence
+        if isinstance(block, TracedStage):  # has the model's names already
             return block.full_name(rest)
         return f"{self.first + place if self._names is None else self._names[place]}.{rest}"
 
 
 class _Calls(nn.Module):
-    """A function as a block."""
+    """A block that calls a function."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -95,13 +99,12 @@ def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
 
 
 def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
-    """Return the stages that end before these blocks."""
     names, modules = list(blocks), list(blocks.values())
     return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
 
 
 def shared_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Parameters that several blocks have."""
+    """Return the parameters that several blocks share."""
     return ties_of(
         blocks, found=lambda block: ((p, n, "weight") for n, p in block.named_parameters())
     )
@@ -112,7 +115,7 @@ def ties_of(
     kinds: str = "blocks",
     found: Callable[[nn.Module], Iterable[tuple[object, str, str]]] | None = None,
 ) -> tuple[Tie, ...]:
-    """What blocks share and stages cannot: modules and module buffers; parameters they can."""
+    """Return the modules and module buffers that blocks share, which stages cannot share."""
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
@@ -139,11 +142,11 @@ def _dotted(index: int, name: str) -> str:
     return f"{index}.{name}" if name else str(index)
 
 
-# Of a model that is no list.
+# A model that is not a list
 
 
 def named(names: Sequence[str]) -> list[str]:
-    """Names of blocks; the whole model has none, and is 0."""
+    """Return names of blocks; the whole model, whose name is empty, is "0"."""
     return [name or str(index) for index, name in enumerate(names)]
 
 
@@ -154,9 +157,9 @@ def found_in(
     call: Call,
     planned: Sequence[str] | None = None,
 ) -> tuple[Sequence[str], Sequence[nn.Module]]:
-    """Cut as finely as may be, before submodules called once; return their names, and blocks.
+    """Cut as finely as possible, before submodules called once; return their names and the blocks.
 
-    Where the names are planned nothing is traced: the blocks are the submodules.
+    With ``planned`` names nothing is traced, and the blocks are the submodules.
     """
     if planned is not None:
         levels = list(_levels(model, example, call))
@@ -164,15 +167,15 @@ def found_in(
         return names, [model.get_submodule(name) for name in names]
     why: Exception | None = None
     most = 1
-    # The innermost with parameters of their own first. Where torch.export or what is passed between
-    # them does not allow that, modules around them.
+    # First the innermost modules with parameters of their own. If torch.export fails, or a value
+    # cannot be passed on, then the modules around them.
     for names in _levels(model, example, call):
         if len(names) < n_stages:
             most = max(most, len(names))
             continue
         try:
             blocks = split(model, example, names[1:], once=True, call=call)
-        except ValueError as error:  # something that cannot be passed on, say
+        except ValueError as error:  # for example a value that cannot be passed on
             why = error
             continue
         except RuntimeError as error:
@@ -185,7 +188,7 @@ def found_in(
 
 
 def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]:
-    """Names of submodules that may begin a block, in the order of their calls: finest first."""
+    """Yield lists of submodules that may begin a block, in call order, the finest list first."""
     calls: dict[nn.Module, int] = {}
 
     def called(module: nn.Module, *_: object) -> None:
@@ -207,7 +210,7 @@ def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]
     modules = dict(model.named_modules())
     for level in range(depth, 0, -1):
         around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
-        # Where a module has others in it, these are where blocks begin.
+        # A module that contains other candidates does not begin a block.
         outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
         found = [name for name in around if name not in outer and modules[name] in once]
         if found and found != before:

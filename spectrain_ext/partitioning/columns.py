@@ -1,4 +1,4 @@
-"""Columns: which columns of a batch that is a mapping a model's forward takes, and how."""
+"""Selects the columns of a mapping batch that a model's forward takes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Call:
-    """How a forward is given the tensors of a microbatch; without names by position."""
+    """How to pass tensors to a forward: by position if there are no names."""
 
     names: tuple[str, ...] = ()
-    whole: bool = False  # as a dict, in one argument
+    whole: bool = False  # pass a dict as the only argument
 
     def __call__(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.names:
@@ -37,13 +37,13 @@ BY_POSITION = Call()
 
 @dataclass(frozen=True)
 class Columns:
-    """What becomes of the columns of a batch: all that have no name here are dropped."""
+    """The use of each column of a batch; columns not named here are dropped."""
 
-    takes: tuple[str, ...]  # what the forward may be given, the main one first
-    needed: tuple[str, ...]  # what it has to be given
-    labels: tuple[str, ...] = ()  # further arguments of the forward, which are for the loss
-    refused: tuple[str, ...] = ()  # further arguments, which the stages cannot be given
-    more: tuple[str, ...] = ()  # for the loss, by the caller's wish
+    takes: tuple[str, ...]  # that the forward accepts, the main one first
+    needed: tuple[str, ...]  # that the forward requires
+    labels: tuple[str, ...] = ()  # parameters of the forward that only its loss uses
+    refused: tuple[str, ...] = ()  # parameters of the forward that stages do not accept
+    more: tuple[str, ...] = ()  # that the caller keeps for the loss
     whole: bool = False  # whether the forward takes a dict
 
     @property
@@ -51,13 +51,13 @@ class Columns:
         return Call(self.takes, self.whole)
 
     def kept(self, batch: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """What is not dropped, as by transformers' ``Trainer``; TypeError as ``of``."""
+        """Return the columns to keep, as transformers' ``Trainer`` does; raises as ``of``."""
         self.of(batch, where)
         names = (*self.takes, *self.labels, *_LABELS, *self.more)
         return {n: value for n, value in batch.items() if n in names and value is not None}
 
     def of(self, batch: object, where: str = "batch") -> Inputs:
-        """What the forward is given of a batch; TypeError of one that does not do."""
+        """Return the forward's columns of a batch; TypeError if they do not fit."""
         if isinstance(batch, Tensor):
             batch = {self.takes[0]: batch}
         if not isinstance(batch, Mapping):
@@ -83,14 +83,14 @@ class Columns:
         return {name: given[name] for name in self.takes if name in given}
 
     def narrowed(self, example: object) -> Columns:
-        """To what an example has: a trace takes no more, and needs all of that."""
+        """Restrict to an example's columns: a traced model takes and needs exactly these."""
         given = tuple(self.of(example))
         left = tuple(name for name in self.takes if name not in given)
         return replace(self, takes=given, needed=given, refused=(*self.refused, *left))
 
 
 def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
-    """What the forward of a Hugging Face model takes."""
+    """Return the columns for the forward of a Hugging Face model."""
     parameters = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
     named = [n for n, p in parameters.items() if p.kind not in _VARIADIC and n != main]
@@ -104,13 +104,13 @@ def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
 def columns_in(
     model: nn.Module, example: Mapping[str, object], more: tuple[str, ...] = ()
 ) -> Columns:
-    """What any module's forward takes of a batch like the example.
+    """Return the columns for any module's forward, given a batch like the example.
 
-    Keyword arguments, where the forward can be called with the columns that it has names for (or
-    with all, if it takes any name); else the batch as a dict, if one argument will do.
+    They are keyword arguments if the forward can be called with those that it names (or with all if
+    it accepts ``**``); otherwise the batch is one dict argument.
 
     Raises:
-        TypeError: the example has not what the forward needs, or no tensor for it.
+        TypeError: the example lacks what the forward needs, or has something else than a tensor.
     """
     parameters = inspect.signature(model.forward).parameters
     named = {n: p for n, p in parameters.items() if p.kind not in _VARIADIC}

@@ -1,4 +1,4 @@
-"""Cut: where a sequence of blocks is divided so that the slowest stage is as fast as possible."""
+"""Divides a sequence of blocks so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from spectrain_ext.files import read_json
 
 from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
-# (stage k, number of stages) -> how many
+# (stage k, number of stages) -> count
 StageCount = Callable[[int, int], int]
 
 _NEVER = float("inf")
-_LARGEST = 1 << 24  # bytes of a file
+_LARGEST = 1 << 24  # bytes of a plan's file
 
-#: Of a plan's document; another one is refused.
+#: The only format of a plan's document that is accepted.
 PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """What a stage will cost, by the profile.
+    """The estimated cost of one stage, from a profile.
 
     Attributes:
-        blocks: the half-open range of its blocks.
-        compute_seconds: forward and backward of one microbatch, over its replicas and their speed.
-        transfer_seconds: activations and gradients through both its edges; 0 without a bandwidth.
-        parameter_bytes: of its parameters, once.
-        memory_bytes: all copies of the parameters, and what its window of microbatches keeps.
-        speed: its devices compute so many times as fast as what was measured.
+        blocks: half-open range of the stage's blocks.
+        compute_seconds: forward and backward of one microbatch, divided by replicas and speed.
+        transfer_seconds: activations and gradients through both edges; 0 without a bandwidth.
+        parameter_bytes: size of the parameters, counted once.
+        memory_bytes: all copies of the parameters, plus saved tensors of the window.
+        speed: how many times as fast as the measured device the stage's devices are.
+
+    Example:
+        >>> blocks = (st.partitioning.BlockProfile(2.0), st.partitioning.BlockProfile(1.0))
+        >>> first, last = st.partitioning.cut(st.partitioning.Profile(blocks), 2).stages
+        >>> first.blocks, first.seconds
+        (range(0, 1), 2.0)
     """
 
     blocks: range
@@ -51,11 +57,17 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A division of blocks into stages.
+    """A division of blocks into stages; ``print`` shows it as a table.
 
     Attributes:
         ends: per stage, the index after its last block.
         stages: an estimate per stage.
+
+    Example:
+        >>> blocks = tuple(st.partitioning.BlockProfile(s) for s in (1.0, 2.0, 1.5, 1.5))
+        >>> found = st.partitioning.cut(st.partitioning.Profile(blocks), 2)
+        >>> found.ends, found.bottleneck, found.slowest, found.balance
+        ((2, 4), 0, 3.0, 1.0)
     """
 
     ends: tuple[int, ...]
@@ -63,7 +75,7 @@ class Cut:
 
     @property
     def bottleneck(self) -> int:
-        """Index of the slowest stage; the first one of several."""
+        """Index of the slowest stage, the first of equal ones."""
         return max(range(len(self.stages)), key=lambda k: (self.stages[k].seconds, -k))
 
     @property
@@ -73,7 +85,7 @@ class Cut:
 
     @property
     def balance(self) -> float:
-        """The mean stage's time over the slowest one's: 1 when all are equal."""
+        """Mean time of the stages divided by the slowest one's; 1 if all are equal."""
         slowest = self.slowest
         total = sum(stage.seconds for stage in self.stages)
         return total / len(self.stages) / slowest if slowest else 1.0
@@ -95,7 +107,7 @@ class Cut:
 
 
 def classic_window(k: int, n: int) -> int:
-    """Microbatches that stage k of n has in flight under one-forward-one-backward."""
+    """Return the window of stage k of n under 1F1B."""
     return n - k
 
 
@@ -110,32 +122,35 @@ def cut(
     window: int | StageCount = classic_window,
     replicas: Sequence[int] | None = None,
 ) -> Cut:
-    """Return the division whose slowest stage is fastest; of those the most even one.
+    """Return the division with the fastest slowest stage; of equal ones, the most even.
 
-    A stage's time is that of its blocks, over its speed, and, with a ``bandwidth``, of what passes
-    its two edges: an activation one way and a gradient of the same size the other. Its memory is
-    ``weight_copies`` times its parameters and ``window`` times what its blocks keep for their
-    backwards.
+    A stage's time is that of its blocks divided by its speed and replicas, plus, with a
+    ``bandwidth``, the transfer over both edges: an activation one way and a gradient of the same
+    size back. Its memory is ``weight_copies`` times its parameters plus ``window`` times the saved
+    tensors of its blocks. The search is exact, by dynamic programming in
+    ``O(n_stages * blocks**2)``.
 
     Args:
-        profile: measured by ``measure``, or made up.
+        profile: from ``measure``, or made by hand.
         n_stages: at least 1.
-        speeds: per stage, how many times as fast as what was measured its devices compute; None:
-            like it.
-        bandwidth: bytes per second between neighbouring stages, or one number for each boundary
-            between two. None: transfers are free, as where they run beside the computation.
-        memory_limit: bytes that a stage may take, or one number per stage.
-        weight_copies: weights, gradients, optimizer state and kept versions, counted in copies of
-            the parameters; by default true weights, working weights, gradients and momentum. A
-            number, or a function of (k, n_stages).
-        window: microbatches a stage has in flight, likewise.
-        replicas: of every stage, among which its microbatches are dealt out; None: one.
+        speeds: per stage, how many times as fast as the measured device its devices are; None: 1.
+        bandwidth: bytes per second between neighbouring stages, or one number per boundary. None:
+            transfers cost nothing, as when they overlap with computation.
+        memory_limit: bytes per stage, one number for all or one each.
+        weight_copies: memory for weights, gradients, optimizer state and kept versions, in copies
+            of the parameters: a number or a function of (k, n_stages). The default counts true
+            weights, working weights, gradients and momentum.
+        window: microbatches in flight, a number or a function of (k, n_stages).
+        replicas: number of replicas of each stage, which share its microbatches; None: 1.
 
     Raises:
-        ValueError: an argument out of range, fewer places to cut than needed (the message names
-            what is shared between blocks), or a memory limit that no division keeps.
+        ValueError: an argument out of range, too few places to cut (the message names what the
+            blocks share), or a memory limit that no division meets.
 
-    The search is exact, by dynamic programming: ``O(n_stages * blocks**2)``.
+    Example:
+        >>> blocks = tuple(st.partitioning.BlockProfile(s) for s in (1.0, 2.0, 1.5, 1.5))
+        >>> st.partitioning.cut(st.partitioning.Profile(blocks), 3).ends
+        (2, 3, 4)
     """
     blocks = len(profile.blocks)
     if not 1 <= n_stages <= blocks:
@@ -174,7 +189,7 @@ def cut(
 
 
 class _Costs:
-    """Time and memory of any stage, each in O(1)."""
+    """Computes the time and memory of any stage in O(1)."""
 
     def __init__(
         self,
@@ -190,9 +205,9 @@ class _Costs:
         self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
         self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
         self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
-        # bytes that cross the place before each block; none before the first and after the last
+        # bytes that cross the boundary before each block, and after the last
         self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
-        # of both edges of every stage
+        # seconds per byte of the edges before and after every stage
         inner = [0.0] * (n - 1) if bandwidths is None else [2.0 / width for width in bandwidths]
         self._per_byte = [0.0, *inner, 0.0]
         self._copies = _counts(weight_copies, n, "weight_copies")
@@ -233,7 +248,7 @@ def _search(
 ) -> tuple[float, tuple[int, ...]]:
     """Return the least joined cost of n stages, and their ends (the earliest of equal ones)."""
     last = len(places) - 1
-    # least[q]: of the first k stages, ending at places[q]
+    # least[q]: cost of the first k stages if they end at places[q]
     least = [0.0] + [_NEVER] * last
     choices: list[list[int]] = []
     for k in range(n):
@@ -257,7 +272,6 @@ def _search(
 
 
 def _places(profile: Profile, n: int) -> list[int]:
-    """Block indices that a stage may begin or end at."""
     blocks = len(profile.blocks)
     for tie in profile.ties:
         if not 0 <= tie.first < tie.last < blocks:
@@ -305,21 +319,21 @@ def _too_little_memory(costs: _Costs, places: list[int], limits: list[float], n:
     )
 
 
-# A cut that a plan says.
+# A plan's cut
 
 
 class HasDocument(Protocol):
-    """What ``spectrain_ext.planning`` has found."""
+    """A plan of ``spectrain_ext.planning``."""
 
     def document(self) -> Mapping[str, Any]:
-        """The content of its file."""
+        """Return the content of the plan's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCut:
-    """Where a plan cuts a model, and how it trains that."""
+    """A plan's cut of a model, and its settings for training."""
 
-    model: str  # its class
+    model: str  # the class's name
     blocks: tuple[BlockProfile, ...]
     ends: tuple[int, ...]
     settings: Mapping[str, Any]  # keyword arguments of a pipeline
@@ -330,12 +344,12 @@ class PlannedCut:
 
     @property
     def closed(self) -> tuple[Tie, ...]:
-        """Ties that leave no other places."""
+        """Ties that allow only the plan's cuts."""
         inner = set(range(1, len(self.blocks))) - set(self.ends)
         return tuple(Tie(place - 1, place, "the plan") for place in sorted(inner))
 
     def check(self, names: Sequence[str], n_stages: int) -> None:
-        """Raise ValueError if it is of a model of other blocks, or has other numbers of stages."""
+        """Raise ValueError unless the plan is for these blocks and this number of stages."""
         for index, (theirs, ours) in enumerate(zip_longest(self.names, names)):
             if theirs != ours:
                 said, has = (
@@ -353,7 +367,7 @@ class PlannedCut:
 
 
 def planned_cut(plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument) -> PlannedCut:
-    """Read a plan's document or file; a ValueError names what is wrong with it."""
+    """Read a plan's document or file; a ValueError names the fault."""
     where = "plan"
     if isinstance(plan, (str, os.PathLike)):
         where = f"plan: {os.fspath(plan)}"

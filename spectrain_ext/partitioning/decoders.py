@@ -1,11 +1,10 @@
-"""Decoder: a model around a list of blocks, in stages that each run the model's own forward.
+"""Cuts a Hugging Face model between its blocks; each stage runs the model's own forward.
 
-A stage is a copy of the model that shares its modules, with stand-ins for those of other stages.
-It calls the model's ``forward`` as anybody would, so that masks, positions and rotary embeddings
-are made as the model makes them. What is computed before the stage's first block is thrown away:
-that block is given what has arrived instead. Behind its last block the forward is left. A stand-in
-gives numbers that are none (NaN), so that a model which needs more of the other stages than what
-arrives computes none either, and is refused.
+A stage is a copy of the model that shares its modules, with stand-ins for those of other stages. It
+calls the model's ``forward``, so masks, positions and rotary embeddings are made as the model makes
+them. The stage's first block gets the received hidden state instead of what the forward computed up
+to there, and an exception leaves the forward after the last block. Stand-ins return NaN, so a model
+that needs more from other stages than the hidden state produces NaN and is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from .plan import WAY_OUT, Plan, adapted, evaluated, hidden_of, members_of, plan
 from .profile import BlockProfile, Profile, Tie, measure
 
 
-class _Hand:
-    """What arrived at a stage, until its first block takes it."""
+class _Inbox:
+    """Holds a stage's received hidden state until its first block takes it."""
 
-    hidden: Tensor | None = None  # given while the stage's forward runs
+    hidden: Tensor | None = None  # set while the stage's forward runs
     taken = False
 
     def take(self) -> Tensor:
@@ -40,33 +39,33 @@ class _Hand:
         return self.hidden
 
 
-class _Left(BaseException):
-    """Leaves a model's forward behind the stage's last block."""
+class _EndOfStage(BaseException):
+    """Leaves a model's forward after the stage's last block."""
 
-    def __init__(self, hand: _Hand, hidden: Tensor) -> None:
+    def __init__(self, hand: _Inbox, hidden: Tensor) -> None:
         super().__init__()
         self.hand = hand
         self.hidden = hidden
 
 
-# What stands for a module of another stage: its hollow copy, whose forward is one of these.
+# Forwards of stand-ins, the hollow copies of other stages' modules
 
 
-def _hand_on(members: int, *args: Any, **kwargs: Any) -> Any:
-    """Of a block that returns a tuple of this many, or (0) a tensor."""
+def _pass_hidden_on(members: int, *args: Any, **kwargs: Any) -> Any:
+    """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
     return (hidden, *[None] * (members - 1)) if members else hidden
 
 
-def _nothing(hand: _Hand, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
-    """Of what comes before the blocks, an embedding say: values that are none."""
+def _return_nan(hand: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+    """Return NaN in the place of what comes before the blocks, such as an embedding."""
     assert hand.hidden is not None
     sizes = [size if size >= 0 else hand.hidden.shape[~size] for size in shape]
     return hand.hidden.new_full(sizes, torch.nan)
 
 
 def _refuse(name: str, *args: object, **kwargs: object) -> Any:
-    """Of what a stage does not come to."""
+    """Raise for a module that this stage's forward must not reach."""
     raise RuntimeError(
         f"the model's forward came to {name!r}, which another stage has; it left out a "
         "block where a stage ends (LayerDrop?), so that it cannot be cut there"
@@ -74,8 +73,8 @@ def _refuse(name: str, *args: object, **kwargs: object) -> Any:
 
 
 def hollow(module: nn.Module, top: bool = True) -> nn.Module:
-    """Copy a module with all that a model may ask of it, but for values: its tensors are meta."""
-    # They are no parameters and buffers, nor are modules in it its submodules: no stage has them.
+    """Copy a module with all its attributes, but with tensors on the meta device."""
+    # Tensors and inner modules become plain attributes, so that the stage does not own them.
     copied: nn.Module = object.__new__(type(module))
     tensors = {**module._parameters, **module._buffers}
     inner = {n: hollow(m, False) for n, m in module._modules.items() if m is not None}
@@ -86,7 +85,7 @@ def hollow(module: nn.Module, top: bool = True) -> nn.Module:
     if top:
         held.update(inner)
     else:
-        held["_modules"] = inner  # of a list, say
+        held["_modules"] = inner  # a ModuleList needs them
     return copied
 
 
@@ -95,10 +94,10 @@ def _valueless(tensor: Tensor) -> Tensor:
 
 
 class DecoderStage(nn.Module):
-    """Blocks of a model, with its parameters: 0 is all before its list, the last one all after.
+    """Blocks ``start`` to ``end`` of a model; block 0 precedes its list, the last one follows it.
 
-    Which modules are checkpointed (``gradient_checkpointing_enable``) is as it was when the stage
-    was made.
+    Gradient checkpointing (``gradient_checkpointing_enable``) stays as it was when the stage was
+    made.
     """
 
     def __init__(
@@ -113,11 +112,11 @@ class DecoderStage(nn.Module):
         self._plan = plan
         self._first = start == 0
         self._last = end == plan.blocks
-        self._takes = 0 < start < end  # one of no blocks is measured, too
-        self._hand = _Hand()
-        self.block_names: list[str] = []  # of the list's that are here
+        self._takes = 0 < start < end  # false for the first stage, and for one without blocks
+        self._hand = _Inbox()
+        self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
-        if not self._first:  # which has and saves what module buffers there are around the list
+        if not self._first:  # the first stage saves the module buffers outside the list
             names = plan.path.split(".")
             for count in range(len(names)):
                 around = self.model.get_submodule(".".join(names[:count]))
@@ -126,7 +125,7 @@ class DecoderStage(nn.Module):
         self.training = model.training
 
     def full_name(self, name: str) -> str:
-        """Return the model's name of what is called ``name`` here."""
+        """Return the uncut model's name of a parameter or module buffer of this stage."""
         return self._plan.prefix + name.removeprefix("model.")
 
     def _stand_ins(
@@ -140,17 +139,17 @@ class DecoderStage(nn.Module):
             return found
 
         for name, unit in plan.units.items():
-            # What has no parameters may be on two stages, and is the first one's.
+            # A module without parameters may be on two stages; the first one owns it.
             after = unit.after and (unit.shape is not None or not unit.before)
             if (self._first and unit.before) or (self._last and after):
                 continue
             if not (unit.before or unit.between):
-                if unit.after or not self._last:  # what nothing uses is kept by the last stage
+                if unit.after or not self._last:  # the last stage keeps unused modules
                     yield name, stand_in(name, partial(_refuse, name))
             elif unit.shape is not None:
-                yield name, stand_in(name, partial(_nothing, hand, unit.shape))
+                yield name, stand_in(name, partial(_return_nan, hand, unit.shape))
             elif not self._first:
-                # A copy, because it may be on another device.
+                # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
                 copied = nn.Identity() if isinstance(module, nn.Dropout) else copy.deepcopy(module)
                 for part in copied.modules():
@@ -162,7 +161,7 @@ class DecoderStage(nn.Module):
         for index, (module, members) in enumerate(zip(blocks, plan.members, strict=True)):
             name = f"{plan.path}.{index}"
             here = first <= index < last
-            block = module if here else stand_in(name, partial(_hand_on, members))
+            block = module if here else stand_in(name, partial(_pass_hidden_on, members))
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
             if here and (enters or leaves):
@@ -174,14 +173,14 @@ class DecoderStage(nn.Module):
             if leaves and here:
                 block.register_forward_hook(partial(_leave, hand))
             elif leaves:
-                block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
+                block.register_forward_pre_hook(partial(_leave_before, hand), with_kwargs=True)
             if here:
                 self.block_names.append(f"model.{name}")
             if block is not module:
                 yield name, block
 
     def forward(self, value: Any) -> Any:
-        """Return the hidden state and what goes with it, or the model's output."""
+        """Return the hidden state with the columns that later stages need, or the output."""
         hand, plan = self._hand, self._plan
         hidden, given = (None, plan.columns.of(value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
@@ -189,7 +188,7 @@ class DecoderStage(nn.Module):
         try:
             output = self.model(**given, **plan.fixed)
             left = self._last
-        except _Left as leaving:
+        except _EndOfStage as leaving:
             if leaving.hand is not hand:
                 raise
             output, left = leaving.hidden, True
@@ -207,7 +206,7 @@ class DecoderStage(nn.Module):
         count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
         if not count:
             return hidden
-        # Something empty stands for what the batch has not.
+        # An empty tensor stands for a column that the batch lacks.
         rest = [given[name] if name in given else hidden.new_empty(0) for name in names[:count]]
         return hidden, *rest
 
@@ -216,31 +215,31 @@ class DecoderStage(nn.Module):
         pairs = zip(self._plan.passed, rest, strict=False)
         given = {name: tensor for name, tensor in pairs if tensor.numel()}
         if not self._plan.ids:
-            # It has sizes, and no values: a model that looks at them does not get far.
+            # Sizes without values: a model that reads the ids here fails.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
             given = {self._plan.columns.takes[0]: ids, **given}
         return hidden, given
 
 
-# What happens at a stage's first and last block.
+# Hooks of a stage's first and last block
 
 
-def _enter(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
         return (hand.take(), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hand.take()}
 
 
-def _replace(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
+def _replace(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
     return (hand.take(), *output[1:]) if isinstance(output, (tuple, list)) else hand.take()
 
 
-def _leave(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
-    raise _Left(hand, output[0] if isinstance(output, (tuple, list)) else output)
+def _leave(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
+    raise _EndOfStage(hand, output[0] if isinstance(output, (tuple, list)) else output)
 
 
-def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _Left(hand, hidden_of(args, kwargs))
+def _leave_before(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise _EndOfStage(hand, hidden_of(args, kwargs))
 
 
 def _save_no_buffers(module: nn.Module) -> None:
@@ -248,7 +247,7 @@ def _save_no_buffers(module: nn.Module) -> None:
 
 
 def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
-    """Return a copy of a module that shares all of its parts but those replaced, by name."""
+    """Return a copy of a module that shares all parts except those replaced, by name."""
     copied: nn.Module = object.__new__(type(module))
     vars(copied).update(vars(module))
     children = dict(module._modules)
@@ -269,11 +268,8 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
     return copied
 
 
-# What is made of it.
-
-
 class Decoder:
-    """A model that is cut between its blocks, proved on an example."""
+    """A Hugging Face model to cut between its blocks, verified on an example."""
 
     def __init__(
         self, given: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
@@ -298,8 +294,8 @@ class Decoder:
         whole = plan.columns.of(self.example)
         first = plan.columns.takes[0]
         why: Exception | None = None
-        # First without the ids, which only some models look at in later stages; where there are no
-        # values, nobody knows which.
+        # First without the ids, which only some models need in later stages. Without values the
+        # check cannot tell, so the ids are always passed on.
         for ids in (False, True) if self.lineage is None else (True,):
             self.plan = replace(plan, ids=ids)
             try:
@@ -316,12 +312,12 @@ class Decoder:
         ) from why
 
     def watched(self) -> AbstractContextManager[None]:
-        """Where a model without values is run."""
+        """Return a context in which to run the model, which may be without values."""
         return nullcontext() if self.lineage is None else self.lineage.kept()
 
     @property
     def names(self) -> list[str]:
-        """Of the blocks: of what is before and after the list the first that has parameters."""
+        """Names of the blocks; those before and after the list by a module with parameters."""
         plan = self.plan
         learns = {
             name: unit
@@ -333,7 +329,6 @@ class Decoder:
         return [first, *(f"{plan.path}.{index}" for index in range(len(plan.members))), last]
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
-        """Return the stages that end before these blocks."""
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:
@@ -343,7 +338,7 @@ class Decoder:
         return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
-        """Raise ValueError if they do not compute what the model does, on the example."""
+        """Raise ValueError unless the stages reproduce the model's output on the example."""
         found = _tensors(self._run(stages, self.example))
         wanted = _tensors(self.output)
         same = len(found) == len(wanted)
@@ -365,7 +360,7 @@ class Decoder:
         return value
 
     def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
-        """Measure the blocks, without what each does only because it is a stage of its own."""
+        """Measure the blocks, minus the overhead of a stage around each of them."""
         given = self.plan.columns.of(self.example)
         profile = measure(self.blocks, given, repeats=repeats)
         empty = self._stage(1, 1)
@@ -385,13 +380,13 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    # As torch.testing has it, loosely enough for a GPU's sums in another order.
+    # torch.testing's rtol, with an atol that allows for a GPU's order of summation.
     rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
     return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
 
 
 def example_of(model: Any) -> Tensor:
-    """Token ids for a model's config: one sequence of at most 128."""
+    """Return token ids for a model's config: one sequence of at most 128."""
     config: Any = model.config.get_text_config(decoder=True)
     sizes = ("max_position_embeddings", "n_positions", "seq_length")
     given = [getattr(config, size, None) or -1 for size in sizes]

@@ -1,4 +1,4 @@
-"""Lineage: models without values, on the meta device, compared by what computes their outputs."""
+"""Runs models on the meta device, and compares tensors by the operations that made them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,47 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 _CPU = torch.device("cpu")
-# They read how a tensor looks, and nothing of what is in it.
-_LOOKS = ("aten.new_", "aten.empty_like", "aten.zeros_like", "aten.ones_like", "aten.full_like")
+# These operations read a tensor's shape and dtype, and none of its values.
+_METADATA_OPS = (
+    "aten.new_",
+    "aten.empty_like",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+)
 
 
 def is_valueless(*modules: nn.Module) -> bool:
-    """Whether a parameter is on the meta device."""
+    """Whether any parameter is on the meta device."""
     return any(p.is_meta for module in modules for p in module.parameters())
 
 
 def without_values(value: Any) -> Any:
-    """The same tensors on the meta device."""
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
 class Lineage:
-    """Inside ``with lineage.kept():`` every tensor is one without values, whose making is noted.
+    """Records how tensors are made, inside ``with lineage.kept():``, using tensors without values.
 
-    Wherever a model asks, they are on the CPU, so that it does what it does there.
-
-    Two tensors are the same if the same operations made them, in the same order, of the same
-    tensors of the model and of the batch. That says more than equal numbers of an example would.
+    The tensors appear to be on the CPU, so a model behaves as it does there. Two tensors are the
+    same if the same operations made them in the same order from the same tensors of the model and
+    the batch. This is a stronger test than equal values for an example.
 
     Args:
-        model: whose tensors are known by their names, so that copies of them are the same.
+        model: its tensors are identified by their names, so copies of them count as the same.
     """
 
     def __init__(self, model: nn.Module) -> None:
         from torch._subclasses import FakeTensorMode
 
-        # transformers takes fake ones for tensors that are traced, and asks none for values.
+        # transformers treats fake tensors as traced ones, and does not read their values.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._maker = _Maker()
         self._known: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
         self.know(model, str)
 
     def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
-        """Have the tensors of a module known by the names that the model has for them."""
+        """Identify a module's tensors by the model's names."""
         for path, part in module.named_modules():
             for key, tensor in chain(part._parameters.items(), part._buffers.items()):
                 if tensor is None or (id(part), key) in self._known:
@@ -62,7 +66,7 @@ class Lineage:
                 self._known[id(part), key] = (part, key, tensor, found)
 
     def given(self, value: Any) -> Any:
-        """What takes the place of a batch; equal values do not make two of its tensors one."""
+        """Return stand-ins for a batch; each of its tensors is distinct, even with equal values."""
         for index, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, Tensor):
                 self._maker.know(leaf, f"given {index}")
@@ -85,17 +89,17 @@ class Lineage:
 
 
 class _Maker(TorchDispatchMode):
-    """Numbers what makes the contents of every storage."""
+    """Gives each storage a number for the operations that made its contents."""
 
     def __init__(self) -> None:
         from torch._subclasses import FakeTensor
 
         super().__init__()  # type: ignore[no-untyped-call]
         self._inside = FakeTensor
-        self._numbers: dict[Any, int] = {}  # of what has been seen so far: equal ones have one
-        self._contents: dict[int, int] = {}  # of a storage
+        self._numbers: dict[Any, int] = {}  # by description
+        self._contents: dict[int, int] = {}  # by storage
         self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
-        self._alive: list[Tensor] = []  # so that no other storage gets an address that was noted
+        self._alive: list[Tensor] = []  # keeps a recorded storage's address from being reused
 
     def know(self, tensor: Tensor, name: str) -> None:
         self._set(tensor, self._number(name), first=True)
@@ -103,7 +107,7 @@ class _Maker(TorchDispatchMode):
     def origin(self, tensor: Tensor) -> int:
         storage = _storage(tensor)
         if storage not in self._contents:
-            # What comes from outside: one of few numbers is known by these, as 2.0 is.
+            # A small tensor from outside, such as 2.0, is identified by its values.
             content: Any = ("given", storage)
             if tensor.device.type == "cpu" and not isinstance(tensor, self._inside):
                 with _disable_current_modes():
@@ -121,7 +125,7 @@ class _Maker(TorchDispatchMode):
             self._contents[_storage(tensor)] = number
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        """What is computed with in the place of a tensor from outside."""
+        """Return the fake tensor that replaces a tensor from outside."""
         key = id(tensor)
         if key not in self._stand_ins:
             self._stand_ins[key] = found = torch.empty_strided(
@@ -138,7 +142,7 @@ class _Maker(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = _CPU
         name = str(func)
-        looks = name.startswith(_LOOKS)
+        looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         made = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""materialize: values for stages on the meta device, read from files or made by an initializer."""
+"""Fills stages on the meta device with values from files or from an initializer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .stored import Source, Stored, kind_of, sources_of
 
 Initializer = Callable[[nn.Module], object]
 
-#: What took the place of a tensor that several stages have, which may come here one by one.
+#: The new tensors of those that several stages share, because stages may be filled one by one.
 _made: Any = WeakIdKeyDictionary()
 
 
@@ -34,41 +34,44 @@ def materialize(
     device: torch.device | str | int = "cpu",
     strict: bool = True,
 ) -> None:
-    """Give stages on the meta device their values, and nothing to any other stage.
+    """Load or initialize the values of stages on the meta device, in place.
 
-    ``with torch.device("meta"): model = ...`` makes a model that takes no memory; ``partition`` and
-    ``cut_at`` cut it, and every process does this with its own stage.
+    A model made under ``torch.device("meta")`` takes no memory. Cut it with ``partition`` or
+    ``cut_at``; then each process fills only its own stage. Tensors that are not on the meta device
+    are loaded from ``source`` as well, and moved to ``device``.
+
+    Each module is initialized with its own generator, seeded from ``torch.initial_seed()`` and the
+    module's name in the uncut model. So weights depend neither on the cuts nor on the process. They
+    differ from those that the whole model would draw, and the caller's generators are unchanged.
+    Tied parameters take the earlier stage's value.
 
     Args:
-        stages: a stage, several, or all of a ``Partition``. They are changed in place.
-        source: a ``model.safetensors``, or a folder with that or with a
+        stages: a stage, several, or a ``Partition``.
+        source: a ``model.safetensors``, or a folder with one or with a
             ``model.safetensors.index.json``, as ``save_pretrained`` and ``checkpoint.save`` write
-            them, under the names of the uncut model. Only the stages' own tensors are read, one at
-            a time, each converted to the dtype that it has on the meta device. None: all tensors
-            on the meta device are initialized.
-        init: called with modules that have tensors to be initialized, and with those around them,
-            inner ones first; it has to give these values in place. With a ``source``, that is what
-            the files lack. None: what the files lack is an error, but for buffers that are not
-            saved; modules are initialized by their ``reset_parameters()``, those of a Hugging Face
-            model by its own rules (``_init_weights``).
-        device: where the stages are to be.
-        strict: refuse files with tensors that the whole model has not.
+            them, under the uncut model's names. Only the stages' own tensors are read, one at a
+            time, and converted to their dtype on the meta device. None: initialize all tensors.
+        init: called with each module that has tensors to initialize and with the modules around it,
+            inner ones first; it sets their values in place. With a ``source``, it initializes what
+            the files lack. None: use ``reset_parameters()``, or a Hugging Face model's
+            ``_init_weights``; a saved tensor that the files lack is then an error.
+        device: where to put the stages.
+        strict: refuse files with tensors that the whole model does not have.
 
     Raises:
-        CheckpointError: a file cannot be read; a tensor is missing in the files, unexpected, or of
-            another shape or kind of numbers. The message names it.
-        ValueError: a parameter or buffer that nothing gives a value; the message names it.
+        CheckpointError: a file cannot be read, or a tensor is missing, unexpected, or of another
+            shape or kind of numbers. The message names it.
+        ValueError: nothing sets a parameter or buffer; the message names it.
 
-    Whatever is raised, the stages are as they were.
+    After an exception the stages are unchanged.
 
-    Every module is initialized under a generator of its own, seeded by ``torch.initial_seed()`` and
-    by the module's name in the uncut model. So the weights do not depend on where the model is cut,
-    nor on which process asks for them; they are others than those that the whole model gets where
-    it is made, and the caller's generators stay as they are. Between two tied parameters the
-    earlier stage's counts, as ever.
-
-    Tensors that are not on the meta device are read from ``source`` as well, and moved to
-    ``device``.
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> first, last = st.partitioning.cut_at(model, [2, 3])
+        >>> st.materialize(last)
+        >>> last[0].weight.device, first[0].weight.device
+        (device(type='cpu'), device(type='meta'))
     """
     filling = _Filling(
         [stages] if isinstance(stages, nn.Module) else list(stages), torch.device(device), init
@@ -89,8 +92,8 @@ class _Held:
     """One tensor of the stages."""
 
     old: Tensor
-    shown: str  # in errors
-    names: list[str] = field(default_factory=list)  # the uncut model's, the earliest stage's first
+    shown: str  # description for errors
+    names: list[str] = field(default_factory=list)  # in the uncut model, earliest stage's first
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     saved: bool = False
     source: Source | None = None
@@ -99,11 +102,11 @@ class _Held:
     def put(self, tensor: Tensor) -> None:
         self.new = tensor
         for module, key in self.places:
-            setattr(module, key, tensor)  # an LSTM wants to know
+            setattr(module, key, tensor)  # setattr, because an LSTM keeps references of its own
 
 
 class _Filling:
-    """The tensors of some stages, on their way to values."""
+    """Fills the tensors of some stages."""
 
     def __init__(
         self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
@@ -114,9 +117,9 @@ class _Filling:
         self._held: dict[int, _Held] = {}
         self._own: dict[nn.Module, list[_Held]] = {}
         self._where: object = None
-        self._empty: dict[_Held, int] = {}  # to be initialized, and what version they have
-        self._homes: dict[_Held, tuple[nn.Module, str, Initializer]] = {}  # what has done that
-        self._overwritten: list[_Held] = []  # by another module that has them
+        self._empty: dict[_Held, int] = {}  # to be initialized, with their version counters
+        self._homes: dict[_Held, tuple[nn.Module, str, Initializer]] = {}  # that initialized them
+        self._overwritten: list[_Held] = []  # by another module that shares them
         for stage in stages:
             self._collect(stage)
 
@@ -139,10 +142,10 @@ class _Filling:
                 if held not in own:
                     own.append(held)
 
-    # From files.
+    # From files
 
     def find(self, stored: Stored, strict: bool) -> None:
-        """Find what the files have, and check it; nothing is read yet."""
+        """Match tensors with the files' entries and check them; reads no values."""
         self._where = stored.path
         known = {name for held in self._held.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
@@ -179,7 +182,7 @@ class _Filling:
             if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
             if made is None and old.is_meta and held.source is None:
-                if _spoils(new):
+                if _is_marked_by_nan(new):
                     new.fill_(torch.nan)
                 self._empty[held] = new._version
             held.put(new)
@@ -190,12 +193,12 @@ class _Filling:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
                 _check(held, self._where, names, value.shape, kind_of(value.dtype))
-                held.put(held.new)  # if an initializer of a module around it has put another there
+                held.put(held.new)  # an outer module's initializer may have replaced it
                 held.new.copy_(value)
-                del value  # before the next one is mapped
+                del value  # unmap it before the next one
 
     def keep(self) -> None:
-        """Have stages that come later, with a tensor that these have too, find what it is now."""
+        """Remember the new tensors for stages that share them and are filled later."""
         for module in self._own:
             vars(module).pop("origin", None)
         for held in self._held.values():
@@ -206,15 +209,15 @@ class _Filling:
         for held in self._held.values():
             held.put(held.old)
 
-    # By an initializer.
+    # By an initializer
 
     def initialize(self) -> None:
         with RNG_LOCK, _generators(self._device) as generators:
             self._generators, self._seed = generators, torch.initial_seed()
             for stage in self._stages:
-                self._in(stage, "", stage, _reset)
+                self._initialize_module(stage, "", stage, _reset)
             self._settle(list(self._empty))
-            for held in self._overwritten:  # the earliest stage's module has the last word
+            for held in self._overwritten:  # the earliest stage's module decides
                 if held in self._homes:
                     self._call(*self._homes[held])
         for held in self._empty:
@@ -224,19 +227,21 @@ class _Filling:
                 "init_empty_weights does with buffers"
             )
 
-    def _in(self, module: nn.Module, path: str, stage: nn.Module, own: Initializer) -> bool:
-        """Initialize the modules in a module, then itself; returns whether there was need."""
+    def _initialize_module(
+        self, module: nn.Module, path: str, stage: nn.Module, own: Initializer
+    ) -> bool:
+        """Initialize a module's children, then itself; return whether anything was empty."""
         subject = _origin(module)
         own = getattr(subject, "_init_weights", own) if is_pretrained(subject) else own
         needed = False
         for name, child in module.named_children():
-            needed |= self._in(child, f"{path}{name}.", stage, own)
+            needed |= self._initialize_module(child, f"{path}{name}.", stage, own)
         mine = self._own.get(module, [])
         here = [held for held in mine if held in self._empty]
         if not here and not needed:
             return False
         name = _full_name(stage, f"{path}x")[:-2] if path else ""
-        if here and all(len(held.names) > 1 for held in here):  # tied: as its home has it
+        if here and all(len(held.names) > 1 for held in here):  # tied: use its home's name
             name = here[0].names[0].rpartition(".")[0]
         transient = here and not any(held.saved for held in here)
         for way in (own, self._init) if transient else (self._init or own,):
@@ -255,13 +260,13 @@ class _Filling:
             way(module)
 
     def _settle(self, some: Sequence[_Held]) -> list[_Held]:
-        """Find out which of them have values now."""
+        """Return those that have values now, and stop counting them as empty."""
         found = []
         for held in some:
             for module, key in held.places:
                 now = getattr(module, key)
                 if now is not held.new and not now.is_meta:
-                    held.put(now)  # another tensor, in all places
+                    held.put(now)  # replaced by the initializer: use it in all places
             if not self._is_empty(held):
                 del self._empty[held]
                 found.append(held)
@@ -269,19 +274,19 @@ class _Filling:
 
     def _is_empty(self, held: _Held) -> bool:
         assert held.new is not None
-        if _spoils(held.new):
+        if _is_marked_by_nan(held.new):
             return bool(held.new.sum().isnan())
         return held.new._version == self._empty[held]
 
 
-def _spoils(tensor: Tensor) -> bool:
-    """Whether it is NaN until it is initialized: ``p.data.normal_()`` changes no version."""
+def _is_marked_by_nan(tensor: Tensor) -> bool:
+    """Whether to mark it empty by NaN: ``p.data.normal_()`` leaves the version unchanged."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 @contextmanager
 def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """What an initializer draws from; put back afterwards."""
+    """Yield the generators that initializers draw from, and restore them afterwards."""
     found = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
@@ -296,7 +301,7 @@ def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module as it does itself where it is made."""
+    """Initialize a module as its constructor does."""
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, name, None)):
             reset()
@@ -304,7 +309,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _origin(module: nn.Module) -> nn.Module:
-    """The model's own module, where a traced stage has its tensors alone."""
+    """Return the model's module whose tensors a traced stage holds, or the module itself."""
     found: nn.Module = vars(module).get("origin", module)
     return found
 
@@ -320,7 +325,7 @@ def _called(stage: nn.Module) -> str:
 
 
 def _check(held: _Held, where: object, name: str, shape: Sequence[int], kind: str) -> None:
-    """Raise unless what is stored fits."""
+    """Raise CheckpointError unless the stored tensor fits."""
     if list(shape) != list(held.old.shape):
         raise CheckpointError(
             f"{where}: {name!r} has shape {list(shape)}, expected {list(held.old.shape)} for "

@@ -1,4 +1,4 @@
-"""OwnLoss: what a Hugging Face model computes from labels, outside of its forward."""
+"""Extracts a Hugging Face model's own loss function."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .lineage import Lineage
 from .plan import Plan, evaluated
 from .profile import untouched
 
-#: The label of what is not predicted.
+#: The label of positions without a loss.
 _IGNORED = -100
 
 
 class OwnLoss:
-    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels.
+    """``loss_fn(output, batch)``, the ``loss`` that the model returns when it gets labels.
 
-    Where that is a mean over labels, -100 left out, a pair of the sum and their count, whose
-    quotient it is: over microbatches with other numbers of labels the mean is then exact.
+    If that is a mean over labels other than -100, the result is a pair (sum, count), so that the
+    mean is exact over microbatches with different numbers of labels.
     """
 
     def __init__(
         self,
         function: Callable[..., Tensor],
-        # What the model calls the function with; a _Argument says where a tensor comes from.
+        # The model's arguments for the function; an _Argument names the source of a tensor.
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         labels: tuple[str, ...],
-        predicted: slice | None = None,  # labels that a sum is over; None: a mean over samples
+        predicted: slice | None = None,  # labels in the sum; None: the loss is a mean over samples
     ) -> None:
         self._function = function
         self._predicted = predicted
@@ -54,10 +54,10 @@ class OwnLoss:
         return batch
 
     def count(self, batch: Any) -> Tensor:
-        """The labels of a batch that the loss is a mean over: a 0-d tensor.
+        """Return the number of labels in a batch that the loss is a mean over, as a 0-d tensor.
 
         Raises:
-            TypeError: the loss is no mean over labels, or the batch does not have them.
+            TypeError: the loss is not a mean over labels, or the batch lacks them.
         """
         if self._predicted is None:
             raise TypeError("count: the model's loss is no mean over its labels")
@@ -66,7 +66,7 @@ class OwnLoss:
         return found
 
     def __call__(self, output: Any, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss; TypeError of a batch that is neither the labels nor a mapping with them."""
+        """Return the loss; TypeError unless the batch is the labels or a mapping with them."""
         batch = self._with_labels(batch)
         sources = {"output": output, "batch": batch}
 
@@ -77,12 +77,12 @@ class OwnLoss:
         kwargs = {k: found(v) for k, v in self._kwargs.items()}
         if self._predicted is None:
             return self._function(*args, **kwargs)
-        kwargs["num_items_in_batch"] = 1  # what transformers divides a sum by
+        kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
         return self._function(*args, **kwargs), self.count(batch)
 
 
 class _Argument(NamedTuple):
-    """Where an argument of the loss function is found."""
+    """The source of an argument of the loss function."""
 
     source: str
     key: str
@@ -91,7 +91,7 @@ class _Argument(NamedTuple):
 def own_loss(
     model: Any, plan: Plan, example: object, output: Any, lineage: Lineage | None = None
 ) -> OwnLoss | str:
-    """Learn how a model computes its loss by watching it do so; or say why that cannot be."""
+    """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
     given = plan.columns.of(example)
@@ -105,7 +105,7 @@ def own_loss(
         with evaluated(model):
             found = _learned(model, given, labels, plan, lineage)
             if isinstance(found, OwnLoss):
-                # Whether it adds something in training; a single sample may be too few for that.
+                # In training mode it may add a term. One sample may be too few to run that.
                 devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
                 draws = torch.random.fork_rng(devices)
                 with RNG_LOCK, untouched(model), draws, suppress(Exception):
@@ -115,7 +115,7 @@ def own_loss(
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
     finally:
-        config.clear()  # some note there what kind of labels they were given first
+        config.clear()  # some models record the kind of their first labels there
         config.update(before)
     return found
 
@@ -127,7 +127,7 @@ def _learned(
     plan: Plan,
     lineage: Lineage | None,
 ) -> OwnLoss | str:
-    """What a model's loss is in the mode that it is in, if it is the same computed once more."""
+    """Return a model's loss in its present mode, if recomputing it gives the same value."""
     kind = type(model).__name__
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     real: Callable[..., Tensor] = model.loss_function
@@ -164,11 +164,11 @@ def _learned(
         return f"a {kind}'s loss needs more than its output and labels: {error}"
     if not is_same:
         return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
-    if lineage is not None:  # that has no values: any will do
+    if lineage is not None:  # there are no values, so make some up
         output, batch = (
             {key: _with_values(value) for key, value in each.items()} for each in (output, batch)
         )
-    # A mean over all labels, or over all that have one before them?
+    # Is it a mean over all labels, or over all but the first (next-token prediction)?
     for predicted in (slice(None), slice(1, None)):
         summed = OwnLoss(real, *arguments, tuple(labels), predicted)
         if _is_quotient(loss, summed, output, batch):
@@ -185,7 +185,7 @@ def _with_values(value: Any) -> Any:
 
 
 def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a loss is the mean that is told by sum and count, with labels left out as well."""
+    """Whether the loss is sum / count, also when some labels are ignored."""
     if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
         return False
     labels = batch[summed.labels[0]]
@@ -204,7 +204,7 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
 def _labels(
     config: Any, names: tuple[str, ...], example: object, output: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The example's labels, or some that would do."""
+    """Return the example's labels, or made-up ones that fit."""
     if isinstance(example, Mapping) and any(name in example for name in names):
         return {name: example[name] for name in names if name in example}
     if {"start_positions", "end_positions"} <= set(names):

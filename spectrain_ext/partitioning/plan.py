@@ -1,4 +1,4 @@
-"""Plan: how a model is built around a list of blocks, found out by watching it compute."""
+"""Finds a model's list of blocks, and what surrounds it, by hooks on a forward."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Unit:
-    """A module beside the blocks, and whether it is called before, between or after them."""
+    """A module outside the list of blocks, and when it is called relative to them."""
 
     before: bool
     between: bool
     after: bool
-    # Of what it returns, if it has parameters and is called before the blocks; ~i stands for the
+    # Shape of its output, if it has parameters and is called before the blocks; ~i stands for the
     # hidden state's i-th size.
     shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is built around its blocks."""
+    """A model's list of blocks and its surroundings."""
 
     path: str  # of the list of blocks
-    members: tuple[int, ...]  # per block the length of the tuple that it returns; 0: a tensor
-    units: Mapping[str, Unit]
+    members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
+    units: Mapping[str, Unit]  # outside the list
     columns: Columns  # that the forward takes
     fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
-    prefix: str = ""  # of the model's names, in a model that adapts it
+    prefix: str = ""  # of the model's names inside a PeftModel
 
     @property
     def blocks(self) -> int:
-        """Of the cut: what is before the list, the list's, and what is after it."""
+        """Number of blocks to cut between: the list's, one before it and one after it."""
         return len(self.members) + 2
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """Names of what goes from stage to stage beside the hidden state, in order."""
+        """Names of the columns that stages pass on with the hidden state, in order."""
         return self.columns.takes[0 if self.ids else 1 :]
 
 
 def is_pretrained(model: object) -> bool:
-    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
+    """Whether it is a ``transformers`` model; does not import ``transformers``."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(model).__mro__
@@ -63,7 +63,7 @@ def is_pretrained(model: object) -> bool:
 
 
 def adapted(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model that a ``PeftModel`` adapts, and the prefix of its names there; or itself."""
+    """Return a ``PeftModel``'s base model and the prefix of its names, or the model itself."""
     classes = type(model).__mro__
     if not any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in classes):
         return model, ""
@@ -87,7 +87,7 @@ def takes_ids(model: object) -> bool:
 def outline(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
 ) -> tuple[Plan, Any]:
-    """What a model takes, without how it is built; and its output."""
+    """Run a model; return a plan with its columns only, and its output."""
     plan = Plan("", (), {}, columns_of(model, more), _fixed(model))
     given = plan.columns.of(example)
     try:
@@ -104,7 +104,6 @@ def outline(
 
 
 def _fixed(model: nn.Module) -> dict[str, Any]:
-    """What a model is told in every call."""
     known = inspect.signature(model.forward).parameters
     more = any(p.kind is p.VAR_KEYWORD for p in known.values())
     caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))
@@ -114,7 +113,7 @@ def _fixed(model: nn.Module) -> dict[str, Any]:
 def plan_of(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
 ) -> tuple[Plan, Any]:
-    """Watch a model compute, and say how it is built; returns its output as well."""
+    """Run a model with hooks on its modules; return its plan and its output."""
     config = getattr(model, "config", None)
     for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, option, False):
@@ -140,7 +139,7 @@ def plan_of(
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and the modes as they were."""
+    """Set evaluation mode without gradients, and restore the modes afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -152,18 +151,18 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """When a model's modules are called, and what the members of lists hand to one another."""
+    """Records when a model's modules are called, and which list members feed the next."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kind = type(model).__name__
         self._handles: list[Any] = []
-        self._calls: dict[nn.Module, list[tuple[int, int]]] = {}  # begins and ends, in turns
+        self._calls: dict[nn.Module, list[tuple[int, int]]] = {}  # begins and ends, by _turn
         self._open: dict[nn.Module, list[int]] = {}
         self._returned: dict[nn.Module, Any] = {}
-        self._follows: dict[nn.Module, nn.Module] = {}  # whose output a module was given
+        self._follows: dict[nn.Module, nn.Module] = {}  # module -> the one whose output it took
         self._turn = 0
-        self._made: tuple[Tensor, nn.Module] | None = None  # by a list's member, last
+        self._made: tuple[Tensor, nn.Module] | None = None  # last output of a list's member
         self._lists = {
             name: list(members_of(module))
             for name, module in model.named_modules()
@@ -202,7 +201,7 @@ class _Watch:
             self._made = tensor, module
 
     def blocks(self) -> tuple[str, tuple[int, ...]]:
-        """The list with the most parameters of those whose members follow one another."""
+        """Return the list with the most parameters among those whose members form a chain."""
         found: dict[str, int] = {}
         for name, members in self._lists.items():
             once = all(len(self._calls.get(member, ())) == 1 for member in members)
@@ -218,10 +217,10 @@ class _Watch:
         return path, tuple(self._returned[member][0] for member in self._lists[path])
 
     def units(self, path: str) -> dict[str, Unit]:
-        """What lies beside a list of blocks: the outermost modules that are called."""
+        """Return the outermost called modules outside a list of blocks."""
         members = self._lists[path]
         begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
-        hidden = self._returned[members[0]][1][:2]  # samples, and their lengths
+        hidden = self._returned[members[0]][1][:2]  # batch size and sequence length
         found: dict[str, Unit] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
@@ -276,7 +275,7 @@ class _Watch:
 
 
 def members_of(module: nn.Module) -> Iterator[nn.Module]:
-    """A list's modules, one that is in it twice twice."""
+    """Yield a list's modules; one that it holds twice comes twice."""
     return (child for child in module._modules.values() if child is not None)
 
 

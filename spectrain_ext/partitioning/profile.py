@@ -1,4 +1,4 @@
-"""Profile: what a cut is decided by, the time and the bytes of every block; measured or given."""
+"""Measures the time and memory of a model's blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, 
 
 from .lineage import Lineage, is_valueless
 
-_CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
-_MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
+_CACHE = 4 * 2**20  # bytes, more than a core's own caches
+_MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
 
 Made = TypeVar("Made")
 
@@ -36,7 +36,7 @@ def check_number(name: str, value: float, least: float = 0) -> None:
 
 
 def one_each(name: str, given: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
-    """A positive number for each of so many; a single one that is given is everybody's."""
+    """Return ``count`` positive numbers: those given, or the single one repeated."""
     found = tuple(given) if isinstance(given, Sequence) else (given,) * count
     if len(found) != count:
         raise ValueError(f"{name}: expected one per {of} ({count}), got {len(found)}")
@@ -46,7 +46,7 @@ def one_each(name: str, given: float | Sequence[float], count: int, of: str) -> 
 
 
 def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
-    """Made of what a file says; an error names where that is."""
+    """Make objects from a file's entries; an error names the entry."""
     made = []
     for number, fields in enumerate(given):
         try:
@@ -58,15 +58,19 @@ def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class BlockProfile:
-    """One block.
+    """The cost of one block for one microbatch.
 
     Attributes:
-        seconds: of one forward and backward.
-        output_bytes: of the tensors that it hands to the next block.
-        parameter_bytes: of its parameters, each counted once.
-        saved_bytes: of what autograd keeps from its forward to its backward, without parameters.
-        name: what the model calls it, or the first submodule in it: for messages.
-        forward_seconds: of the forward alone; None: a third, as a backward takes two forwards.
+        seconds: time of one forward and backward.
+        output_bytes: size of the tensors passed to the next block.
+        parameter_bytes: size of the parameters, each counted once.
+        saved_bytes: size of the tensors that autograd saves for the backward, without parameters.
+        name: the model's name of the block or of its first submodule, for messages.
+        forward_seconds: time of the forward; None: a third of ``seconds``.
+
+    Example:
+        >>> st.partitioning.BlockProfile(0.006, output_bytes=4096).parts
+        (0.002, 0.004)
     """
 
     seconds: float
@@ -90,19 +94,25 @@ class BlockProfile:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of the forward, and of the backward."""
+        """Seconds of the forward and of the backward."""
         forward = self.seconds / 3 if self.forward_seconds is None else self.forward_seconds
         return forward, self.seconds - forward
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """What two blocks share, so that they must be on one stage.
+    """Something that two blocks share, so that they must be on one stage.
 
     Attributes:
         first: index of the earlier block.
-        last: index of the later one.
-        what: names both places, for messages.
+        last: index of the later block.
+        what: description of both places, for messages.
+
+    Example:
+        >>> blocks = (st.partitioning.BlockProfile(1.0),) * 3
+        >>> tie = st.partitioning.Tie(0, 1, "a module of both")
+        >>> st.partitioning.cut(st.partitioning.Profile(blocks, (tie,)), 2).ends
+        (2, 3)
     """
 
     first: int
@@ -116,13 +126,18 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All that a cut depends on: the same profile gives the same cut, everywhere.
+    """The costs and ties of a model's blocks; equal profiles give equal cuts on any machine.
 
     Attributes:
-        blocks: in the order of the model.
-        ties: blocks that share something.
-        shared: blocks that have a parameter in common, and may be cut apart: then their stages have
-            one replica each.
+        blocks: in the model's order.
+        ties: blocks that must be on one stage.
+        shared: blocks that share a parameter; if a cut separates them, their stages have one
+            replica each.
+
+    Example:
+        >>> profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0, name="embed"),))
+        >>> profile.blocks[0].name
+        'embed'
     """
 
     blocks: tuple[BlockProfile, ...]
@@ -137,24 +152,26 @@ def measure(
     repeats: int = 5,
     ties: tuple[Tie, ...] = (),
 ) -> Profile:
-    """Run every block forward and backward, and return the medians.
+    """Time the forward and backward of every block, and return the medians.
+
+    Parameters, gradients, module buffers and random number generators are left unchanged. Blocks on
+    the meta device are not timed: their time is estimated from the floating-point operations of
+    matrix products and convolutions, at 10^12 a second, with a backward twice as long as a forward.
 
     Args:
-        blocks: the model's blocks; each is run where its parameters are and as it is set (training
-            or evaluation).
-        example_input: what the first block takes, a microbatch, as ``Pipeline.run`` has inputs.
-        repeats: timed runs of each block, after one that is not counted.
-        ties: passed on.
-
-    Returns:
-        The profile. Parameters, gradients, module buffers and the generators of random numbers are
-        as they were. Where parameters are on the meta device nothing can be timed: a block counts
-        by the floating-point operations of its products and convolutions, 10^12 of them a second,
-        and a backward as two forwards.
+        blocks: the model's blocks. Each runs on its own device and in its current mode.
+        example_input: a microbatch for the first block, as for ``Pipeline.run``.
+        repeats: timed runs of each block, after one warm-up run.
+        ties: stored in the profile.
 
     Raises:
-        TypeError: a block that returns something else than these, and is not the last.
-        ValueError: ``repeats`` below 1.
+        TypeError: a block other than the last returns a value that stages cannot pass on.
+        ValueError: ``repeats`` is below 1.
+
+    Example:
+        >>> profile = st.partitioning.measure([nn.Linear(8, 8), nn.ReLU()], torch.ones(4, 8))
+        >>> [block.output_bytes for block in profile.blocks]
+        [128, 128]
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
@@ -174,7 +191,7 @@ def measure(
 
 
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
-    """Of blocks without values, what is known of a run without running it."""
+    """Estimate the cost of blocks on the meta device from their operations."""
     from torch.utils.flop_counter import FlopCounterMode
 
     lineage = Lineage(nn.ModuleList(blocks))
@@ -196,7 +213,7 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
 
 
 def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
-    """Notes the bytes of every storage that autograd keeps, but for parameters."""
+    """Return a hook that records the bytes of storages that autograd saves, except parameters."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
 
     def count(tensor: Tensor) -> Tensor:
@@ -213,10 +230,10 @@ def _as_is(tensor: Tensor) -> Tensor:
 
 
 def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
-    """Return a profile by numbers of parameters, a nanosecond each, without running anything."""
+    """Return a profile with a nanosecond per parameter, without running the blocks."""
 
     def block(index: int, module: nn.Module) -> BlockProfile:
-        # One row of an embedding is looked up for a token, which takes no time.
+        # An embedding looks up one row per token, which takes no time.
         looked_up = {
             p
             for part in module.modules()
@@ -231,7 +248,7 @@ def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
 
 
 def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
-    """What is measured; in a process group by rank 0, for all: times differ, and cuts must not."""
+    """Measure, in a process group on rank 0 for all ranks, so that all cut alike."""
     if not dist.is_available() or not dist.is_initialized():
         return measure()
     failure: Exception | None = None
@@ -239,7 +256,7 @@ def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profi
     if dist.get_rank() == 0:
         try:
             profile = measure()
-        except Exception as error:  # of which the others hear
+        except Exception as error:  # raised after the others are notified
             failure = error
     kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
     device = "cpu" if "cpu" in kinds else kinds[0]
@@ -280,7 +297,7 @@ def _measured(
     if device is not None:
         value = each(value, lambda tensor: tensor.to(device))
     saved: dict[int, int] = {}
-    # The first run is not timed: it counts, and warms what is cached.
+    # The first run is not timed: it counts saved bytes and warms caches.
     with torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
         _, _, output = _forward_backward(block, value, index, last)
     times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
@@ -299,7 +316,7 @@ def _measured(
 def _forward_backward(
     block: nn.Module, value: Value, index: int, last: bool
 ) -> tuple[float, float, Value]:
-    """Seconds of both and of the forward, and what it returned."""
+    """Return the seconds of both, the seconds of the forward, and the output."""
     given = _entered(value, index)
     with torch.enable_grad():
         _forget(given)
@@ -320,7 +337,7 @@ def _forward_backward(
 
 def _entered(value: Value, index: int) -> Value:
     def entered(tensor: Tensor) -> Tensor:
-        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
+        # A batch needs no gradient. Cloned, because a layer may work in place.
         leaf = tensor.detach()
         differentiable = leaf.is_floating_point() or leaf.is_complex()
         return leaf.requires_grad_(index > 0 and differentiable).clone()
@@ -329,9 +346,9 @@ def _entered(value: Value, index: int) -> Value:
 
 
 def _forget(value: Value) -> None:
-    """Let a CPU's inner caches hold something else, as when other blocks of a stage have run."""
-    # Twelve layers of 256 with 48 and 96 samples, each repeated by itself, took 12 to 13 % less CPU
-    # time than in a stage, and 3 to 5 % less with this.
+    """Overwrite a core's caches, as the other blocks of a stage would."""
+    # Repeated alone, twelve layers of 256 with 48 and 96 samples took 12 to 13 % less CPU time than
+    # in a stage; with this, 3 to 5 % less.
     if any(tensor.device.type == "cpu" for tensor in tensors_of(value)):
         torch.zeros(_CACHE // 4).add_(1.0)
     _wait(value)
@@ -339,7 +356,7 @@ def _forget(value: Value) -> None:
 
 @contextmanager
 def untouched(block: nn.Module) -> Iterator[None]:
-    """Put gradients and module buffers back afterwards, and where an assignment put others."""
+    """Restore gradients and module buffers afterwards, including buffers that were reassigned."""
     gradients = [(p, p.grad) for p in block.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     owned = [(part._buffers, dict(part._buffers)) for part in block.modules()]
@@ -365,7 +382,7 @@ def _wait(value: Value) -> None:
 
 
 def _checked(output: object, index: int, last: bool) -> Value:
-    """What the next block is given; of the last one's output, whatever it is, the tensors."""
+    """Return the value for the next block, or the tensors in the last block's output."""
     if last:
         return tuple(tensors_in(output))
     return as_value(output, f"block {index}", refused)

@@ -1,4 +1,4 @@
-"""Program: what one stage of a traced model computes, as a graph that is given its state."""
+"""Cuts an exported model's graph into one graph per stage, which takes its state as inputs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Port:
 
     name: str
     source: tuple[str, str]  # the module that made it, and the operation
-    shape: tuple[int | None, ...]  # None: any size will do
+    shape: tuple[int | None, ...]  # None: any size
     dtype: torch.dtype
-    sizes: tuple[str, ...]  # as the trace has them, by the names of its inputs' sizes
+    sizes: tuple[str, ...]  # in terms of the symbolic sizes of the trace's inputs
 
     @classmethod
     def of(cls, node: fx.Node) -> Port:
@@ -48,17 +48,17 @@ class Port:
 
 
 class Program:
-    """What one stage computes, in one mode of the model; it never changes, and copies share it."""
+    """One stage's computation in one mode of the model; immutable, and shared by copies."""
 
     def __init__(
         self,
         module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
         state: dict[str, Tensor],  # by the model's names, as it was when traced
-        given: Sequence[Tensor],  # what it was traced with
+        given: Sequence[Tensor],  # the traced inputs
         inputs: tuple[Port, ...],
-        form: Callable[[tuple[Tensor, ...]], Any],  # of the outputs
-        # Raises AssertionError where other sizes would have taken another way through the model's
-        # Python; None where nothing depends on that.
+        form: Callable[[tuple[Tensor, ...]], Any],  # rebuilds the output's containers
+        # Raises AssertionError for sizes with which the model's Python code would take another
+        # branch; None if no branch depends on sizes.
         guards: nn.Module | None,
     ) -> None:
         tensors = list(state.values()) or given
@@ -70,7 +70,7 @@ class Program:
         self._not_alone: str | None = None
         self._dtypes = [t.dtype for t in tensors]
         constants = list(_constants(module))
-        # whether the graph names types, so that it holds for those only
+        # whether the graph names dtypes, so that it holds for these only
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
@@ -83,11 +83,10 @@ class Program:
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors that it is given."""
         return {port.name for port in self.inputs}
 
     def not_alone(self, why: str) -> None:
-        """Say why there is no program for a single sample, where this one is not for that."""
+        """Record why a single sample has no program, if this one is not for it."""
         self._not_alone = why
 
     def __deepcopy__(self, memo: object) -> Program:
@@ -100,7 +99,7 @@ class Program:
         )
 
     def misfit(self, given: Sequence[Tensor]) -> str | None:
-        """Why it was not traced for tensors of these sizes."""
+        """Return why the program does not accept these shapes, or None."""
         if len(given) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
             return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
@@ -113,7 +112,7 @@ class Program:
         return None
 
     def detour(self, given: Sequence[Tensor]) -> str | None:
-        """Why tensors that fit take another way through the model than the one traced."""
+        """Return why the model would take another branch for these tensors, or None."""
         if self._guards is not None:
             try:
                 self._guards(*given)
@@ -146,7 +145,7 @@ class Program:
         return self._form(module(*given, *state))
 
     def _on(self, device: torch.device) -> fx.GraphModule:
-        """The graph for a device that the stage has been moved to."""
+        """Return the graph for the device that the stage has been moved to."""
         assert self._moved is not None
         if device not in self._moved:
             home = self._device
@@ -171,16 +170,16 @@ class Program:
 def programs_of(
     exported: ExportedProgram, carried: Sequence[Set[str]] = ()
 ) -> list[tuple[Program, dict[str, Tensor]]]:
-    """Cut an exported model where it was marked: per stage its program and the state it takes.
+    """Cut an exported model at its marks; return each stage's program and state.
 
-    By stage, ``carried`` names inputs of the model that arrive there, be they of use or not.
+    ``carried`` names, by stage, inputs of the model that arrive there even if unused.
     """
     cutter = _Cutter(exported, carried)
     return [cutter.program(k) for k in range(cutter.stages)]
 
 
 class _Cutter:
-    """An exported model's graph, and where its values are made and needed."""
+    """Splits an exported model's graph by the stages that make and need its values."""
 
     def __init__(self, exported: ExportedProgram, carried: Sequence[Set[str]]) -> None:
         self._module = exported.module()
@@ -188,7 +187,7 @@ class _Cutter:
         self._guards: nn.Module | None = None
         self._inputs: list[fx.Node] = []
         self._returned: list[fx.Node] = []
-        self._home: dict[fx.Node, int] = {}  # stage that makes a value; -1: the model's input
+        self._home: dict[fx.Node, int] = {}  # the stage that makes a value; -1: a model input
         self._stages: list[list[fx.Node]] = [[]]
         for node in self._module.graph.nodes:
             self._place(node)
@@ -197,7 +196,7 @@ class _Cutter:
         spec = exported.call_spec.out_spec
         assert spec is not None
         flat = not spec.is_leaf() and all(child.is_leaf() for child in spec.children())
-        # As it ever was of a tuple and a list; what else a model returns is made again.
+        # A tuple or list of tensors becomes a tuple; other outputs are rebuilt as they were.
         listed = flat and spec.type in (tuple, list)
         self._form: Callable[[tuple[Tensor, ...]], Any] = tuple if listed else spec.unflatten
         self.stages = len(self._stages)
@@ -209,7 +208,7 @@ class _Cutter:
         if node.op == "placeholder":
             self._inputs.append(node)
             self._home[node] = -1
-        elif node.op == "call_module":  # there is no other
+        elif node.op == "call_module":  # only the guards
             self._guards = self._module.get_submodule(str(node.target))
         elif node.op == "output":
             returned: Any = node.args[0]
@@ -219,13 +218,13 @@ class _Cutter:
                 self._stages.append([])
         elif node.op == "call_function" and not _is_size(node):
             home = len(self._stages) - 1
-            # What was made as a tuple is taken apart where it was made.
+            # A tuple is unpacked on the stage that made it.
             if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
                 home = self._home[node.args[0]]
             self._home[node] = home
             self._stages[home].append(node)
 
-    # What a stage needs of what others made.
+    # Values that a stage needs from others
 
     def _needed(self, k: int) -> set[fx.Node]:
         users = [given for node in self._stages[k] for given in node.all_input_nodes]
@@ -247,7 +246,7 @@ class _Cutter:
         return found
 
     def _need_sizes(self, k: int) -> None:
-        """Have sizes come in with a tensor that does anyway, or with that which they are of."""
+        """Read sizes from a tensor that arrives anyway, or else pass on the tensor they are of."""
         waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
         while waiting:
             node = waiting.pop()
@@ -258,7 +257,7 @@ class _Cutter:
                     self._needs[k].add(given)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
-        """A tensor that arrives at the stage and has this size, and in which dimension."""
+        """Return a tensor that arrives at the stage and has this size, and the dimension."""
         if str(size.target) != "aten.sym_size.int":
             return None
         wanted = size.meta["val"]
@@ -327,7 +326,7 @@ class _Cutter:
         return program, state
 
     def _comes_late(self, size: fx.Node, k: int) -> bool:
-        """Whether it is the size of a tensor that does not arrive."""
+        """Whether it is a size of a tensor that does not arrive at the stage."""
         return _is_size(size) and any(
             given in self._home and self._home[given] < k and given not in self._arriving(k)
             for given in size.all_input_nodes
@@ -350,7 +349,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether it is a number that depends on nothing but sizes."""
+    """Whether it is a number that depends only on sizes."""
     if node.op != "call_function":
         return False
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -360,7 +359,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
-    """A graph, and the bodies of what it calls with other settings."""
+    """Return a graph and its subgraphs, such as those under autocast."""
     return (part for part in module.modules() if isinstance(part, fx.GraphModule))
 
 

@@ -1,4 +1,4 @@
-"""partition and cut_at: a model as stages, balanced by measurement or cut by hand."""
+"""Cuts a model into stages, balanced by measurement or by hand."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
 
     Args:
         model: an ``nn.Sequential`` or a list of modules.
-        ends: ascending; the last one is the number of blocks.
+        ends: ascending block indices; the last is the number of blocks.
 
     Returns:
-        A ``Slice`` per stage; they hold the model's own blocks. Where several hold one parameter
-        the later ones say so, see ``mark_ties``. All know their places, and pipelines refuse them
-        in another order.
+        A ``Slice`` of the model's own blocks per stage. Stages that share a parameter with an
+        earlier one have ``tied_parameters``, see ``mark_ties``. Pipelines refuse the stages in
+        another order.
 
     Raises:
-        TypeError: the model has another form.
-        ValueError: ``ends`` that leave a stage empty or a block out, or that separate blocks which
-            share a module or a module buffer.
+        TypeError: the model is neither an ``nn.Sequential`` nor a list of modules.
+        ValueError: ``ends`` leave a stage empty or a block out, or separate blocks that share a
+            module or a module buffer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> first, last = st.partitioning.cut_at(model, [2, 3])
+        >>> list(last.state_dict()), last.full_name("0.weight")
+        (['0.weight', '0.bias'], '2.weight')
     """
     named = blocks_of(model)
     blocks = list(named.values())
@@ -63,11 +69,11 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
 
 
 def mark_ties(stages: Sequence[nn.Module]) -> None:
-    """Note in later stages which of their parameters an earlier one has as well.
+    """Record in each stage which of its parameters an earlier stage holds too.
 
-    ``stage.tied_parameters`` then maps their names to (the first stage that has the parameter, its
-    name there). A ``DistributedPipeline``, which is given one stage of all, learns of ties from it;
-    a ``Pipeline`` sees that the parameters are one.
+    ``stage.tied_parameters`` then maps their names to (first stage with the parameter, its name
+    there). ``DistributedPipeline`` needs this, because it sees only its own stage; ``Pipeline``
+    recognizes the shared objects.
 
     Args:
         stages: all stages of a model, in order.
@@ -83,10 +89,10 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
 
 
 def _mark(stages: Sequence[Any]) -> None:
-    """Note in every stage which one it is, of how many, and what the whole model has.
+    """Record in every stage its place in the cut and the whole model's names.
 
-    Pipelines check the former by ``check_order``; ``materialize`` knows by the names what files may
-    have, and by which others a tied parameter may be stored, its home's first.
+    Pipelines check the places with ``check_order``. ``materialize`` uses the names to tell which
+    tensors a file may hold, and under which names a tied parameter may be stored.
     """
     mark_ties(stages)
     tied: dict[nn.Parameter, list[str]] = {}
@@ -106,15 +112,21 @@ def _mark(stages: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The stages of a model; iterating gives them, so that ``Pipeline`` takes it as it is.
+    """The stages of a model; pass it to ``Pipeline`` as it is, or iterate over it.
 
     Attributes:
         stages: modules that hold the model's own parameters.
-        cut: where the cuts are, with an estimate per stage. ``print(cut)`` shows a table.
-        profile: what the cuts were decided by.
-        settings: what a ``plan`` says of training, for ``Pipeline(parts, ..., **parts.settings)``:
-            method, microbatches, window and, for a ``DistributedPipeline`` only, the replicas of
-            every stage. Empty without a plan.
+        cut: the cuts, with an estimate per stage; ``print(cut)`` shows a table.
+        profile: the block costs that the cuts are based on.
+        settings: a plan's keyword arguments for ``Pipeline(parts, ..., **parts.settings)``: method,
+            microbatches, window and, for ``DistributedPipeline`` only, replicas per stage. Empty
+            without a plan.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> parts = st.partition(model, 2, profile="parameters", example_input=torch.ones(4, 8))
+        >>> len(parts), parts.cut.ends, parts.settings
+        (2, (1, 3), {})
     """
 
     stages: list[nn.Module]
@@ -134,12 +146,12 @@ class Partition:
 
     @property
     def loss_fn(self) -> OwnLoss:
-        """Of a Hugging Face model: ``(output, batch) -> loss``, what it computes from ``labels``.
+        """A Hugging Face model's own loss of ``(output, batch)``.
 
-        The batch is a mapping that has the labels, or these themselves.
+        The batch is a mapping with the model's labels, or the labels themselves.
 
         Raises:
-            ValueError: the model has none, or one that needs more than its output and labels.
+            ValueError: the model has no loss, or its loss needs more than its output and labels.
         """
         if isinstance(self._loss, str):
             raise ValueError(f"loss_fn: {self._loss}")
@@ -164,75 +176,73 @@ def partition(
     weight_copies: int | StageCount = 4,
     window: int | StageCount = classic_window,
 ) -> Partition:
-    """Cut a model into stages whose slowest one is as fast as possible.
+    """Cut a model into stages so that the slowest stage is as fast as possible.
 
-    Stages may have parameters in common (tied weights): pipelines train these as one.
+    Stages may share parameters (tied weights); pipelines train these as one. Stages keep the
+    model's parameter names; a list with ``before`` or ``after`` has ``before.*``, ``blocks.0.*``,
+    ..., ``after.*``. A model on the meta device is cut without values (see ``measure``), and
+    ``materialize`` fills each stage afterwards.
 
     Args:
         model: one of
 
-            - a Hugging Face model around a list of blocks, as decoders are, or a ``PeftModel`` of
-              one: it is cut between them, and what comes before and after the list counts as a
-              block each;
-            - an ``nn.Sequential`` or a list of modules, to be cut between its blocks;
-            - any other module that torch.export can trace: in training and in evaluation, so that
-              the stages have both modes; one that they cannot have is an error when ``train`` or
-              ``eval`` asks for it. It is cut before submodules with parameters of their own, unless
-              ``split_points`` names others.
-        n_stages: how many stages, at least 1; with a ``plan`` it may be missing.
-        example_input: a microbatch as the model takes it, on the model's device: a tensor, a tuple
-            of tensors, or a mapping of names to columns. A list's first block takes the mapping.
-            Other models are called with those columns as keyword arguments that their ``forward``
-            has parameters for, as by ``forward(**batch)``; where these do not do, and one argument
-            does, with a dict of all tensors. For Hugging Face's decoders it may be missing: token
-            ids of one sequence are made up; and for a list of blocks with a plan, or on the meta
-            device, where they then count by parameters.
-        plan: cut where ``spectrain plan`` says, without measuring: the file that it has written,
-            its content, or the ``Plan`` of ``spectrain_ext.planning``. It has to be of a model with
-            the same names of blocks. ``settings`` of the result say how it trains.
-        columns: names of columns to keep for the loss. Where a model is called by keywords, a
-            batch's columns are dropped, as by transformers' ``Trainer``, unless they are parameters
-            of ``forward`` or called ``label``, ``labels`` or ``label_ids``; where it takes a dict,
-            unless they are in the example or called so.
-        split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
-            ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
-        before, after: run before the first of a list of blocks, and after the last one: modules,
-            or functions without parameters. They count as blocks.
-        profile: use this one instead of measuring; of the blocks, or of what lies between all the
-            split points. ``"parameters"``: count a block's parameters, without those of embeddings:
-            the same everywhere, where each process cuts the model for itself.
+            - a Hugging Face model with a list of blocks, such as a decoder, or a ``PeftModel`` of
+              one. It is cut between the blocks; the parts before and after the list count as one
+              block each.
+            - an ``nn.Sequential`` or a list of modules, cut between its blocks.
+            - any other module that torch.export can trace. It is traced in training and in
+              evaluation mode; if one fails, the stages' ``train`` or ``eval`` raises. It is cut
+              before submodules with parameters of their own, or at ``split_points``.
+        n_stages: number of stages, at least 1; may be omitted with a ``plan``.
+        example_input: a microbatch on the model's device: a tensor, a tuple of tensors, or a
+            mapping of names to columns. The first block of a list takes the mapping itself. Other
+            models get the columns that ``forward`` has parameters for as keyword arguments, or, if
+            that does not fit and one argument suffices, a dict of all tensors. May be omitted for
+            Hugging Face decoders (one sequence of token ids is made up), and for a list of blocks
+            with a plan or on the meta device (blocks then count by parameters).
+        plan: use the cuts of ``spectrain plan`` instead of measuring: its file, the file's content,
+            or a ``Plan`` of ``spectrain_ext.planning``. The model's block names must match.
+        columns: names of further columns to keep for the loss. For a model called with keywords,
+            columns are dropped, as in transformers' ``Trainer``, unless ``forward`` has a parameter
+            of that name or they are ``label``, ``labels`` or ``label_ids``. For a model that takes
+            a dict, columns that are neither in the example nor labels are dropped.
+        split_points: names of submodules to cut before, or a mapping to ``SplitPoint``. With more
+            than ``n_stages - 1`` of them, the best are used.
+        before, after: modules, or functions without parameters, to run before the first and after
+            the last of a list of blocks. They count as blocks.
+        profile: used instead of measuring; it describes the blocks, or the parts between all split
+            points. ``"parameters"`` counts a block's parameters, without embeddings, which gives
+            the same cut in every process.
         repeats: timed runs of each block.
-        speeds: per stage, how many times as fast as where it is measured it will compute, so that
-            slower devices get less; None: all alike.
-        bandwidth: bytes per second between neighbouring stages, or one number for each boundary
-            between two; None: transfers are free.
-        memory_limit: bytes that a stage may take, or one number per stage.
+        speeds: per stage, how many times as fast as the measuring device it computes; None: 1.
+        bandwidth: bytes per second between neighbouring stages, or one number per boundary; None:
+            transfers cost nothing.
+        memory_limit: bytes per stage, one number for all or one each.
         weight_copies: copies of the parameters that a stage holds, see ``cut``.
-        window: microbatches that a stage has in flight, see ``cut``.
+        window: microbatches in flight, see ``cut``.
 
     Returns:
-        The stages with a report. Measured times differ from run to run, and so may the cuts; the
-        same profile always gives the same ones. Where there is a process group and neither a
-        ``profile`` nor a ``plan`` is given, rank 0's measurements are everybody's: all ranks call
-        this, and cut alike.
+        The stages with their estimates. Measured times vary, and so may the cuts. In a process
+        group, all ranks must call this: unless there is a ``profile`` or ``plan``, they all use
+        rank 0's measurements.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, a column that ``forward`` needs and
-            the example has not, a limit that cannot be kept, or shared modules that leave too few
-            places to cut; the message names them. The stages of a Hugging Face model do not compute
-            what it does, in evaluation on the example.
-        RuntimeError: torch.export cannot trace the model in the mode that it is in.
+        TypeError, ValueError: an argument that does not fit, a column missing in the example, a
+            memory limit that cannot be met, or too few places to cut because of shared modules; the
+            message names them. Also if the stages of a Hugging Face model do not reproduce its
+            output on the example in evaluation mode.
+        RuntimeError: torch.export cannot trace the model in its present mode.
 
-    A model on the meta device is cut without values: blocks count by operations, see ``measure``,
-    and ``materialize`` gives each stage its values afterwards.
+    Tracing fixes what the model's code derived from module attributes (a dropout's ``p``) and from
+    ``requires_grad``; only the mode, sizes, devices and whether gradients are enabled may change.
+    A traced stage raises ValueError or TypeError for sizes or dtypes that its code would treat
+    differently.
 
-    Stages know the model's names of their parameters; those of a list with ``before`` or ``after``
-    are ``before.*``, ``blocks.0.*``, ..., ``after.*``.
-
-    Of a traced model everything but the mode, sizes, devices and whether gradients are enabled is
-    what it was at that time: what a module's attributes (a dropout's ``p``) or a parameter's
-    ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
-    code would have done something else raises ValueError or TypeError.
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> parts = st.partition(model, 2, torch.ones(4, 8), profile="parameters")
+        >>> [len(stage) for stage in parts]
+        [1, 2]
     """
     planned = None if plan is None else planned_cut(plan)
     if planned is not None and n_stages is None:
@@ -277,7 +287,7 @@ def partition(
 
     found = best(ties if planned is None else planned.closed)
     if source.narrow and bandwidth is None:
-        # What several tensors cost to pass on is not known: where they need not, they do not.
+        # Without a bandwidth the cost of several tensors at a cut is unknown: prefer cuts with one.
         with suppress(ValueError):
             narrow = best((*ties, *source.narrow))
             if narrow.slowest <= 1.25 * found.slowest:
@@ -300,15 +310,23 @@ def profile_of(
     after: Callable[[Any], Any] | None = None,
     repeats: int = 5,
 ) -> Profile:
-    """Measure the blocks that ``partition`` cuts a model between, and what they share.
+    """Measure the blocks between which ``partition`` would cut a model.
 
     Args:
-        model: as for ``partition``.
-        example_input, before, after: likewise.
+        model, example_input, before, after: as for ``partition``.
         repeats: timed runs of each block.
+
+    Returns:
+        The block costs, with ties and shared parameters.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> profile = st.partitioning.profile_of(model, torch.ones(4, 8))
+        >>> [block.parameter_bytes for block in profile.blocks]
+        [288, 0, 72]
     """
     source = _source(model, 1, example_input, None, before, after)
     measured = source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
@@ -319,12 +337,12 @@ def profile_of(
 class _Source:
     """A model that can be cut."""
 
-    names: Sequence[str]  # of the blocks, as the model calls what each begins with
-    blocks: Sequence[nn.Module]  # what lies between all places to cut
-    make: Callable[[Sequence[int]], list[nn.Module]]  # the stages that end before these blocks
+    names: Sequence[str]  # per block, the model's name of its first submodule
+    blocks: Sequence[nn.Module]  # between all places to cut
+    make: Callable[[Sequence[int]], list[nn.Module]]  # makes stages that end before these blocks
     measure: Callable[..., Profile]
-    narrow: tuple[Tie, ...] = ()  # they leave only places where one tensor passes
-    # Checks the stages, and finds the model's own loss, or why there is none.
+    narrow: tuple[Tie, ...] = ()  # allow only cuts that a single tensor crosses
+    # checks the stages, and returns the model's own loss or why there is none
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
     columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
 
@@ -420,7 +438,7 @@ def _source(
 
         def make(ends: Sequence[int]) -> list[nn.Module]:
             points = [names[end] for end in ends[:-1]]
-            return [*split(model, value, points, call=call)]  # each traced as one
+            return [*split(model, value, points, call=call)]  # each stage traced as one graph
     else:
         _check_stages(n_stages, len(split_points) + 1)
         names = [str(index) for index in range(len(split_points) + 1)]

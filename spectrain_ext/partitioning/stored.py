@@ -1,4 +1,4 @@
-"""Stored: the tensors of a folder of safetensors, found by a model's names and read one by one."""
+"""Finds a model's tensors in safetensors files, and reads them one by one."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from spectrain_ext.files import MODEL_INDEX, read_json
 _ONE = "model.safetensors"
 _LARGEST = 2**28  # bytes of an index
 _FLOAT = "floating point"
-# By the first two letters of what safetensors calls a dtype.
+# By the first two letters of safetensors' name of a dtype; other names are integers.
 _KINDS = dict.fromkeys(("F8", "F1", "F3", "F6", "BF"), _FLOAT) | {"BO": "bool", "C6": "complex"}
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What numbers a dtype is of: another one of the same is only more or less exact."""
+    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
     if dtype.is_floating_point or dtype.is_complex:
         return _FLOAT if dtype.is_floating_point else "complex"
     return "bool" if dtype is torch.bool else "integer"
 
 
 class Source(NamedTuple):
-    """What the files have for a tensor of the model: one of theirs, or several put together."""
+    """The stored tensor, or several to be combined, for one tensor of the model."""
 
-    names: tuple[str, ...]  # theirs
-    make: Callable[[], Tensor]  # on the CPU
+    names: tuple[str, ...]  # in the files
+    make: Callable[[], Tensor]  # reads it, on the CPU
 
 
 class Stored:
-    """A file, or a folder with one or with an index of several, as Hugging Face's tools write it.
+    """A safetensors file, or a folder with one or with an index of several.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the file or index is missing or cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,7 +52,6 @@ class Stored:
         self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
 
     def _found(self) -> dict[str, Path]:
-        """The file of every tensor."""
         index = self.path / MODEL_INDEX
         if not self.path.is_dir() or (self.path / _ONE).is_file():
             file = self.path / _ONE if self.path.is_dir() else self.path
@@ -71,7 +70,7 @@ class Stored:
         return {key: self.path / name for key, name in files.items()}
 
     def look(self, key: str) -> tuple[list[int], str]:
-        """Return the shape of a tensor, and what kind of numbers it holds."""
+        """Return a tensor's shape and kind of numbers."""
         file = self.files[key]
         if file not in self._headers:
             with _opened(file) as opened:
@@ -86,8 +85,8 @@ class Stored:
         return self._headers[file][key]
 
     def read(self, key: str) -> Tensor:
-        """Return one tensor as it is there; the file is mapped for as long as it is held."""
-        # Opened for this one alone: all that has been read of a mapped file is in memory.
+        """Return one tensor; the file stays mapped while the tensor exists."""
+        # Opened for each tensor: what has been read of a mapped file stays in memory.
         with _opened(self.files[key]) as opened:
             tensor: Tensor = opened.get_tensor(key)
             return tensor
@@ -105,14 +104,14 @@ def _opened(file: Path) -> Iterator[Any]:
 def sources_of(
     stored: Stored, known: Set[str], pretrained: Any
 ) -> tuple[dict[str, Source], list[str]]:
-    """Return what there is for each of a model's names, and the tensors that are for none of them.
+    """Return the source for each of a model's names, and the stored tensors that match no name.
 
     Args:
         stored: the files.
-        known: what the whole model calls its tensors.
-        pretrained: of a Hugging Face model, something of its class with its config: what it knows
-            of older names, and of tensors that it has in other pieces than its files, counts; so
-            does the prefix that a base model's files are without. None: of no such model.
+        known: the whole model's names of its tensors.
+        pretrained: an instance of the Hugging Face class with its config, or None. It supplies
+            older names, conversions of tensors that files hold in other pieces, and the prefix that
+            a base model's files lack.
     """
     found: dict[str, Source] = {}
     pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
@@ -145,12 +144,12 @@ def sources_of(
 
 
 class _Conversions:
-    """What transformers does to the tensors of a model's files, by its own table."""
+    """Applies transformers' own table of renamings and conversions."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._renamings: list[Any] = []
-        self._converters: dict[str, Any] = {}  # by the pattern of a name that they take
+        self._converters: dict[str, Any] = {}  # by the pattern of a stored name
         if model is not None:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter
@@ -186,5 +185,5 @@ class _Conversions:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Orders layer 2 before layer 10: pieces are put together in this order."""
+    """Return a sort key that puts layer 2 before layer 10; pieces are combined in this order."""
     return [(int(atom), "") if atom.isdigit() else (-1, atom) for atom in name.split(".")]

@@ -1,4 +1,4 @@
-"""TracedStage: a part of a model that is no sequence, traced in training and in evaluation mode."""
+"""Cuts any model that torch.export can trace into stages with training and evaluation graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class State(nn.Module):
-    """Parameters and module buffers by the model's names; their code is in the stage's graphs."""
+    """Holds parameters and module buffers by the model's names; the code is in the graphs."""
 
     def train(self, mode: bool = True) -> State:
         raise RuntimeError(
@@ -32,7 +32,7 @@ class State(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A program, and where the stage has its state."""
+    """A program, and the places of its state in the stage."""
 
     program: Program
     slots: tuple[tuple[nn.Module, str], ...]
@@ -45,22 +45,21 @@ _Modes = dict[Mode, "tuple[_Bound, ...] | str"]
 
 
 class TracedStage(nn.Module):
-    """One part of a traced model, with the values that only pass through it.
+    """One stage of a traced model; ``partition`` makes it.
 
-    Between stages goes a tensor, or a tuple of every tensor that some later stage needs: what one
-    stage makes and a later but not the next one takes (a skip connection) is handed on unchanged.
+    Stages pass on a tensor, or a tuple of every tensor that a later stage needs. A tensor that only
+    a later stage uses (a skip connection) passes through unchanged.
 
-    ``train()`` and ``eval()`` do what they would have done to the model: a graph was traced in
-    either mode, and both use the same parameters and module buffers. A model that had some of its
-    modules in another mode stays so until one of them is called.
+    ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
+    parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
+    until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
 
     Args:
         part: holds the state.
-        modes: per mode its graphs, the first that fits the sizes is used; or why there are none.
+        modes: the graphs of each mode, of which the first that fits the sizes is used; or the
+            reason why there are none.
         training: the model's mode.
-        given: whether it was that of all of its modules.
-
-    Parameters keep the names they have in the model.
+        given: whether all of the model's modules had that mode.
     """
 
     block_names: Sequence[str] = ()  # the modules in it are never called
@@ -70,25 +69,25 @@ class TracedStage(nn.Module):
         self.part = part
         self._modes = modes
         self._given: bool | None = None if given else training
-        self.columns: Columns | None = None  # of a first stage that is given a mapping
+        self.columns: Columns | None = None  # set on a first stage that takes mappings
         self._set(training)
 
     @property
     def takes(self) -> int:
-        """How many tensors it is given."""
+        """Number of input tensors."""
         graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
         return len(graphs[-1].program.inputs)
 
     def full_name(self, name: str) -> str:
-        """Return the model's name of what is called ``name`` here."""
+        """Return the uncut model's name of a parameter or module buffer of this stage."""
         return name.removeprefix("part.")
 
     def train(self, mode: bool = True) -> TracedStage:
-        """Compute as the model does in training, or in evaluation.
+        """Select the training or evaluation graph.
 
         Raises:
-            RuntimeError: the model could not be traced in that mode, or is cut otherwise there; the
-                stage stays as it was.
+            RuntimeError: the model could not be traced in that mode, or its cut differs there; the
+                stage is unchanged.
         """
         why = self._modes[mode, True]
         if isinstance(why, str) and isinstance(self._modes[mode, False], str):
@@ -102,13 +101,12 @@ class TracedStage(nn.Module):
             module.training = mode
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        """Return what later stages need.
+        """Return the tensors that later stages need, or the model's output.
 
         Raises:
-            RuntimeError: there is no graph of the mode.
-            ValueError: tensors of other sizes than those that the model was traced with, where it
-                would do something else with them.
-            TypeError: the stage was converted to another dtype, where the graph names the old one.
+            RuntimeError: the mode has no graph.
+            ValueError: the model would treat these sizes differently from the traced ones.
+            TypeError: the stage was converted to another dtype, and the graph names the old one.
         """
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
@@ -127,11 +125,11 @@ def split(
     model: nn.Module,
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
-    once: bool = False,  # run them as the model is now, on inputs of these sizes, and no more
+    once: bool = False,  # trace only the model's present mode, for these sizes
     call: Call = BY_POSITION,
 ) -> list[TracedStage]:
-    """Trace a model and cut it before (or after) the named submodules; it is left as it was."""
-    # Not above: it doubles the time that importing this package takes.
+    """Trace a model and cut it before (or after) the named submodules; the model is unchanged."""
+    # Not at the top, because it doubles this package's import time.
     from torch.distributed.pipelining import SplitPoint
 
     points = (
@@ -151,15 +149,12 @@ def split(
     return _Assembly(model, traces(model, arguments, before, after, once, call)).stages()
 
 
-# Stages out of traces.
-
-
 class _Assembly:
-    """A model, its traces (as it is first), and which stages use its tensors, by their ids."""
+    """Makes stages from a model's traces; tensors are identified by their ids."""
 
     def __init__(self, model: nn.Module, found: dict[Mode, list[TracedModel] | str]) -> None:
         self._model = model
-        self._names: dict[int, list[str]] = {}  # all of every parameter and module buffer
+        self._names: dict[int, list[str]] = {}  # all names of each parameter and module buffer
         self._tensors: dict[int, Tensor] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
@@ -179,7 +174,7 @@ class _Assembly:
         self._modes: dict[Mode, list[TracedModel] | str] = {}
         for mode, graphs in found.items():
             if not isinstance(graphs, str):
-                graphs = self._unfit(graphs[-1]) or self._usable(graphs)
+                graphs = self._mismatch(graphs[-1]) or self._usable(graphs)
             self._modes[mode] = graphs
             for trace in graphs if not isinstance(graphs, str) else ():
                 for k, (_, state) in enumerate(trace):
@@ -205,12 +200,12 @@ class _Assembly:
             nonlocal constants
             for tensor in state.values():
                 if id(tensor) not in where:
-                    # A constant of the code: nobody's state, but it moves with the stage.
+                    # A constant of the code is not saved, but moves with the stage.
                     where[id(tensor)] = _put(part, f"_constants.{constants}", tensor, False)
                     constants += 1
             return _Bound(program, tuple(where[id(state[name])] for name in program.state))
 
-        if is_valueless(self._model):  # who has rules to initialize what is here
+        if is_valueless(self._model):  # materialize needs the model's initialization rules
             modules = dict(self._model.named_modules())
             for path, owner in part.named_modules():
                 if path in modules:
@@ -222,9 +217,9 @@ class _Assembly:
         return TracedStage(part, kept, self._model.training, (None, True) not in kept)
 
     def _names_at(self, k: int, number: int) -> list[str]:
-        """What a tensor is called on one of its stages; each of its names is used."""
-        # The graph has one name for all: which of them a stage means nobody knows. The first stage
-        # has the first one, and so on, the last stage all that are left.
+        """Return the names of a tensor on one of its stages; all its names are used somewhere."""
+        # The graph has one name for a tied tensor, so the stages' own names are unknown. The first
+        # stage gets the first name, and so on; the last stage gets those left.
         names, users = self._names[number], sorted(self._users[number])
         if len(users) == 1 or not isinstance(self._tensors[number], nn.Parameter):
             return names
@@ -232,7 +227,7 @@ class _Assembly:
         return names[at:] if k == users[-1] else names[at : at + 1]
 
     def _home(self, number: int) -> int:
-        """Where a tensor belongs that no graph uses: where its neighbours in the model are."""
+        """Return the stage of a tensor that no graph uses: that of its neighbours in the model."""
         path = self._names[number][0].split(".")[:-1]
         while path:
             prefix = ".".join(path) + "."
@@ -248,7 +243,7 @@ class _Assembly:
         return len(self._first) - 1
 
     def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
-        """Leave out that of a single sample where a stage could not tell that there is one."""
+        """Leave out the graph for a single sample if a stage cannot recognize one."""
         *single, many = graphs
         kept = [trace for trace in single if self._told_apart(trace, many)]
         if len(kept) < len(single):
@@ -280,8 +275,8 @@ class _Assembly:
                 return False
         return True
 
-    def _unfit(self, trace: TracedModel) -> str | None:
-        """Why it cannot take the place of the first, one stage at a time."""
+    def _mismatch(self, trace: TracedModel) -> str | None:
+        """Return why its stages cannot replace those of the first trace, or None."""
         mode, first = trace.mode, self._first
         if len(trace) != len(first):
             return (
@@ -307,7 +302,7 @@ class _Assembly:
 
 
 def _alike(here: Sequence[Port], there: Sequence[Port], sizes: bool = True) -> bool:
-    """Whether the same tensors pass; of several, whether they come from the same places."""
+    """Whether the same tensors pass; several must also have the same sources."""
     return len(here) == len(there) and all(
         a.dtype == b.dtype
         and len(a.shape) == len(b.shape)
@@ -336,5 +331,5 @@ def _held(owner: nn.Module, name: str) -> Tensor:
         tensor = tensors.get(name)
         if tensor is not None:
             return tensor
-    found: Tensor = getattr(owner, name)  # behind a parametrization, say
+    found: Tensor = getattr(owner, name)  # for example a parametrized tensor
     return found

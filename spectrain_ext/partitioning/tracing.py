@@ -1,4 +1,4 @@
-"""traces: what a model computes in each of its modes, by torch.export; the model is left alone."""
+"""Traces a model by torch.export in training and evaluation mode, without changing it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from .columns import BY_POSITION, Call
 from .programs import Program, programs_of
 
-# (training, whether gradients are enabled); None: the modules' modes as they were found
+# (training, whether gradients are enabled); None: the modules' original modes
 Mode = tuple[bool | None, bool]
 MODES = (True, False)
 
 
 class TracedModel(list[tuple[Program, dict[str, Tensor]]]):
-    """The stages of a model in one mode, each with the state that it takes."""
+    """The stages of a model in one mode, each with its state."""
 
     mode = ""  # in words
 
@@ -33,13 +33,14 @@ def traces(
     model: nn.Module,
     arguments: tuple[Tensor, ...],
     before: set[nn.Module],  # each begins a stage
-    after: set[nn.Module],  # each ends one
-    once: bool = False,  # as it is only, with gradients, and for these arguments' sizes
+    after: set[nn.Module],  # each ends a stage
+    once: bool = False,  # only the present mode, with gradients, for these sizes
     call: Call = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
-    """Trace a model as it is, which comes first, in training and in evaluation.
+    """Trace a model in its present mode (first in the result), in training and in evaluation.
 
-    Per mode the graphs, of which the first that fits is to be used; or why there are none.
+    Returns:
+        Per mode the graphs, of which the first that fits applies; or why there are none.
     """
     for index, argument in enumerate(arguments):
         if not isinstance(argument, Tensor):
@@ -49,7 +50,7 @@ def traces(
             )
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
-    with _marked(before, after), _named(model, call), modes, _unchanging(model):
+    with _marked(before, after), _with_signature(model, call), modes, _checking_attributes(model):
         if once:
             with torch.enable_grad():
                 return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
@@ -76,9 +77,9 @@ def traces(
 def _traced(
     model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
 ) -> dict[bool, list[TracedModel] | str]:
-    """Trace a model with gradients enabled, and disabled where it asks for that."""
+    """Trace a model with gradients enabled, and also disabled if its code checks for that."""
     found: dict[bool, list[TracedModel] | str] = {}
-    with torch.enable_grad(), _asking() as asked:
+    with torch.enable_grad(), _recording_grad_checks() as asked:
         found[True] = _sized(model, call, arguments, name)
     found[False] = found[True]
     if asked:
@@ -93,11 +94,11 @@ def _traced(
 def _sized(
     model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
 ) -> list[TracedModel]:
-    """Trace a model for all sizes that it treats alike; for a single sample apart if need be."""
+    """Trace a model for all sizes that it treats alike, and separately for one sample if needed."""
     every = [range(argument.dim()) for argument in arguments]
     size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
     sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
-    # Broadcasting and strides are special where a size is one.
+    # Size 1 is special for broadcasting and strides.
     single, several = arguments, arguments
     if size == 1:
         pairs = zip(arguments, sampled, strict=True)
@@ -118,7 +119,7 @@ def _sized(
         try:
             alone = _exported(model, call, single, name, rest, [p.names for p, _ in trace])
             return [alone, trace]
-        except (RuntimeError, ValueError) as error:  # BatchNorm has reasons to refuse one
+        except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
             program.not_alone(str(error))
     return [trace]
 
@@ -128,7 +129,7 @@ def _exported(
     call: Call,
     arguments: tuple[Tensor, ...],
     name: str,
-    free: Sequence[Sequence[int]] | None,  # dimensions of each that are left open
+    free: Sequence[Sequence[int]] | None,  # dynamic dimensions of each argument
     carried: Sequence[Set[str]] = (),
 ) -> TracedModel:
     from torch.export import Dim, export
@@ -147,16 +148,16 @@ def _exported(
         given, named = call(sizes)
         shapes = named or given
     drawing = _Draws()
-    with _derivatives() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with _recording_dropped_backwards() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             exported = None
             if shapes is not None:
-                with suppress(Exception):  # without sizes left open it may do
+                with suppress(Exception):  # it may work with static sizes
                     exported = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             if exported is None:
                 exported = export(model, args, kwargs, strict=False)
         except Exception as error:
-            what = str(error).strip().partition("\n")[0]  # a report follows
+            what = str(error).strip().partition("\n")[0]  # torch appends a long report
             raise RuntimeError(
                 f"torch.export cannot trace the model {name}: {type(error).__name__}: {what}"
             ) from error
@@ -179,7 +180,7 @@ def _exported(
 
 @contextmanager
 def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
-    """Have the modules say in the trace where they begin or end."""
+    """Mark in the trace where these modules begin or end."""
     from torch.distributed.pipelining import pipe_split
 
     def begins(module: nn.Module, *given: Any, **more: Any) -> Any:
@@ -195,13 +196,13 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in kept:
             marked = MethodType(begins if module in before else ends, module)
-            stack.enter_context(_instead(module, "forward", marked))
+            stack.enter_context(_patched(module, "forward", marked))
         yield
 
 
 @contextmanager
-def _named(model: nn.Module, call: Call) -> Iterator[None]:
-    """Have the forward's signature say what it is called with: dynamic_shapes knows no ``**``."""
+def _with_signature(model: nn.Module, call: Call) -> Iterator[None]:
+    """Give the forward a signature with the call's names: dynamic_shapes rejects ``**``."""
     if call.whole or not call.names:
         yield
         return
@@ -212,13 +213,12 @@ def _named(model: nn.Module, call: Call) -> Iterator[None]:
 
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
-    with _instead(model, "forward", forward):
+    with _patched(model, "forward", forward):
         yield
 
 
 @contextmanager
-def _instead(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Have an attribute of a module or class be another one for a while."""
+def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -228,7 +228,7 @@ def _instead(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 class _Draws:
-    """Whether numbers are drawn from generators that torch.export does not see."""
+    """Detects draws from generators that torch.export does not trace."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -237,7 +237,7 @@ class _Draws:
             self._legacy = self._numpy.random.get_state(legacy=False)
 
     def stop(self) -> str | None:
-        """Where some were, which is undone."""
+        """Return the generator that was used, if any, after restoring its state."""
         found = None
         if random.getstate() != self._python:
             random.setstate(self._python)
@@ -251,8 +251,8 @@ class _Draws:
 
 
 @contextmanager
-def _unchanging(model: nn.Module) -> Iterator[None]:
-    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that."""
+def _checking_attributes(model: nn.Module) -> Iterator[None]:
+    """Warn if the forward changes module attributes; raise if it reassigns a module buffer."""
     changed: set[str] = set()
     replaced: set[str] = set()
 
@@ -297,29 +297,29 @@ def _unchanging(model: nn.Module) -> Iterator[None]:
         )
 
 
-_patching = threading.RLock()  # whoever has it may change what torch calls
+_patching = threading.RLock()  # held while functions of torch are replaced
 
 
 @contextmanager
-def _asking() -> Iterator[list[str]]:
-    """Learn which modules, other than torch's, ask whether gradients are enabled."""
+def _recording_grad_checks() -> Iterator[list[str]]:
+    """Record which modules, other than torch's, check whether gradients are enabled."""
     asked: list[str] = []
     real = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:
         name = sys._getframe(1).f_globals.get("__name__", "")
-        # torch's own ask in order to choose between two ways to the same values.
+        # torch's own checks choose between two ways to compute the same values.
         if name != "torch" and not name.startswith("torch."):
             asked.append(name)
         return real()
 
-    with _patching, _instead(torch, "is_grad_enabled", is_grad_enabled):
+    with _patching, _patched(torch, "is_grad_enabled", is_grad_enabled):
         yield asked
 
 
 @contextmanager
-def _derivatives() -> Iterator[set[str]]:
-    """What of the model's backward torch.export loses without a word, as it has forwards only."""
+def _recording_dropped_backwards() -> Iterator[set[str]]:
+    """Collect parts of the model's backward that torch.export drops silently."""
     own: set[str] = set()
     thread = threading.get_ident()
     apply: Any = vars(torch.autograd.Function)["apply"]
@@ -328,12 +328,12 @@ def _derivatives() -> Iterator[set[str]]:
 
     def applied(cls: type, *given: Any, **more: Any) -> Any:
         if torch.is_grad_enabled() and threading.get_ident() == thread:
-            # torch's own are their operations' derivatives, but for a module's backward hooks.
+            # torch's own are derivatives of its operations, except a module's backward hooks.
             if cls.__name__ == "BackwardHookFunction":
                 own.add("a module's backward hook")
             elif not cls.__module__.startswith("torch."):
                 own.add(f"autograd.Function {cls.__name__}")
-        return apply.__get__(None, cls)(*given, **more)  # from torch 2.15 on it is in C
+        return apply.__get__(None, cls)(*given, **more)  # implemented in C since torch 2.15
 
     def registered(tensor: Tensor, hook: Any) -> Any:
         if threading.get_ident() == thread:
@@ -347,15 +347,15 @@ def _derivatives() -> Iterator[set[str]]:
 
     with (
         _patching,
-        _instead(torch.inference_mode, "__enter__", entered),
-        _instead(torch.autograd.Function, "apply", classmethod(applied)),
-        _instead(torch.Tensor, "register_hook", registered),
+        _patched(torch.inference_mode, "__enter__", entered),
+        _patched(torch.autograd.Function, "apply", classmethod(applied)),
+        _patched(torch.Tensor, "register_hook", registered),
     ):
         yield own
 
 
 class _Modes:
-    """The modes of a model's modules; on leaving they are as before."""
+    """Sets the modes of a model's modules, and restores them on exit."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -401,8 +401,8 @@ class _Modes:
             self._model.train()
         else:
             self._model.eval()
-        # A module's own train() may do more than to set a mode: some merge weights. What a graph of
-        # the other mode would then compute with is not what the stages have, so that is refused.
+        # A module's own train() may also merge weights. The graphs of the two modes would then
+        # compute with different weights than the stages hold, so refuse that.
         there = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for tensor, (name, before, learns) in self._kept.items():
             if (

@@ -219,7 +219,7 @@ def test_a_damaged_copy_is_left_aside_with_a_warning(tmp_path, shm, caplog):
     spoil(file)
     assert manager_of(tmp_path, seed=5).restore().minibatches == 3
     (record,) = caplog.records
-    assert "the copy in the hosts' memory is left aside: " in record.message
+    assert "the copy in /dev/shm cannot be used: " in record.message
     assert "model.safetensors: damaged, the SHA-256 of" in record.message
     assert copies(shm) == []
 
@@ -250,7 +250,7 @@ def test_no_room_is_a_warning_and_training_goes_on(
     monkeypatch.setattr(storage, "save_file", full)
     manager = train(manager_of(tmp_path, asynchronous=asynchronous), MINIBATCHES)
     (record,) = caplog.records
-    assert "no copies in the hosts' memory from here on: " in record.message
+    assert "no more copies are made in /dev/shm: " in record.message
     assert "No space left on device" in record.message
     same(everything(manager.pipe), everything(kept.pipe))
     assert names((tmp_path / "disk").glob("minibatch*")) == ["minibatch-00000006"]
@@ -280,7 +280,7 @@ def test_a_directory_that_is_not_private_is_not_used(tmp_path, shm, caplog, kind
     assert manager.restore() is None
     train(manager, 6)
     (record,) = caplog.records
-    assert "no copies in the hosts' memory from here on: " in record.message
+    assert "no more copies are made in /dev/shm: " in record.message
     assert manager.latest().name == "minibatch-00000006"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import threading
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.ranks import run_ranks
 from spectrain_ext.distributed import join_ranks
 from spectrain_ext.distributed import store as store_module
 from spectrain_ext.distributed.board import Board
+from spectrain_ext.distributed.report import WATCHING
 from spectrain_ext.distributed.store import connection, store_at
 
 
@@ -68,6 +70,9 @@ def test_a_board_of_one_rank(tmp_path, monkeypatch):
     with pytest.raises(ArithmeticError), board.run():
         raise ArithmeticError("planned")
     assert board.cause[:2] == (0, "beginning a run: ArithmeticError: planned")
+    for thread in threading.enumerate():
+        if thread.name in WATCHING:  # they may still be writing the report
+            thread.join()
     (report,) = tmp_path.iterdir()
     assert "ArithmeticError: planned" in report.read_text()
     assert report.stat().st_mode & 0o777 == 0o600

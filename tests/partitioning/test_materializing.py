@@ -17,6 +17,11 @@ import spectrain_ext as st
 from spectrain_ext.checkpoint import CheckpointError
 from spectrain_ext.partitioning import cut_at, measure
 
+# torch caches which functions a device context affects. transformers replaces torch.linspace inside
+# from_pretrained, so a cache first filled there, by an earlier test, would lack the original.
+with torch.device("cpu"):
+    torch.zeros(0)
+
 
 def on_meta(make):
     with torch.device("meta"):
