@@ -34,19 +34,20 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint docs report pytest bench nightly doctor gpu-wheel clean FORCE
+.PHONY: help install train check test lint spelling release docs report pytest bench nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
 	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, documentation, all tests that guard a release"
-	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
+	@echo "make docs     spelling, and the documentation as a site, in build/docs; a warning is an error"
 	@echo "make report   docs/results.md, its pictures and every figure in the documents, from the committed runs"
 	@echo "make bench    by pytest-benchmark: every operator against its rivals, the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
 	@echo "make gpu-wheel  what bench/gpu_suite.py takes along to a machine with a GPU and no network, in build/gpu"
-	@echo "make lint     ruff, mypy, clang-format"
+	@echo "make lint     ruff, mypy, clang-format, spelling, the workflows of continuous integration"
+	@echo "make release  the source distribution and this machine's wheel, checked, in dist"
 	@echo "make clean    remove .venv and everything that was built"
 
 install: $(VENV)/.package
@@ -56,10 +57,10 @@ train: $(VENV)/.studies
 doctor: $(VENV)/.package
 	$(BIN)/spectrain doctor $(ARGS)
 
-test: lint docs pytest
+test: $(VENV)/.all lint docs pytest
 
 # What is generated from the code is generated from the installed package.
-docs: $(VENV)/.extra-docs
+docs: $(VENV)/.extra-docs spelling
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
@@ -67,11 +68,25 @@ docs: $(VENV)/.extra-docs
 report: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/python -m report $(ARGS)
 
-lint: $(VENV)/.extra-lint $(VENV)/.package
+lint: $(VENV)/.extra-lint spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict spectrain_ext studies
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --no-progress --quiet --persona pedantic .github
+
+# Settings, and words that are no mistakes, are in pyproject.toml.
+spelling: $(VENV)/.extra-lint
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile CMakeLists.txt *.toml *.py .ci .github \
+		bench cmake csrc docs examples spectrain_ext studies tests
+
+# Nothing is uploaded: .github/workflows/release.yml does that for a tag.
+release: $(VENV)/.extra-test
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
 # installed; test_project.py checks that it is so.
@@ -170,6 +185,11 @@ $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE
 	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation .
 	@$(BIN)/spectrain doctor --brief
 	@touch $@
+
+# What `make test` needs, by one call of pip instead of five; the stamps below then have nothing to do.
+$(VENV)/.all: $(VENV)/.package pyproject.toml studies/requirements.txt $(VENV)/constraints.txt
+	$(INSTALL) --quiet 'spectrain_ext[lint,docs,test,examples]' -r studies/requirements.txt
+	@touch $@ $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.extra-test $(VENV)/.extra-examples $(VENV)/.studies
 
 $(VENV)/.extra-%: $(VENV)/.package pyproject.toml $(VENV)/constraints.txt
 	$(INSTALL) --quiet 'spectrain_ext[$*]'
