@@ -1,4 +1,4 @@
-"""What was built: no torch in it, code for the GPUs that it is for, CUDA as asked for."""
+"""The extension has no torch and the GPUs' code; the source distribution is complete."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from spectrain_ext import _C
 
@@ -30,12 +33,29 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
+def _linked() -> tuple[list[str], list[str]]:
+    """Return the libraries that the extension needs and the symbols that it imports."""
+    with NATIVE.open("rb") as file:
+        elf = ELFFile(file)
+        needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
+        symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+        return needed, [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF"]
+
+
 def test_no_torch_library_and_no_cuda_runtime_is_linked() -> None:
     """The CUDA runtime is static, so that import works where there is no CUDA at all."""
-    needed = re.findall(r"NEEDED.*\[(.*?)\]", _run("readelf", "-d", str(NATIVE)))
-    assert needed
-    assert not [n for n in needed if re.search(r"torch|c10|cudart|libcuda", n)]
+    needed, _ = _linked()
+    assert "libstdc++.so.6" in needed
+    assert not [name for name in needed if re.search(r"torch|c10|cudart|libcuda", name)]
+
+
+def test_no_symbol_of_torch_or_cuda_is_imported() -> None:
+    """One build then serves every torch. Namespaces are c10, at, torch; THP and aoti are its C."""
+    _, imported = _linked()
+    assert "PyModule_Create2" in imported or "PyModuleDef_Init" in imported
+    foreign = re.compile(r"_Z\w*?(?:3c10|2at|5torch)(?![a-z])|^THP|^(?:aoti_)?torch|^cuda|^cu[A-Z]")
+    assert foreign.search("_ZN3c106Device8validateEv") and foreign.search("_ZNK2at6Tensor3dimEv")
+    assert not [name for name in imported if foreign.search(name)]
 
 
 def test_build_info_is_complete() -> None:
@@ -387,3 +407,68 @@ class TestCudaIsAChoice:
             pytest.skip("needs setuptools")
         assert done.returncode != 0
         assert "SPECTRAIN_CUDA" in done.stderr and "maybe" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made of a copy: setuptools writes beside the sources."""
+    for name in ("build", "setuptools", "pybind11"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in _kept(ROOT):
+        (folder / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / "sources" / name)
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    _run(*command, "--outdir", str(folder), str(folder / "sources"))
+    (made,) = folder.glob("*.tar.gz")
+    return made
+
+
+FOLDERS = ("bench", "cmake", "csrc", "docs", "examples", "spectrain_ext", "studies", "tests")
+#: What tools leave in the folders.
+MADE = re.compile(r"(?:^|/)(?:__pycache__|\.(?!ci/|github/)[\w-]+)/|\.(?:so|pyc|o)$")
+
+
+def _kept(root: Path) -> set[str]:
+    """Return the files of the project, without asking git, which a source distribution has not."""
+    paths = [p for folder in (*FOLDERS, ".ci", ".github") for p in (root / folder).rglob("*")]
+    paths += [path for path in root.iterdir() if path.name not in (".git", ".gitignore")]
+    names = {path.relative_to(root).as_posix() for path in paths if path.is_file()}
+    return {name for name in names if not MADE.search(name)}
+
+
+@pytest.mark.compiler
+class TestSourceDistribution:
+    def test_it_has_every_file_that_building_testing_and_training_need(self, sdist: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        own = {"PKG-INFO", "setup.cfg"}
+        assert {n for n in names if ".egg-info/" not in n} - own == _kept(ROOT)
+
+    def test_an_index_accepts_it_and_renders_the_readme(self, sdist: Path) -> None:
+        pytest.importorskip("twine")
+        _run(sys.executable, "-m", "twine", "check", "--strict", str(sdist))
+
+    @pytest.mark.nightly
+    @pytest.mark.timeout(1200)
+    def test_a_wheel_can_be_built_from_it(self, sdist: Path, tmp_path: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (sources,) = tmp_path.iterdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)],
+            env={**os.environ, "PATH": TOOLS, "SPECTRAIN_CUDA": "0"},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        (wheel,) = (sources / "dist").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = {Path(name) for name in archive.namelist()}
+        assert {n for n in names if n.parts[0] == "spectrain_ext" and n.suffix != ".so"} == {
+            path.relative_to(ROOT)
+            for suffix in ("*.py", "*.pyi", "py.typed", "*.json")
+            for path in (ROOT / "spectrain_ext").rglob(suffix)
+        }
+        assert len([name for name in names if name.suffix == ".so"]) == 1
