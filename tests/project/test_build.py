@@ -13,6 +13,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from elftools.elf.elffile import ELFFile
@@ -33,29 +34,48 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def _linked() -> tuple[list[str], list[str]]:
-    """Return the libraries that the extension needs and the symbols that it imports."""
+class Linked(NamedTuple):
+    """What the dynamic linker sees of the extension."""
+
+    libraries: list[str]
+    imported: list[str]
+    exported: list[str]
+
+
+@pytest.fixture(scope="module")
+def linked() -> Linked:
     with NATIVE.open("rb") as file:
         elf = ELFFile(file)
-        needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
-        symbols = elf.get_section_by_name(".dynsym").iter_symbols()
-        return needed, [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF"]
+        tags = elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
+        symbols = [s for s in elf.get_section_by_name(".dynsym").iter_symbols() if s.name]
+        return Linked(
+            [tag.needed for tag in tags],
+            [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF"],
+            [symbol.name for symbol in symbols if symbol["st_shndx"] != "SHN_UNDEF"],
+        )
 
 
-def test_no_torch_library_and_no_cuda_runtime_is_linked() -> None:
-    """The CUDA runtime is static, so that import works where there is no CUDA at all."""
-    needed, _ = _linked()
-    assert "libstdc++.so.6" in needed
-    assert not [name for name in needed if re.search(r"torch|c10|cudart|libcuda", name)]
+class TestBinaryInterface:
+    def test_no_torch_library_and_no_cuda_runtime_is_linked(self, linked: Linked) -> None:
+        """The CUDA runtime is static, so that import works where there is no CUDA at all."""
+        assert "libstdc++.so.6" in linked.libraries
+        foreign = re.compile("torch|c10|cudart|libcuda")
+        assert not [name for name in linked.libraries if foreign.search(name)]
 
+    def test_no_symbol_of_torch_or_cuda_is_imported(self, linked: Linked) -> None:
+        """One build then serves every torch: no c10::, at:: or torch::, no THP or aoti_ in C."""
+        assert "PyType_Ready" in linked.imported
+        foreign = re.compile(
+            r"_Z\w*?(?:3c10|2at|5torch)(?![a-z])|^THP|^(?:aoti_)?torch|^cu(da)?[A-Z]"
+        )
+        for name in ("_ZN3c106Device8validateEv", "_ZNK2at6Tensor3dimEv", "cudaMalloc", "cuInit"):
+            assert foreign.search(name)
+        assert not [name for name in linked.imported if foreign.search(name)]
 
-def test_no_symbol_of_torch_or_cuda_is_imported() -> None:
-    """One build then serves every torch. Namespaces are c10, at, torch; THP and aoti are its C."""
-    _, imported = _linked()
-    assert "PyModule_Create2" in imported or "PyModuleDef_Init" in imported
-    foreign = re.compile(r"_Z\w*?(?:3c10|2at|5torch)(?![a-z])|^THP|^(?:aoti_)?torch|^cuda|^cu[A-Z]")
-    assert foreign.search("_ZN3c106Device8validateEv") and foreign.search("_ZNK2at6Tensor3dimEv")
-    assert not [name for name in imported if foreign.search(name)]
+    def test_nothing_of_ours_is_exported_but_the_entry(self, linked: Linked) -> None:
+        """A second copy in one process, of another version, must not be bound to this one's."""
+        assert "PyInit__C" in linked.exported
+        assert not [name for name in linked.exported if re.match(r"_ZNK?9spectrain", name)]
 
 
 def test_build_info_is_complete() -> None:
