@@ -57,6 +57,7 @@ train: $(VENV)/.studies
 doctor: $(VENV)/.package
 	$(BIN)/spectrain doctor $(ARGS)
 
+# .all first, so that lint and docs find their tools installed.
 test: $(VENV)/.all lint docs pytest
 
 # The reference is generated from the installed package.
@@ -92,13 +93,13 @@ release: $(VENV)/.extra-test
 # test_project.py checks this. pytest-benchmark would only warn that it does nothing under pytest-xdist.
 PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest -p no:benchmark $(WORKERS)
 
-check: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+check: $(VENV)/.all
 	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
 
-pytest: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+pytest: $(VENV)/.all
 	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
 
-nightly: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+nightly: $(VENV)/.all
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
 		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
@@ -188,7 +189,7 @@ $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE
 # Everything that `make test` needs, by one call of pip instead of five.
 $(VENV)/.all: $(VENV)/.package pyproject.toml studies/requirements.txt $(VENV)/constraints.txt
 	$(INSTALL) --quiet 'spectrain_ext[lint,docs,test,examples]' -r studies/requirements.txt
-	@touch $@ $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.extra-test $(VENV)/.extra-examples $(VENV)/.studies
+	@touch $@ $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.extra-test $(VENV)/.studies
 
 $(VENV)/.extra-%: $(VENV)/.package pyproject.toml $(VENV)/constraints.txt
 	$(INSTALL) --quiet 'spectrain_ext[$*]'
