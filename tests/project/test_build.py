@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -233,6 +234,8 @@ class TestCudaHalf:
 
 
 KNOWN = ["compute_70", "sm_70", *(f"sm_{n}" for n in (75, 80, 86, 87, 90, 100, 103, 110, 120))]
+#: Of CUDA 12.9, which compiles the wheels: Jetson Thor is 10.1 in it.
+KNOWN_12_9 = [f"sm_{n}" for n in (50, 52, 60, 70, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)]
 
 
 @pytest.mark.skipif(shutil.which("cmake", path=TOOLS) is None, reason="needs cmake")
@@ -241,11 +244,17 @@ class TestArchitectures:
 
     @staticmethod
     def _choose(
-        folder: Path, gpus: str | None, *, archs: str = "", wanted: str = "", arm: bool = False
+        folder: Path,
+        gpus: str | None,
+        *,
+        archs: str = "",
+        wanted: str = "",
+        arm: bool = False,
+        known: Sequence[str] = KNOWN,
     ) -> subprocess.CompletedProcess[str]:
-        """The CMake module with a compiler that knows KNOWN; `gpus`: None without a driver."""
+        """Run the CMake module with a compiler for `known`; `gpus` is None without a driver."""
         nvcc, smi, script = folder / "nvcc", folder / "nvidia-smi", folder / "choose.cmake"
-        nvcc.write_text("#!/bin/sh\necho " + " ".join(KNOWN) + "\n")
+        nvcc.write_text("#!/bin/sh\necho " + " ".join(known) + "\n")
         answer = "echo no driver; exit 9" if gpus is None else f"printf '{gpus}'"
         smi.write_text(f"#!/bin/sh\n{answer}\n")
         for tool in (nvcc, smi):
@@ -294,6 +303,16 @@ class TestArchitectures:
                 None,
                 {"arm": True},
                 "sm_75 sm_80 sm_87 sm_90 sm_100 sm_110 sm_120 compute_80: no GPU was visible",
+            ),
+            (
+                None,
+                {"archs": "major", "known": KNOWN_12_9},
+                f"{MAJOR}: SPECTRAIN_ARCHS=major",
+            ),
+            (
+                None,
+                {"archs": "major", "known": KNOWN_12_9, "arm": True},
+                "sm_75 sm_80 sm_87 sm_90 sm_100 sm_120 compute_80: SPECTRAIN_ARCHS=major",
             ),
             ("8.0\n", {"wanted": "9.0 8.6"}, "sm_86 sm_90: TORCH_CUDA_ARCH_LIST"),
             (
