@@ -1,13 +1,13 @@
-# Two commands matter: `make train` and `make test`. Each makes .venv, compiles and installs the package, and does its job.
+# The two main commands are `make train` and `make test`. Each makes .venv, compiles and installs the package, and does its job.
 #
 #   PYTHON=python3.12          which Python makes .venv
-#   TORCH=2.15.0               another torch than the one in constraints.txt
-#   TORCH_INDEX=<address>      where torch comes from (a CPU-only or another CUDA build); everything else stays as it is
-#   ARGS="--stages 4"          passed on to the command that the target runs
-#   ROOM=optim                 of `make check` and `make test`: the tests of one folder of the package only
-#   SPECTRAIN_CUDA=0|1         0 skips the CUDA half, 1 insists on it
-#   GPU_PYTHON=python3.12      of the machine that `make gpu-wheel` builds for
-#   SPECTRAIN_ARCHS=native|major|all, TORCH_CUDA_ARCH_LIST="9.0"   for which GPUs
+#   TORCH=2.15.0               a torch other than the one in constraints.txt
+#   TORCH_INDEX=<address>      the index for torch only (a CPU-only or another CUDA build)
+#   ARGS="--stages 4"          passed to the command that the target runs
+#   ROOM=optim                 for `make check` and `make test`: only the tests of one folder of the package
+#   SPECTRAIN_CUDA=0|1         0 skips the CUDA code, 1 requires it
+#   GPU_PYTHON=python3.12      the Python of the machine that `make gpu-wheel` builds for
+#   SPECTRAIN_ARCHS=native|major|all, TORCH_CUDA_ARCH_LIST="9.0"   the GPUs to build for
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,12 +15,12 @@ TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
 ROOM ?=
-# of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs. One more than cores,
-# as tests of processes wait more than they compute.
+# pytest's workers, each a process that imports torch; ARGS="-n 0" runs one process, as --pdb needs. One more than cores,
+# because tests that start processes wait more than they compute.
 WORKERS ?= --dist worksteal -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
 
 BIN := $(VENV)/bin
-# The script, not `python -m pip`: that would see spectrain_ext.egg-info in this directory as an installed package.
+# The script, because `python -m pip` takes spectrain_ext.egg-info in this directory for an installed package.
 PIP := $(BIN)/pip --disable-pip-version-check
 INSTALL := $(PIP) install -c $(VENV)/constraints.txt
 CXX_SUFFIXES := -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh'
@@ -34,19 +34,20 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint docs report pytest bench nightly doctor gpu-wheel clean FORCE
+.PHONY: help install train check test lint spelling release docs report pytest bench nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
-	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
-	@echo "make test     lint, types, documentation, all tests that guard a release"
-	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
+	@echo "make check    the tests that start no processes and no compiler, while you work; ROOM=optim: of one folder"
+	@echo "make test     lint, types, documentation and all tests but the nightly ones"
+	@echo "make docs     spelling, and the documentation as a site, in build/docs; a warning is an error"
 	@echo "make report   docs/results.md, its pictures and every figure in the documents, from the committed runs"
-	@echo "make bench    by pytest-benchmark: every operator against its rivals, the pipeline's own cost (ARGS=\"--help\")"
+	@echo "make bench    every operator against its rivals, and the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, what this machine has, what is missing"
-	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
-	@echo "make gpu-wheel  what bench/gpu_suite.py takes along to a machine with a GPU and no network, in build/gpu"
-	@echo "make lint     ruff, mypy, clang-format"
+	@echo "make nightly  all tests, also those that take minutes, with many more random cases"
+	@echo "make gpu-wheel  what bench/gpu_suite.py needs on a machine with a GPU and no network, in build/gpu"
+	@echo "make lint     ruff, mypy, clang-format, spelling, the workflows of continuous integration"
+	@echo "make release  the source distribution and this machine's wheel, checked, in dist"
 	@echo "make clean    remove .venv and everything that was built"
 
 install: $(VENV)/.package
@@ -56,52 +57,66 @@ train: $(VENV)/.studies
 doctor: $(VENV)/.package
 	$(BIN)/spectrain doctor $(ARGS)
 
-test: lint docs pytest
+# .all first, so that lint and docs find their tools installed.
+test: $(VENV)/.all lint docs pytest
 
-# What is generated from the code is generated from the installed package.
-docs: $(VENV)/.extra-docs
+# The reference is generated from the installed package.
+docs: $(VENV)/.extra-docs spelling
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-# From inside bench/, for the package that was installed.
+# From bench/, so that the installed package is imported.
 report: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/python -m report $(ARGS)
 
-lint: $(VENV)/.extra-lint $(VENV)/.package
+lint: $(VENV)/.extra-lint spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict spectrain_ext studies
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --no-progress --quiet --persona pedantic .github
 
-# From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
-# installed; test_project.py checks that it is so.
-# pytest-benchmark would only warn that it does nothing under pytest-xdist.
+# Settings and words to ignore are in pyproject.toml.
+spelling: $(VENV)/.extra-lint
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md Makefile CMakeLists.txt *.toml *.py .ci .github \
+		bench cmake csrc docs examples spectrain_ext studies tests
+
+# Uploads nothing; .github/workflows/release.yml publishes when a tag is pushed.
+release: $(VENV)/.extra-test
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+# From tests/, so that pytest and the processes that it starts import the installed package and not the source tree;
+# test_project.py checks this. pytest-benchmark would only warn that it does nothing under pytest-xdist.
 PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest -p no:benchmark $(WORKERS)
 
-check: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+check: $(VENV)/.all
 	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
 
-pytest: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+pytest: $(VENV)/.all
 	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
 
-nightly: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
+nightly: $(VENV)/.all
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
 		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
-# ARGS="bench_operators.py --suite models": one file, with an option of its own. All figures are in build/bench.json.
+# ARGS="bench_operators.py --suite models" runs one file with an option. All figures are in build/bench.json.
 bench: $(VENV)/.extra-bench
 	@mkdir -p build
 	cd bench && $(abspath $(BIN))/pytest --benchmark-json=$(abspath build)/bench.json --benchmark-sort=median \
 		--benchmark-columns=median,iqr,min,rounds $(ARGS)
 
-# --- for a machine with a GPU, where nothing can be downloaded and every minute is dear ---------------------------------
+# --- for a machine with a GPU and without a network ----------------------------------------------------------------------
 
 GPU_PYTHON ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python3.12 python3.12; do \
 	$$p -c pass 2> /dev/null && break; done; echo $$p)
 GPU_TOOLS := build/gpu-tools
 
-# The package's wheel for that Python, for Hopper alone; the probe of launch policies; and what tests need. The wheel takes
-# that Python's headers: where they are missing, the suite compiles on that machine.
+# The package's wheel for that Python and for Hopper only, the probe of launch policies, and the packages that tests need.
+# The wheel needs that Python's headers; without them, the suite compiles on the machine with the GPU.
 gpu-wheel:
 	@mkdir -p build/gpu
 	@rm -rf build/lib build/lib.* build/gpu/*
@@ -115,7 +130,7 @@ gpu-wheel:
 		|| echo "the tests' packages could not be downloaded: the machine has to have them"
 	@du -sh build/gpu
 
-# Within the bounds of pyproject.toml.
+# Within the ranges of pyproject.toml.
 GPU_NEEDS := 'pytest>=8.2,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' 'click>=8.1,<9' 'rich>=13.7,<16' 'safetensors>=0.5,<1'
 
 .PHONY: build/gpu/package
@@ -130,7 +145,7 @@ $(GPU_TOOLS)/.made: pyproject.toml
 		$$(grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
 	@touch $@
 
-# --- the environment: each step leaves a stamp, so that a second call does nothing -----------------------------------
+# --- the environment: each step writes a stamp, so that a second call does nothing -----------------------------------
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -138,38 +153,43 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# TORCH and TORCH_INDEX stay chosen until others are. A torch of the right version but another index is replaced as well,
-# so it has to go first.
+# TORCH and TORCH_INDEX stay in effect until you choose others. pip would keep a torch of the right version from another
+# index, so it is uninstalled first.
 $(VENV)/constraints.txt: constraints.txt $(VENV)/.made $(if $(TORCH)$(TORCH_INDEX),FORCE)
 	@{ echo "# torch from $(or $(TORCH_INDEX),the default index)"; \
 		sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt; } > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else \
 		[ ! -e $(VENV)/.torch ] || $(PIP) --quiet uninstall -y torch; mv $@.new $@; fi
 
-# torch first and pinned: what is installed later finds it satisfied and cannot pull another one in.
+# torch comes first and is pinned, so that later packages do not install another one.
 $(VENV)/.torch: $(VENV)/constraints.txt
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@touch $@
 
-# What pyproject.toml says a build requires, here to stay: with the isolated environments of pip the tools had another
-# path in every build, and everything was compiled again.
+# The build requirements of pyproject.toml. In pip's isolated environments the tools have a new path in every build, and
+# everything is compiled again.
 $(VENV)/.build-tools: $(VENV)/constraints.txt pyproject.toml
 	$(INSTALL) --quiet $$(grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
 	@touch $@
 
-# The list of sources is a dependency of its own: a deleted file leaves no newer one behind.
+# The list of sources is a dependency of its own, because a deleted file leaves no newer one behind.
 $(VENV)/.sources: $(VENV)/.made FORCE
 	@printf '%s\n' $(PACKAGE_SOURCES) "SPECTRAIN_CUDA=$(SPECTRAIN_CUDA)" "SPECTRAIN_ARCHS=$(SPECTRAIN_ARCHS)" \
 		"ARCH=$(TORCH_CUDA_ARCH_LIST)" "CUDA_HOME=$(CUDA_HOME)" > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# build/lib would carry files that were deleted since into the wheel. The objects stay: only what changed is compiled.
+# build/lib would put deleted files into the wheel. The objects stay, so that only what changed is compiled.
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
 	@rm -rf build/lib build/lib.*
 	@echo 'compiling and installing spectrain_ext: two minutes on two cores with a CUDA compiler, one without'
 	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation .
 	@$(BIN)/spectrain doctor --brief
 	@touch $@
+
+# Everything that `make test` needs, by one call of pip instead of five.
+$(VENV)/.all: $(VENV)/.package pyproject.toml studies/requirements.txt $(VENV)/constraints.txt
+	$(INSTALL) --quiet 'spectrain_ext[lint,docs,test,examples]' -r studies/requirements.txt
+	@touch $@ $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.extra-test $(VENV)/.studies
 
 $(VENV)/.extra-%: $(VENV)/.package pyproject.toml $(VENV)/constraints.txt
 	$(INSTALL) --quiet 'spectrain_ext[$*]'

@@ -1,4 +1,4 @@
-"""A thin front of CMakeLists.txt: configures, builds and copies the native module."""
+"""Configures, builds and installs the native module with CMake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA_CHOICES = {"": "AUTO", "auto": "AUTO", "1": "ON", "on": "ON", "0": "OFF", "
 
 
 class CMakeBuild(build_ext):
-    """Builds the one extension with CMake and ninja."""
+    """A build step that runs CMake and ninja instead of the compiler."""
 
     def build_extension(self, ext: Extension) -> None:
         """Configure, build and install `_C` where setuptools expects it."""
@@ -25,7 +25,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build = Path(self.build_temp).resolve() / "cmake"
         build.mkdir(parents=True, exist_ok=True)
-        # It remembers tools of a build environment that pip has deleted since.
+        # The cache names tools of a build environment that pip has deleted since.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         options = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",

@@ -1,13 +1,12 @@
-# For which GPUs machine code is made.
+# Chooses the GPUs to compile for.
 #
 #   spectrain_architectures(<flags> <names> <why>)
 #
-# sets three variables: nvcc's -gencode flags, what they make ("sm_90 compute_90"), and why it is this. Asked are, in
-# this order: SPECTRAIN_ARCHS (native, major or all), SPECTRAIN_CUDA_ARCH_LIST, the GPUs that are visible; without any,
-# it is one architecture per major version, whose code runs on every later minor one. PTX, which a driver compiles, is
-# there for whatever comes later.
+# sets three variables: nvcc's -gencode flags, the code that they make ("sm_90 compute_90"), and the reason. The choice is,
+# in this order, SPECTRAIN_ARCHS (native, major or all), SPECTRAIN_CUDA_ARCH_LIST, the visible GPUs, or one architecture
+# per major version, whose code runs on every later minor version. PTX, which a driver compiles, serves later GPUs.
 
-# Sorted numbers such as 75;80;90: from 7.5 on, all that the compiler knows.
+# All architectures from 7.5 on that the compiler knows, as sorted numbers like 75;80;90.
 function(spectrain_known_architectures result)
   execute_process(COMMAND ${SPECTRAIN_NVCC} --list-gpu-code OUTPUT_VARIABLE listed COMMAND_ERROR_IS_FATAL ANY)
   string(REGEX MATCHALL "sm_[0-9]+" known "${listed}")
@@ -18,7 +17,7 @@ function(spectrain_known_architectures result)
   set(${result} ${known} PARENT_SCOPE)
 endfunction()
 
-# The same of the GPUs that this machine has; empty where the driver's tool is missing or sees none.
+# The architectures of this machine's GPUs; empty if nvidia-smi is missing or sees none.
 function(spectrain_visible_architectures result)
   find_program(SPECTRAIN_NVIDIA_SMI nvidia-smi)
   set(listed "")
@@ -36,7 +35,7 @@ function(spectrain_visible_architectures result)
   set(${result} ${visible} PARENT_SCOPE)
 endfunction()
 
-# The first of every major version. 8.7 and 11.0 are Jetsons, which run no code of discrete GPUs.
+# The first architecture of each major version. 8.7 and 11.0 are Jetsons, which do not run the code of discrete GPUs.
 function(spectrain_first_of_majors result known)
   set(arm OFF)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
@@ -103,9 +102,9 @@ function(spectrain_architectures flags names why)
   list(REMOVE_DUPLICATES real)
   list(SORT real COMPARE NATURAL)
 
-  # From as few virtual architectures as can be: the front end runs once for each (adam.cu: 9 s, the assembler 6 s for
-  # each real one). Code for 9.0 is the same to the instruction whether it comes from 8.0 or 9.0; for 10.0 and 12.0,
-  # 8.0 gives what 9.0 has, where their own unroll more and take more registers (120 instead of 114).
+  # Few virtual architectures, because the front end runs once for each (adam.cu: 9 s; the assembler takes 6 s for each
+  # real one). Code for 9.0 has the same instructions from 8.0 as from 9.0. For 10.0 and 12.0, 8.0 gives the code that 9.0
+  # has; their own virtual architectures unroll more and take more registers (120 instead of 114).
   set(virtual "")
   set(gencode "")
   foreach(number IN LISTS real)

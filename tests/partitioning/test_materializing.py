@@ -109,13 +109,15 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8)
         self.lstm = nn.LSTM(8, 8)
-        self.register_buffer("scale", torch.linspace(0, 1, 8, device=device), persistent=False)
+        # Not linspace: transformers replaces it while it loads a model, and where that is the first
+        # use of torch.device() as a context, torch never puts linspace on the meta device again.
+        self.register_buffer("scale", torch.arange(8, device=device) / 7, persistent=False)
 
     def forward(self, x):
         return self.lstm(self.norm(self.linear(x)))[0] * self.scale
 
     def reset_parameters(self):
-        self.scale = torch.linspace(0, 1, 8)
+        self.scale = torch.arange(8) / 7
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""What was built: no torch in it, code for the GPUs that it is for, CUDA as asked for."""
+"""The extension has no torch and the GPUs' code; the source distribution is complete."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from spectrain_ext import _C
 
@@ -30,12 +35,48 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
-def test_no_torch_library_and_no_cuda_runtime_is_linked() -> None:
-    """The CUDA runtime is static, so that import works where there is no CUDA at all."""
-    needed = re.findall(r"NEEDED.*\[(.*?)\]", _run("readelf", "-d", str(NATIVE)))
-    assert needed
-    assert not [n for n in needed if re.search(r"torch|c10|cudart|libcuda", n)]
+class Linked(NamedTuple):
+    """What the dynamic linker sees of the extension."""
+
+    libraries: list[str]
+    imported: list[str]
+    exported: list[str]
+
+
+@pytest.fixture(scope="module")
+def linked() -> Linked:
+    with NATIVE.open("rb") as file:
+        elf = ELFFile(file)
+        tags = elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
+        symbols = [s for s in elf.get_section_by_name(".dynsym").iter_symbols() if s.name]
+        return Linked(
+            [tag.needed for tag in tags],
+            [symbol.name for symbol in symbols if symbol["st_shndx"] == "SHN_UNDEF"],
+            [symbol.name for symbol in symbols if symbol["st_shndx"] != "SHN_UNDEF"],
+        )
+
+
+class TestBinaryInterface:
+    def test_no_torch_library_and_no_cuda_runtime_is_linked(self, linked: Linked) -> None:
+        """The CUDA runtime is static, so that import works where there is no CUDA at all."""
+        assert "libstdc++.so.6" in linked.libraries
+        foreign = re.compile("torch|c10|cudart|libcuda")
+        assert not [name for name in linked.libraries if foreign.search(name)]
+
+    def test_no_symbol_of_torch_or_cuda_is_imported(self, linked: Linked) -> None:
+        """One build then serves every torch: no c10::, at:: or torch::, no THP or aoti_ in C."""
+        assert "PyType_Ready" in linked.imported
+        foreign = re.compile(
+            r"_Z\w*?(?:3c10|2at|5torch)(?![a-z])|^THP|^(?:aoti_)?torch|^cu(da)?[A-Z]"
+        )
+        for name in ("_ZN3c106Device8validateEv", "_ZNK2at6Tensor3dimEv", "cudaMalloc", "cuInit"):
+            assert foreign.search(name)
+        assert not [name for name in linked.imported if foreign.search(name)]
+
+    def test_nothing_of_ours_is_exported_but_the_entry(self, linked: Linked) -> None:
+        """A second copy in one process, of another version, must not be bound to this one's."""
+        assert "PyInit__C" in linked.exported
+        assert not [name for name in linked.exported if re.match(r"_ZNK?9spectrain", name)]
 
 
 def test_build_info_is_complete() -> None:
@@ -193,6 +234,8 @@ class TestCudaHalf:
 
 
 KNOWN = ["compute_70", "sm_70", *(f"sm_{n}" for n in (75, 80, 86, 87, 90, 100, 103, 110, 120))]
+#: Of CUDA 12.9, which compiles the wheels: Jetson Thor is 10.1 in it.
+KNOWN_12_9 = [f"sm_{n}" for n in (50, 52, 60, 70, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)]
 
 
 @pytest.mark.skipif(shutil.which("cmake", path=TOOLS) is None, reason="needs cmake")
@@ -201,11 +244,17 @@ class TestArchitectures:
 
     @staticmethod
     def _choose(
-        folder: Path, gpus: str | None, *, archs: str = "", wanted: str = "", arm: bool = False
+        folder: Path,
+        gpus: str | None,
+        *,
+        archs: str = "",
+        wanted: str = "",
+        arm: bool = False,
+        known: Sequence[str] = KNOWN,
     ) -> subprocess.CompletedProcess[str]:
-        """The CMake module with a compiler that knows KNOWN; `gpus`: None without a driver."""
+        """Run the CMake module with a compiler for `known`; `gpus` is None without a driver."""
         nvcc, smi, script = folder / "nvcc", folder / "nvidia-smi", folder / "choose.cmake"
-        nvcc.write_text("#!/bin/sh\necho " + " ".join(KNOWN) + "\n")
+        nvcc.write_text("#!/bin/sh\necho " + " ".join(known) + "\n")
         answer = "echo no driver; exit 9" if gpus is None else f"printf '{gpus}'"
         smi.write_text(f"#!/bin/sh\n{answer}\n")
         for tool in (nvcc, smi):
@@ -254,6 +303,16 @@ class TestArchitectures:
                 None,
                 {"arm": True},
                 "sm_75 sm_80 sm_87 sm_90 sm_100 sm_110 sm_120 compute_80: no GPU was visible",
+            ),
+            (
+                None,
+                {"archs": "major", "known": KNOWN_12_9},
+                f"{MAJOR}: SPECTRAIN_ARCHS=major",
+            ),
+            (
+                None,
+                {"archs": "major", "known": KNOWN_12_9, "arm": True},
+                "sm_75 sm_80 sm_87 sm_90 sm_100 sm_120 compute_80: SPECTRAIN_ARCHS=major",
             ),
             ("8.0\n", {"wanted": "9.0 8.6"}, "sm_86 sm_90: TORCH_CUDA_ARCH_LIST"),
             (
@@ -387,3 +446,68 @@ class TestCudaIsAChoice:
             pytest.skip("needs setuptools")
         assert done.returncode != 0
         assert "SPECTRAIN_CUDA" in done.stderr and "maybe" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made of a copy: setuptools writes beside the sources."""
+    for name in ("build", "setuptools", "pybind11"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in _kept(ROOT):
+        (folder / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / "sources" / name)
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation"]
+    _run(*command, "--outdir", str(folder), str(folder / "sources"))
+    (made,) = folder.glob("*.tar.gz")
+    return made
+
+
+FOLDERS = ("bench", "cmake", "csrc", "docs", "examples", "spectrain_ext", "studies", "tests")
+#: What tools leave in the folders.
+MADE = re.compile(r"(?:^|/)(?:__pycache__|\.(?!ci/|github/)[\w-]+)/|\.(?:so|pyc|o)$")
+
+
+def _kept(root: Path) -> set[str]:
+    """Return the files of the project, without asking git, which a source distribution has not."""
+    paths = [p for folder in (*FOLDERS, ".ci", ".github") for p in (root / folder).rglob("*")]
+    paths += [path for path in root.iterdir() if path.name not in (".git", ".gitignore")]
+    names = {path.relative_to(root).as_posix() for path in paths if path.is_file()}
+    return {name for name in names if not MADE.search(name)}
+
+
+@pytest.mark.compiler
+class TestSourceDistribution:
+    def test_it_has_every_file_that_building_testing_and_training_need(self, sdist: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        own = {"PKG-INFO", "setup.cfg"}
+        assert {n for n in names if ".egg-info/" not in n} - own == _kept(ROOT)
+
+    def test_an_index_accepts_it_and_renders_the_readme(self, sdist: Path) -> None:
+        pytest.importorskip("twine")
+        _run(sys.executable, "-m", "twine", "check", "--strict", str(sdist))
+
+    @pytest.mark.nightly
+    @pytest.mark.timeout(1200)
+    def test_a_wheel_can_be_built_from_it(self, sdist: Path, tmp_path: Path) -> None:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (sources,) = tmp_path.iterdir()
+        done = subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)],
+            env={**os.environ, "PATH": TOOLS, "SPECTRAIN_CUDA": "0"},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        (wheel,) = (sources / "dist").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = {Path(name) for name in archive.namelist()}
+        assert {n for n in names if n.parts[0] == "spectrain_ext" and n.suffix != ".so"} == {
+            path.relative_to(ROOT)
+            for suffix in ("*.py", "*.pyi", "py.typed", "*.json")
+            for path in (ROOT / "spectrain_ext").rglob(suffix)
+        }
+        assert len([name for name in names if name.suffix == ".so"]) == 1

@@ -92,3 +92,40 @@ def test_the_linters_are_pinned() -> None:
     }
     assert {"torch", *PROJECT["project"]["optional-dependencies"]["lint"]} <= pinned
     assert {"sphinx", "myst-parser", "furo", "sphinx-click", "transformers"} <= pinned
+
+
+def test_the_same_pythons_everywhere() -> None:
+    """Classifiers, the oldest Python, the wheels of a release and continuous integration agree."""
+    classifiers = "\n".join(PROJECT["project"]["classifiers"])
+    named = [int(n) for n in re.findall(r"^Programming .* :: 3\.(\d+)$", classifiers, re.MULTILINE)]
+    assert named == list(range(named[0], named[-1] + 1))
+    assert PROJECT["project"]["requires-python"] == f">=3.{named[0]}"
+    built = PROJECT["tool"]["cibuildwheel"]["build"]
+    assert [f"cp3{n}-*" for n in named] == [name for name in built if "t-" not in name]
+    tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    tested = [int(n) for n in re.findall(r'^ +- python: "3\.(\d+)"$', tests, re.MULTILINE)]
+    assert tested[0] == named[0] and set(tested) <= set(named)
+
+
+def test_the_oldest_torch_is_tested_and_one_is_installed() -> None:
+    tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    oldest = next(d for d in PROJECT["project"]["dependencies"] if d.startswith("torch>="))
+    assert f'torch: "{oldest.removeprefix("torch>=").partition(",")[0]}.0"' in tests
+
+
+def test_actions_are_pinned_and_have_no_more_rights_than_they_need() -> None:
+    """zizmor, in `make lint`, checks more: this fails where it is not installed, too."""
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text()
+        uses = re.findall(r"uses: (.*)", text)
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", used) for used in uses), uses
+        assert re.search(r"^permissions: \{\}$", text, re.MULTILINE), path
+        assert text.count("id-token: write") == (1 if path.name == "release.yml" else 0)
+
+
+def test_the_changelog_has_this_version_on_top() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## \[(.*?)\](.*)$", text, re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1][0] == PROJECT["project"]["version"]
+    assert re.fullmatch(r" - \d{4}-\d\d-\d\d", headings[1][1])
