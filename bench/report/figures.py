@@ -123,6 +123,14 @@ def restarts_before(results: Path) -> str:
     return table("seconds, median (of how many)|>" + "|>".join(bench_failures.KINDS), lines)
 
 
+def restarts_brief(results: Path) -> str:
+    """Three rows of ``restarts``: until another rank knows, until the fault is passed, and losses."""
+    lines = restarts(results).splitlines()
+    wanted = ("another rank hears of it", "all", "minibatches lost")
+    rows = [line for line in lines[2:] if line.split("|")[1].strip() in wanted]
+    return "\n".join([*lines[:2], *rows])
+
+
 def restarts_lost(results: Path) -> str:
     """What is lost with saves to the disk alone, and with copies in memory between them."""
     lines = []
@@ -187,6 +195,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "python.threads": stage_threads,
     "restarts": restarts,
     "restarts.before": restarts_before,
+    "restarts.brief": restarts_brief,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
     "restarts.lost": restarts_lost,
