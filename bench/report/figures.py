@@ -124,11 +124,19 @@ def restarts_before(results: Path) -> str:
 
 
 def restarts_brief(results: Path) -> str:
-    """Three rows of ``restarts``: until another rank knows, until the fault is passed, and losses."""
+    """Medians of three rows of ``restarts``."""
     lines = restarts(results).splitlines()
-    wanted = ("another rank hears of it", "all", "minibatches lost")
-    rows = [line for line in lines[2:] if line.split("|")[1].strip() in wanted]
-    return "\n".join([*lines[:2], *rows])
+    names = {
+        "another rank hears of it": "seconds until another rank knows",
+        "all": "seconds until training is past it",
+        "minibatches lost": "minibatches lost",
+    }
+    kinds = [cell.strip() for cell in lines[0].split("|")[2:-1]]
+    rows = {cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in lines[2:])}
+    return table(
+        "median|>" + "|>".join(kinds),
+        [[words, *(cell.split()[0] for cell in rows[name])] for name, words in names.items()],
+    )
 
 
 def restarts_lost(results: Path) -> str:
