@@ -25,6 +25,7 @@ arguments.add_argument("--epochs", type=int, default=3)
 arguments.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
 arguments.add_argument("--every", type=int, default=30, help="minibatches from save to save")
 arguments.add_argument("--memory-every", type=int, help="and to a copy in the hosts' memory")
+arguments.add_argument("--stop-file", type=Path, help="save and exit as soon as this file exists")
 arguments.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
 args = arguments.parse_args()
 
@@ -63,9 +64,15 @@ manager = CheckpointManager(
     keep=2,
 )
 manager.restore()
+stop = torch.zeros(1)
 while sampler.epoch < args.epochs:
     for _ in manager.run(train):
-        pass
+        if rank == 0 and args.stop_file is not None and args.stop_file.exists():
+            stop.fill_(1)
+            break  # on rank 0 this ends the run for all ranks
+    dist.broadcast(stop, 0)
+    if stop:
+        break
     scores = pipe.evaluate(test, {"accuracy": accuracy})  # the same on every rank
     if rank == 0:
         print(f"epoch {sampler.epoch}: {100 * scores['accuracy']:.1f} %")

@@ -123,6 +123,22 @@ def restarts_before(results: Path) -> str:
     return table("seconds, median (of how many)|>" + "|>".join(bench_failures.KINDS), lines)
 
 
+def restarts_brief(results: Path) -> str:
+    """Medians of three rows of ``restarts``."""
+    lines = restarts(results).splitlines()
+    names = {
+        "another rank hears of it": "seconds until another rank knows",
+        "all": "seconds until training is past it",
+        "minibatches lost": "minibatches lost",
+    }
+    kinds = [cell.strip() for cell in lines[0].split("|")[2:-1]]
+    rows = {cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in lines[2:])}
+    return table(
+        "median|>" + "|>".join(kinds),
+        [[words, *(cell.split()[0] for cell in rows[name])] for name, words in names.items()],
+    )
+
+
 def restarts_lost(results: Path) -> str:
     """What is lost with saves to the disk alone, and with copies in memory between them."""
     lines = []
@@ -187,6 +203,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "python.threads": stage_threads,
     "restarts": restarts,
     "restarts.before": restarts_before,
+    "restarts.brief": restarts_brief,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
     "restarts.lost": restarts_lost,

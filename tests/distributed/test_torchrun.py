@@ -86,6 +86,18 @@ def test_the_example_goes_on_with_any_number_of_processes(tmp_path):
         assert re.findall(r"epoch (\d+): ", printed) == [str(epochs)]
 
 
+def test_the_example_saves_and_exits_when_told_to_stop(tmp_path):
+    pytest.importorskip("sklearn")
+    stop = tmp_path / "stop"
+    stop.touch()
+    arguments = ("--checkpoints", str(tmp_path / "saved"), "--epochs", "1")
+    assert run_script(EXAMPLE, 2, *arguments, "--stop-file", str(stop), folder=tmp_path) == ""
+    assert (tmp_path / "saved" / "latest").exists()
+    stop.unlink()
+    printed = run_script(EXAMPLE, 2, *arguments, "--stop-file", str(stop), folder=tmp_path)
+    assert re.findall(r"epoch (\d+): ", printed) == ["1"]
+
+
 @pytest.mark.nightly
 def test_a_machine_that_is_lost_is_done_without(tmp_path):
     """Two launchers with a process each; of one both are killed."""
