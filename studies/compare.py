@@ -296,7 +296,7 @@ class _Log:
             self._fresh.append(result.loss)
 
     def so_far(self) -> dict[str, Any]:
-        """Stop the clock, share the losses with all ranks, and return the state for a checkpoint."""
+        """Stop the clock, share the losses with all ranks, and return the checkpoint state."""
         synchronize(self._devices)
         if self._began is not None:
             self.seconds += time.perf_counter() - self._began

@@ -33,8 +33,7 @@ _SHARES = (0.5, 0.75, 1.0)  # shares of the updates of synchronous training
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % confidence interval (Student's t); one seed has no interval.
-    """
+    """A mean over seeds with its 95 % confidence interval (Student's t), infinite for one seed."""
 
     mean: float
     low: float
@@ -136,8 +135,7 @@ def rows_of(
 
 
 def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
-    """Return updates of the first of a pair to the second's lowest loss, divided by the second's.
-    """
+    """Return the updates of a pair's first to its second's lowest loss, over ``until``."""
     return statistics.median(updates_to(a, least(b, until)) / until for a, b in pairs)
 
 
@@ -167,7 +165,7 @@ def updates_to(curve: Curve, loss: float) -> float:
 
 
 def _time_of(cell: Cell, work: Work) -> float | None:
-    """Return the largest simulated time of a minibatch over a device's work on it.
+    """Return the simulated time of a minibatch over the slowest device's work on it.
 
     Methods that flush use as many microbatches as stages here, as they would in practice. A method
     with two phases changes halfway.

@@ -70,8 +70,7 @@ _COLORS = ("#882255", "#332288", "#44AA99", "#999933", "#CC79A7", "#56B4E9", "#E
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Return the looks of methods drawn together: fixed for known methods, the next free for others.
-    """
+    """Return the looks of methods in one picture: fixed for known ones, free ones for others."""
     wanted = list(dict.fromkeys(names))
     found = {name: _TABLE[name] for name in wanted if name in _TABLE}
     taken = set(found.values())

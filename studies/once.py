@@ -93,7 +93,7 @@ def told(world: World, console: Console, folder: Path) -> Iterator[None]:
 
 
 def _tells(world: World, error: BaseException) -> bool:
-    """Return whether this rank reports a failure: its own, or on rank 0 that of others.
+    """Return whether this rank reports a failure: its own, or, on the lowest rank left, another's.
 
     The failed rank may have been killed, and torchrun may kill any other rank as soon as it ended.
     Together they report the failure once or twice.

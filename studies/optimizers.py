@@ -98,8 +98,7 @@ _EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
 def _raced(
     settings: TrainSettings, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> PredictingOptimizer:
-    """Use Muon for matrices of blocks and AdamW for the rest, with the settings of those baselines.
-    """
+    """Use Muon for matrices of blocks and AdamW for the rest, with those baselines' settings."""
     lr = settings.lr
     rates = {p: _VECTORS if p.dim() < 2 else _HEAD for p in params if p not in hidden}
     if params[0] in rates and params[0].dim() == 2:  # the stage begins with the embedding

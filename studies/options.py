@@ -18,8 +18,8 @@ data_dir = click.option(
 workload = click.option(
     "--workload",
     metavar="MODULE:FUNCTION",
-    help="What is trained, of your own instead of --data: a function that returns a "
-    "studies.Workload, see docs/train.md.",
+    help="Your own workload instead of --data: a function that returns a studies.Workload, see "
+    "docs/studies.md.",
 )
 
 

@@ -177,8 +177,7 @@ def _picture(
 
 
 def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
-    """Write labels beside the picture at the heights where lines end, each with a connecting line.
-    """
+    """Write labels beside the picture where lines end, each with a connecting line."""
     to_axes = axes.transData + axes.transAxes.inverted()
     top = axes.get_ylim()[1]
     labels = [label._replace(y=min(label.y, top)) for label in labels]

@@ -42,8 +42,7 @@ class Replicated:
                 each.moves = True
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
-        """Train on one minibatch: one update per stage and replica. Return the mean of their losses.
-        """
+        """Train on a minibatch, one update per stage and replica; return their mean loss."""
         r = len(self._replicas)
         inputs, targets = value.tensor_split(self._parts), target.tensor_split(self._parts)
         losses = [

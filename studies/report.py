@@ -153,8 +153,8 @@ def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Se
     if max(processes, default=1) > 1:
         share = f"{' + '.join(map(str, processes))} for the stages"
     sentences = [
-        "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
-        "what a method costs, not what its overlap gains on several devices."
+        "One process runs all stages in turn, so minibatches/s does not compare throughput: it "
+        "shows the cost of a method, not the gain of its overlap on several devices."
         if sum(processes) <= 1
         else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
         "stages ran on rank 0 alone.",

@@ -63,7 +63,7 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
         drawn.append(tmp_path / name)
     for picture in drawn:
         assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "no throughput comparison" in " ".join(result.output.split())
+    assert "does not compare throughput" in " ".join(result.output.split())
 
 
 def test_the_same_arguments_give_the_same_losses(tmp_path: Path) -> None:

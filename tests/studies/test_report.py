@@ -90,7 +90,7 @@ def test_the_table_fits_a_terminal_and_explains_itself() -> None:
     text = " ".join(_shown(results).split())
     assert "spectrain-stash" in text
     assert "90.5 ± 0.7" in text
-    assert "no throughput comparison" in text
+    assert "does not compare throughput" in text
     assert "One test sample is 0.3 points" in text
     assert "…" not in text
 
