@@ -139,7 +139,7 @@ Contestant = OnHost | OnDevice
 def take_turns(
     contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
 ) -> dict[str, list[float]]:
-    """Sample all contestants in turn, each round starting with another one, until the budget is used up.
+    """Sample all contestants in turn, in rotating order, until the budget is used up.
 
     Returns the seconds of one call for every sample.
     """
