@@ -1,4 +1,4 @@
-"""What tests share: hypothesis profiles, the cuda skip, a fixed start, marks that are true."""
+"""Shared fixtures: hypothesis profiles, the cuda skip, fixed seeds, checked markers."""
 
 from __future__ import annotations
 

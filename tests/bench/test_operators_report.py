@@ -1,4 +1,4 @@
-"""What becomes of the operators' figures: rows, tables, targets, the document's section."""
+"""Tests the report on the operators' figures: rows, tables, targets, the document's section."""
 
 from __future__ import annotations
 

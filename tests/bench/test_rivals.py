@@ -1,4 +1,4 @@
-"""The benchmark's own parts: shapes, bytes, rivals that compute the same, samples in turn."""
+"""Tests bench/rivals: shapes, bytes, equal results of all rivals, sampling in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of bench/ that count and time runs: that they run, and count what they say."""
+"""Tests the scripts of bench/: that they run and count correctly."""
 
 from __future__ import annotations
 

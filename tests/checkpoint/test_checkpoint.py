@@ -1,4 +1,4 @@
-"""Checkpoints: stopped and continued is never stopped; any cut loads into any other."""
+"""Tests checkpoints: resuming changes no result, and any cut loads into any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, forged and half-written checkpoints: named, never executed, never in the way."""
+"""Tests damaged, forged and incomplete checkpoints: reported, never executed, and skipped."""
 
 from __future__ import annotations
 

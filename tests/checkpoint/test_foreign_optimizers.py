@@ -1,4 +1,4 @@
-"""State of optimizers that are not the package's: kept whole, by parameter, or refused."""
+"""Tests the state of optimizers from outside the package: saved completely, or rejected."""
 
 from __future__ import annotations
 

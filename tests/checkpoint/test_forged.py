@@ -1,4 +1,4 @@
-"""Forged checkpoints: refused as such before anything is changed, and never executed."""
+"""Tests forged checkpoints: rejected before anything changes, and never executed."""
 
 from __future__ import annotations
 

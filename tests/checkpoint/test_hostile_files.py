@@ -1,4 +1,4 @@
-"""Random changes of valid files: archives, pickles, checkpoints, results, traces, schedules."""
+"""Tests random changes of archives, pickles, checkpoints, results, traces and schedules."""
 
 from __future__ import annotations
 

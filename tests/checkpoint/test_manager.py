@@ -1,4 +1,4 @@
-"""The manager: when it saves, what it keeps, where it goes on."""
+"""Tests the checkpoint manager: when it saves, what it keeps, where it resumes."""
 
 from __future__ import annotations
 

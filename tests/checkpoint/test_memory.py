@@ -1,4 +1,4 @@
-"""Copies in the hosts' memory: what the disk does not have, of this training and of no other."""
+"""Tests checkpoints in host memory: newer than the disk's, and only of the same training."""
 
 from __future__ import annotations
 

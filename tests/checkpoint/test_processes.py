@@ -1,4 +1,4 @@
-"""Several processes, one stage each: one checkpoint, which loads anywhere else."""
+"""Tests checkpoints of several processes with one stage each, which load anywhere."""
 
 from __future__ import annotations
 

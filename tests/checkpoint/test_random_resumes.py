@@ -1,6 +1,6 @@
-"""Random programs, to the bit: a training that is looked at, saved and resumed is one that is not.
+"""Tests random programs: observing, saving and resuming change no bit.
 
-``helpers.random_programs`` says what a seed stands for; a failure prints it.
+``helpers.random_programs`` defines the program of a seed; a failure prints it.
 """
 
 from __future__ import annotations

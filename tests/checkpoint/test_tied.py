@@ -1,4 +1,4 @@
-"""Tied weights in checkpoints: under the names that the whole model has, whatever the cuts."""
+"""Tests tied weights in checkpoints: saved under the model's names, whatever the cut."""
 
 from __future__ import annotations
 

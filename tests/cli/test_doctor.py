@@ -1,4 +1,4 @@
-"""``spectrain doctor`` says what is there, what is missing and what to do about it."""
+"""Tests ``spectrain doctor``: what is installed, what is missing and how to fix it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Help: every option says what it is, by itself, as the documentation repeats it."""
+"""Tests the help of every option, which the documentation repeats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``spectrain plan``: what it prints and writes, and what it says of wrong arguments."""
+"""Tests the output, files and errors of ``spectrain plan``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edges between processes: the same bits, buffers in use left alone, one report of a failure."""
+"""Tests edges between processes: the same bits, no reuse of busy buffers, one failure report."""
 
 from __future__ import annotations
 

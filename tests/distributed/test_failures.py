@@ -1,4 +1,4 @@
-"""Whatever a rank does wrong, and whenever: all end, and say the same of the right rank."""
+"""Tests failures of a rank: all ranks end and blame the right one."""
 
 from __future__ import annotations
 

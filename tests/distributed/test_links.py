@@ -1,7 +1,7 @@
-"""Groups of neighbours: their first uses, which block hosts, close no circle of waiting ranks.
+"""Tests that the blocking first use of process groups cannot deadlock.
 
-torch connects a pair of ranks at its first message of a group, and by NCCL both hosts wait there
-for one another. Here nothing is sent: what each rank would do is written down, and played.
+torch connects a pair of ranks at a group's first message, and with NCCL both hosts wait for each
+other. These tests send nothing: they record each rank's sequence and simulate it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines over a link that is slow, loses packets, or is cut."""
+"""Tests pipelines over a link that is slow, loses packets, or breaks."""
 
 from __future__ import annotations
 

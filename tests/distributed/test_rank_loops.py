@@ -1,4 +1,4 @@
-"""Evaluations and whole trainings over processes: the floats of one process, one end for all."""
+"""Tests evaluations and whole trainings over processes against the in-process results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models over processes: each rank cuts its own, and has its part under the model's names."""
+"""Tests models that each rank cuts itself: every part keeps the model's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, over processes and with replicas."""
+"""Tests losses and gradients that are not finite, over processes and with replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines over processes: the bits of one process, one end for all."""
+"""Tests distributed pipelines against the in-process bits, and that all ranks end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several stages on every rank: the bits of one process, one end for all."""
+"""Tests several stages per rank against the in-process bits, and that all ranks end together."""
 
 from __future__ import annotations
 

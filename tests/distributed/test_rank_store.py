@@ -1,4 +1,4 @@
-"""The store of a process group that listens where it was told to."""
+"""Tests the process group's store, which must listen only at its given address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tied weights over processes: the bits of one process."""
+"""Tests tied weights over processes against the in-process bits."""
 
 from __future__ import annotations
 

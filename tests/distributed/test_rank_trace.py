@@ -1,4 +1,4 @@
-"""Traces of pipelines over processes: what overlaps, by the order in which it is issued."""
+"""Tests traces of distributed pipelines: overlap follows from the issue order."""
 
 from __future__ import annotations
 

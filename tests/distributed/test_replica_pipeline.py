@@ -1,4 +1,4 @@
-"""Pipelines with replicated stages, over processes: what one process computes, one end for all."""
+"""Tests replicated stages over processes against in-process results."""
 
 from __future__ import annotations
 

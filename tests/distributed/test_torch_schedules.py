@@ -1,4 +1,4 @@
-"""gpipe and 1f1b against torch.distributed.pipelining: two processes, gloo, the same stages."""
+"""Tests gpipe and 1f1b against torch.distributed.pipelining: two gloo processes, equal stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says of torchrun: a script that is killed, restarted, and goes on."""
+"""Tests the documented use of torchrun: a script that is killed, restarted, and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dicts between ranks, and batches that are mappings: the bits of tuples in one process."""
+"""Tests dicts between ranks and mappings as batches against tuples in one process."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from studies.world import World
 
 
 def undrawn():
-    """Replace pictures by empty files inside the block: drawing takes longer than a test's training."""
+    """Replace pictures by empty files in the block: drawing takes longer than the training."""
     from matplotlib.figure import Figure
 
     return patch.object(Figure, "savefig", lambda self, path, **more: Path(path).touch())

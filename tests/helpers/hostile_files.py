@@ -1,4 +1,4 @@
-"""Changes valid files at random and reads them under a memory limit: only documented errors may come.
+"""Reads randomly changed files under a memory limit: only documented errors may occur.
 
 python hostile_files.py SEED FIRST COUNT SECONDS
 """

@@ -56,7 +56,7 @@ class Fails(nn.Linear):
 
 
 def cuts(rank, ranks):
-    """Cut by rank 0's measurements with failing blocks, other counts, or none; return the errors."""
+    """Cut by rank 0's measurements with bad blocks, other counts, or none; return the errors."""
     found = []
     for blocks in ([nn.Linear(3, 3), Fails(3, 3)], [nn.Linear(3, 3)] * (3 + rank)):
         try:

@@ -1,4 +1,4 @@
-"""Builds tensors for the operator tests: any dense layout and bits, with guard bands around them."""
+"""Builds tensors for the operator tests: any dense layout and bits, with guard bands."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ every_adam = pytest.mark.parametrize("name", ADAMS)
 def pair_of(
     name: str, params: Sequence[nn.Parameter], **options: Any
 ) -> tuple[list[nn.Parameter], Any, Any]:
-    """Return copies of the parameters, our optimizer of the originals, and torch's of the copies."""
+    """Return copies of the parameters, our optimizer of these, and torch's of the copies."""
     theirs = twins(params)
     optimizer = getattr(st.optim, name)(params, **options)
     return theirs, optimizer, getattr(torch.optim, name)(theirs, **options)

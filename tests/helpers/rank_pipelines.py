@@ -556,7 +556,7 @@ class Twice(nn.Module):
 
 
 def tied_and_cut(rank, ranks, folder):
-    """Return losses, and states by the model's names after training and resuming, for two models."""
+    """Return two models' losses, and their states after training and resuming, by name."""
 
     def make(name):
         torch.manual_seed(3)
@@ -609,7 +609,7 @@ def tied_small(rank, ranks, method="vanilla"):
 
 
 def tied_in_steps(rank, ranks):
-    """Leave a run on rank 0; return whether the copy equals its home's weight, then and in a run."""
+    """Leave a run on rank 0; return whether the copy has its home's weight, then and in a run."""
     pipe = tied_small(rank, ranks, method="spectrain")
     (module,) = pipe.children()
     run = pipe.run(data(30))

@@ -230,9 +230,10 @@ def frees_late(rank, ranks):
 
 
 def cut_off(rank, ranks, fails):
-    """Make rank 0 fail but stay alive while rank 1 waits in a call, as for its device, until an abort.
+    """Make rank 0 fail but stay alive while rank 1 waits in a call.
 
-    The call then fails or returns data that has not arrived, and the rank fails.
+    The call waits, as for a device, until an abort. It then fails or returns data that has not
+    arrived, and the rank fails.
     """
     store, aborted = _get_default_store(), threading.Event()
 

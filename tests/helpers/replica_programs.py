@@ -282,7 +282,7 @@ def plain(rank, ranks):
 
 
 def choosy(rank, ranks):
-    """Return weights, the updates of a sometimes used parameter, and those of bfloat16 with masters."""
+    """Return weights, updates of a sometimes used parameter, and those of bfloat16 with masters."""
     part = Choosy()
     list(make(rank, [2], "gpipe", part=part, microbatches=2).run(data(9)))
     narrow = stages(1, layers=2)[0].to(torch.bfloat16)
@@ -322,7 +322,7 @@ def against_ddp(rank, ranks):
 
 
 def sharded_checkpoint(rank, ranks, path):
-    """Return losses after a checkpoint of a sharded optimizer, of the saving and loading pipeline."""
+    """Return losses after a checkpoint of a sharded optimizer: of its writer and its reader."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def pipe():

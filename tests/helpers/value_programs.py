@@ -282,7 +282,7 @@ def nested(rank=0, ranks=1, **settings):
 
 
 def coded(rank=0, ranks=1):
-    """Return losses, an evaluation, a call, bytes by stage and weights of four stages with a codec."""
+    """Run four stages with a codec: losses, an evaluation, a call, bytes by stage, weights."""
     settings = {"microbatches": 2, "share_loss": True} if ranks > 1 else {"microbatches": 2}
     settings["codec"] = st.codecs.Int8(block=8), st.codecs.Int4(block=16)
     parts = stages(4, "dict")[rank::ranks]

@@ -1,4 +1,4 @@
-"""The methods by name, their formulas, and what a Method must not say."""
+"""Tests the registered methods, their formulas, and the errors of invalid methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generators and laws of one's own: the named ones' numbers to the bit, and what is refused."""
+"""Tests user-defined generators and laws: the registered ones' bits, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native half without Python: C++ tests under sanitizers, and what the compiler made of it."""
+"""Tests the native code without Python: C++ tests under sanitizers, and the compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""spectrain_ext/_C.pyi against the module it describes: names, arguments, properties, both ways."""
+"""Tests spectrain_ext/_C.pyi against the module: names, arguments, properties, both ways."""
 
 from __future__ import annotations
 

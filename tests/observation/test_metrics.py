@@ -1,4 +1,4 @@
-"""Metrics: the right numbers, the same bits, and whole files."""
+"""Tests metrics: correct numbers, unchanged training, complete files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adam_step_ and adam_predict: Adam, AdamW and NAdam to the bit, and beside torch.optim."""
+"""Tests adam_step_ and adam_predict for Adam, AdamW and NAdam: exact bits, and torch.optim."""
 
 from __future__ import annotations
 

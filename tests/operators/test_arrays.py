@@ -1,4 +1,4 @@
-"""Arrays of any framework on the CPU: NumPy, buffers, DLPack capsules; and who owns what."""
+"""Tests CPU arrays of any framework: NumPy, buffers, DLPack capsules, and their ownership."""
 
 from __future__ import annotations
 

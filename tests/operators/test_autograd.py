@@ -1,4 +1,4 @@
-"""Version counters: operators bump them like torch's own in-place ones, Plans do not."""
+"""Tests version counters: operators increment them like torch's in-place ones, Plans do not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bad input to operators and Plans: an error that names argument and index, nothing changed.
+"""Tests invalid input to operators and Plans: errors name argument and index; nothing changes.
 
-Numbers are in test_bad_numbers.py; what concerns pipelines is in the pipeline's own tests.
+Numbers are in test_bad_numbers.py; the pipeline has its own tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prediction laws refuse what they cannot do, and say what they need."""
+"""Tests the errors of prediction laws for unsupported input, and the requirements they name."""
 
 from __future__ import annotations
 

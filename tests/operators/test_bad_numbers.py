@@ -1,4 +1,4 @@
-"""Bad numbers, options and refreshed gradients: as test_bad_input.py, for what is not a list."""
+"""Tests invalid numbers, options and refreshed gradients, like test_bad_input.py for lists."""
 
 from __future__ import annotations
 

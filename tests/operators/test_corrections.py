@@ -1,4 +1,4 @@
-"""Steps corrected by the weights that gradients were computed with: the bits, the refusals."""
+"""Tests steps corrected by stale weights: exact bits and errors."""
 
 from __future__ import annotations
 

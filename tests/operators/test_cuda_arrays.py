@@ -1,4 +1,4 @@
-"""CuPy arrays, DLPack and the CUDA array interface on a GPU, beside torch tensors."""
+"""Tests CuPy arrays, DLPack and the CUDA array interface on a GPU, together with torch tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a usable GPU: import and CPU work, and asking for CUDA gives one clear error."""
+"""Tests a machine without a usable GPU: the CPU works, and CUDA gives one clear error."""
 
 from __future__ import annotations
 

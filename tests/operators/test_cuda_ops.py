@@ -1,4 +1,4 @@
-"""Operators on a GPU: the bits of the CPU, streams, graphs, long lists, more than 2^31 elements."""
+"""Tests operators on a GPU: the CPU's bits, streams, graphs, long lists, over 2^31 elements."""
 
 from __future__ import annotations
 

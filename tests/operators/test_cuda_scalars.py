@@ -1,4 +1,4 @@
-"""Numbers on a GPU, tables that stay there, and steps in CUDA graphs."""
+"""Tests numbers and tables on a GPU, and steps in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""distance: how far versions of the weights are apart, to the same bits everywhere."""
+"""Tests distance between weight versions: the same bits everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator with every combination of dtypes: refused, or right and inside its arrays."""
+"""Tests every operator with every combination of dtypes: rejected, or correct and in bounds."""
 
 from __future__ import annotations
 

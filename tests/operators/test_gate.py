@@ -1,4 +1,4 @@
-"""Scalars of a step that lie on the device: gradient scale, found_inf, clipping factor."""
+"""Tests a step's scalars on the device: gradient scale, found_inf, clipping factor."""
 
 from __future__ import annotations
 

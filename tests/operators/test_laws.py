@@ -1,4 +1,4 @@
-"""Prediction laws under momentum SGD: each against what it is defined as, in float64.
+"""Tests prediction laws with momentum SGD against their definitions in float64.
 
 Adam's are in test_laws_adam.py.
 """

@@ -1,4 +1,4 @@
-"""Prediction laws under Adam, AdamW and NAdam: each against what it is defined as, in float64."""
+"""Tests prediction laws with Adam, AdamW and NAdam against their definitions in float64."""
 
 from __future__ import annotations
 

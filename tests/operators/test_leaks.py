@@ -1,4 +1,4 @@
-"""Memory stays constant however often plans are made, used and refused."""
+"""Tests that memory stays constant when plans are made, used and rejected repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.ops.spectrain: schemas, versions, fake kernels, and operators inside compiled functions."""
+"""Tests torch.ops.spectrain: schemas, versions, fake kernels, and compiled functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long lists, sizes around every boundary, and views of one flat buffer that merge."""
+"""Tests long lists, sizes around every boundary, and views of one flat buffer, which merge."""
 
 from __future__ import annotations
 

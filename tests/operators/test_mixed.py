@@ -1,4 +1,4 @@
-"""float32 master weights and state, with 16-bit gradients and 16-bit outputs."""
+"""Tests float32 master weights and state with 16-bit gradients and outputs."""
 
 from __future__ import annotations
 

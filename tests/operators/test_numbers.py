@@ -1,4 +1,4 @@
-"""Sgd and Adam: what numbers they take, and the coefficients that they make of them."""
+"""Tests the numbers that Sgd and Adam accept, and their coefficients."""
 
 from __future__ import annotations
 

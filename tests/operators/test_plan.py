@@ -1,4 +1,4 @@
-"""Plan: the operators' bits, resolved once; what it keeps alive, refreshes and refuses."""
+"""Tests Plan: the operators' bits, references kept, refreshes, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of a plan, each against float64 arithmetic; and nothing else may change."""
+"""Tests random calls of a plan against float64 arithmetic; nothing else may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with parameter groups: numbers of their own for every group, in one launch."""
+"""Tests plans with parameter groups: separate numbers for every group in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan and memory that moves: it never touches what was freed, and says which tensor is amiss."""
+"""Tests plans whose memory moves: no access to freed memory; errors name the tensor."""
 
 from __future__ import annotations
 

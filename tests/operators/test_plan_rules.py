@@ -1,4 +1,4 @@
-"""Plans of any rule: predictions in place, into outs and with a stash; many outs, many terms."""
+"""Tests plans of every rule: predictions in place, into outs, with a stash; many outs and terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference is itself checked, against rational arithmetic."""
+"""Tests the reference itself against rational arithmetic."""
 
 from __future__ import annotations
 

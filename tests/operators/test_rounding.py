@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 weights: which bits, how often, and of what it is independent."""
+"""Tests stochastic rounding of bfloat16 weights: bits, frequencies, and independence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are read when the kernel runs: the bits of plain numbers, and what cannot be one."""
+"""Tests numbers that the kernel reads when it runs: the bits of plain numbers, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sgd_step_: torch.optim.SGD's arithmetic, and predictions in the same pass."""
+"""Tests sgd_step_: torch.optim.SGD's arithmetic, and predictions in the same pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that call at once: what calls share mixes nothing up, with Python's lock and without."""
+"""Tests concurrent calls from threads, with and without Python's global lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zero_grad: the step sets gradients to zero in the pass that reads them."""
+"""Tests zero_grad: the step zeroes gradients in the pass that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""optim.Adam, AdamW and NAdam give the results of torch's, whatever they are given."""
+"""Tests optim.Adam, AdamW and NAdam against torch's for any input."""
 
 from __future__ import annotations
 

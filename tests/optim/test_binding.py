@@ -1,4 +1,4 @@
-"""An optimizer bound to a pipeline's buffers, and what it writes there."""
+"""Tests an optimizer bound to a pipeline's buffers, and its writes there."""
 
 from __future__ import annotations
 

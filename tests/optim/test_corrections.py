@@ -1,4 +1,4 @@
-"""Bound optimizers whose steps a correction by stale weights corrects: steps, state, refusals."""
+"""Tests bound optimizers with corrections by stale weights: steps, state, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign: a user's optimizer steps on the true weights, and nothing else sees that it did."""
+"""Tests Foreign: a user's optimizer steps on the true weights, invisibly to everything else."""
 
 from __future__ import annotations
 

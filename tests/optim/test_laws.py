@@ -1,4 +1,4 @@
-"""Predictions of every optimizer under every law: in place, into a sink, and with the step."""
+"""Tests every optimizer's predictions by every law: in place, into a sink, and with the step."""
 
 from __future__ import annotations
 

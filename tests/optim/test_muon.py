@@ -1,4 +1,4 @@
-"""Muon and AdamW in one optimizer: torch's numbers; and of SOAP too predictions and pipelines."""
+"""Tests Muon with AdamW against torch, and predictions and pipelines of Muon and SOAP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines that train with Adam, AdamW, NAdam and SGD's extras, against a plain emulation."""
+"""Tests pipelines with Adam, AdamW, NAdam and SGD's extras against a plain emulation."""
 
 from __future__ import annotations
 

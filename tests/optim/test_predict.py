@@ -1,4 +1,4 @@
-"""Predictions in place: predict_, restore_ and predicted."""
+"""Tests predictions in place: predict_, restore_ and predicted."""
 
 from __future__ import annotations
 

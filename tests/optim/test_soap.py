@@ -1,4 +1,4 @@
-"""SOAP: its step written out in float64, its options, its state. What it shares: `test_muon`."""
+"""Tests SOAP's step in float64, its options and state; `test_muon` has the shared tests."""
 
 from __future__ import annotations
 

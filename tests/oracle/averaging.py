@@ -43,7 +43,7 @@ class AveragingOracle:
         return tuple(torch.cat([part[side] for part in mine]) for side in (0, 1))
 
     def rows(self, k, ago=0):
-        """Return the weights of stage k, one row per replica, after the last update or before it."""
+        """Return stage k's weights, one row per replica, after the last update or before it."""
         return [
             torch.cat([row.weight.reshape(-1) for row in oracle.versions[k][-1 - ago]])
             for oracle in self.replicas

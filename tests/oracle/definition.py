@@ -142,7 +142,7 @@ class Oracle:
     # Weights
 
     def versions_read(self, k, counts):
-        """Return (i, j) -> updates before the forward, by the minibatches' numbers of microbatches."""
+        """Return (i, j) -> updates before the forward, given each minibatch's microbatches."""
         n, w, m = len(self.stages), self.windows[k], self.microbatches
         return updates_before(order(self.method.schedule, k, n, w, m, counts), "F")
 
@@ -280,7 +280,7 @@ class Oracle:
 
 
 def untied(stages):
-    """Return the trained parameters of each stage, and for copies (copy, its home, its place there).
+    """Return each stage's trained parameters, and (copy, its home, its place there) of copies.
 
     The copies' parameters become separate ones.
     """
@@ -304,7 +304,7 @@ def untied(stages):
 
 
 def found_of(outputs, wanted, gradients):
-    """Return gradients of ``wanted`` from those of the outputs; None where nothing depends on it."""
+    """Return gradients of ``wanted`` from those of the outputs; None without a dependence."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not pairs or not wanted:
         return [None] * len(wanted)

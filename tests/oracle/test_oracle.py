@@ -68,7 +68,7 @@ def test_the_oracle_tells_the_methods_apart():
 @pytest.mark.parametrize("m", [1, 2, 5])
 @pytest.mark.parametrize("window", [1, 3, 4, 7])
 def test_versions_by_counting(window, m):
-    """A backward uses as many updates as there were earlier minibatches; a forward F(q) includes the backwards up to q - window."""
+    """F(q) follows the backwards up to q - window; a backward follows all earlier updates."""
     actions = list(order("1f1b-async", 0, 4, window, m, [m] * 12))
     assert updates_before(actions, "B") == {(i, j): i for i in range(12) for j in range(m)}
     for (i, j), seen in updates_before(actions, "F").items():

@@ -1,4 +1,4 @@
-"""The cut against brute force, and its report."""
+"""Tests the cut against brute force, and its report."""
 
 from __future__ import annotations
 

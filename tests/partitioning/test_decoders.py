@@ -1,4 +1,4 @@
-"""Hugging Face's decoders in stages: logits, losses and gradients are the uncut model's."""
+"""Tests Hugging Face decoders in stages: the uncut model's logits, losses and gradients."""
 
 from __future__ import annotations
 

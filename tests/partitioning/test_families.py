@@ -1,4 +1,4 @@
-"""Families of causal language models: their stages compute what they do, or they say why not."""
+"""Tests families of causal language models: equal results in stages, or a clear error."""
 
 from __future__ import annotations
 

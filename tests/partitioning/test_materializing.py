@@ -1,4 +1,4 @@
-"""Models on the meta device: cut without values, and each stage given its own alone."""
+"""Tests models on the meta device: cut without values; each stage gets only its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring and cutting models: nothing is changed, names are the model's, errors say why."""
+"""Tests measuring and cutting models: no change, the model's names, clear errors."""
 
 from __future__ import annotations
 

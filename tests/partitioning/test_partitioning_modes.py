@@ -1,4 +1,4 @@
-"""Stages of a traced model have both modes, and whatever else tracing could have frozen."""
+"""Tests that stages of a traced model keep both modes and other state that tracing could freeze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT: of an adapted model in stages the adapters alone train, as in the uncut one."""
+"""Tests PEFT: only the adapters of an adapted model train, as in the uncut model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that are averaged, side by side in one process, against the oracle and identities."""
+"""Tests averaged replicas in one process against the oracle and identities."""
 
 from __future__ import annotations
 

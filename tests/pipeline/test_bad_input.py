@@ -1,4 +1,4 @@
-"""What a pipeline refuses: each with an error that says what, where and what was expected."""
+"""Tests a pipeline's errors: each names the problem, its place and the expected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods and windows that contradict themselves: errors that name the field and the stage."""
+"""Tests contradictory methods and windows: errors name the field and the stage."""
 
 from __future__ import annotations
 

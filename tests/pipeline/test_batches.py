@@ -1,4 +1,4 @@
-"""What a batch may be: nested values, what is no tensor, and microbatches cut by the caller."""
+"""Tests batches: nested values, non-tensors, and microbatches cut by the caller."""
 
 from __future__ import annotations
 

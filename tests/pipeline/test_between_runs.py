@@ -1,4 +1,4 @@
-"""Between two runs parameters are frozen and unfrozen, and rates are changed."""
+"""Tests freezing, unfreezing and new learning rates between two runs."""
 
 from __future__ import annotations
 

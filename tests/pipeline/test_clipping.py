@@ -1,4 +1,4 @@
-"""Gradient clipping: of each stage, and of all stages together where they update together."""
+"""Tests gradient clipping: per stage, and over all stages that update together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs: what they make of a tensor, and pipelines whose edges they pack."""
+"""Tests codecs: their encoding of tensors, and pipelines with codecs on edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections, T1 and T2: what they are equal to where they do nothing, and what is refused."""
+"""Tests corrections, T1 and T2: identities where they have no effect, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are sums with their counts: the mean over all that counts, however it is cut."""
+"""Tests losses given as sums with counts: the mean is independent of the cut."""
 
 from __future__ import annotations
 

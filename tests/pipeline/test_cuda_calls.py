@@ -1,7 +1,7 @@
-"""What the pipeline asks of CUDA, without CUDA: streams and events that only keep a record.
+"""Tests the pipeline's CUDA calls without CUDA, by streams and events that only record.
 
-Tensors stay on the CPU. The devices that the executor sees are a disguise, so that every call it
-would make on streams and events is made, and can be looked at.
+Tensors stay on the CPU. The executor sees fake devices, so that it makes all its stream and event
+calls, which the tests inspect.
 """
 
 from __future__ import annotations

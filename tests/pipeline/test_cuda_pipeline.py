@@ -1,4 +1,4 @@
-"""Pipeline stages on one GPU: the CPU's result, the same bits each time, no host waits."""
+"""Tests pipeline stages on one GPU: the CPU's result, reproducible bits, no host waits."""
 
 from __future__ import annotations
 

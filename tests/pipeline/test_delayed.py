@@ -1,6 +1,6 @@
-"""Delayed gives the engine's numbers, for every method, optimizer and number of microbatches.
+"""Tests Delayed against the engine for every method, optimizer and number of microbatches.
 
-With delays of one's own it is held to ten lines that keep old weights.
+User-defined delays are compared with ten lines that keep old weights.
 """
 
 from __future__ import annotations

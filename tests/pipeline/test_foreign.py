@@ -1,4 +1,4 @@
-"""Optimizers that are not the package's: what they make of every method that they can have."""
+"""Tests optimizers from outside the package with every method that supports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backwards in two halves: the gradients of whole ones, to the bit, and no work done twice."""
+"""Tests backwards in two halves: the bits of whole ones, without repeated work."""
 
 from __future__ import annotations
 

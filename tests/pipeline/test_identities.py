@@ -1,4 +1,4 @@
-"""What must hold between methods, whatever the numbers: found without the oracle."""
+"""Tests identities between methods, independent of the oracle."""
 
 from __future__ import annotations
 

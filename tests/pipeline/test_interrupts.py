@@ -1,4 +1,4 @@
-"""Ctrl-C at any line: the true weights stay; and again in a run: it can be ended."""
+"""Tests Ctrl-C at any line: true weights survive; a second one in a run still lets it end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of runs: evaluations, whole trainings, several observers, what results carry."""
+"""Tests evaluations, whole trainings, several observers, and the content of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage holds: as many weight versions and activations as its schedule says, measured."""
+"""Tests a stage's measured weight versions and activations against its schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages may be made of: buffers, dropout, layouts, in-place layers, tuples, frozen parts."""
+"""Tests modules in stages: buffers, dropout, layouts, in-place layers, tuples, frozen parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: what is left out, and what is raised."""
+"""Tests losses and gradients that are not finite: skipped updates and errors."""
 
 from __future__ import annotations
 

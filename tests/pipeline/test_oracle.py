@@ -1,4 +1,4 @@
-"""Every method computes what its definition says: losses and final weights, against the oracle."""
+"""Tests every method's losses and final weights against the oracle."""
 
 from __future__ import annotations
 

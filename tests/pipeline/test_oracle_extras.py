@@ -1,4 +1,4 @@
-"""Clipping, recomputation, bfloat16 weights and small minibatches, for methods of every kind."""
+"""Tests clipping, recomputation, bfloat16 weights and small minibatches, for each kind of method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method of the registry computes what its definition says, wherever it is defined."""
+"""Tests every registered method against its definition, wherever it is defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that the registry has not: any consistent Method computes what the oracle's row says."""
+"""Tests unregistered methods: any consistent Method computes the result of the oracle's row."""
 
 from __future__ import annotations
 

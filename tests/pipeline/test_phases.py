@@ -1,4 +1,4 @@
-"""Methods that become others in the course of training: the numbers of one run after another."""
+"""Tests methods with phases: the numbers of one run after another."""
 
 from __future__ import annotations
 

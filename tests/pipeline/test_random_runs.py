@@ -1,6 +1,6 @@
-"""Random programs in float64: what a pipeline trains is what plain torch does, or the definition.
+"""Tests random programs in float64 against plain torch or the definition.
 
-``helpers.random_programs`` says what a seed stands for; a failure prints it.
+``helpers.random_programs`` defines the program of a seed; a failure prints it.
 """
 
 from __future__ import annotations

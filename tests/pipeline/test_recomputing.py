@@ -1,4 +1,4 @@
-"""Recomputation: the forward again, with the backward's weights, and nothing else changes."""
+"""Tests recomputation: a second forward with the backward's weights, and no other change."""
 
 from __future__ import annotations
 

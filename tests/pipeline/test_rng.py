@@ -1,4 +1,4 @@
-"""Stages draw numbers of their own, whatever other pipelines do in other threads meanwhile."""
+"""Tests that stages' random numbers do not depend on pipelines in other threads."""
 
 from __future__ import annotations
 

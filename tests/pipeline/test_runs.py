@@ -1,4 +1,4 @@
-"""A run's life: results, leaving early, failures, what a suspended run allows, release."""
+"""Tests runs: results, leaving early, failures, suspended runs, release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tied weights: a parameter of several stages is trained as one."""
+"""Tests tied weights: a parameter of several stages is trained as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into stages and comes out of them: dicts between them, batches that are mappings."""
+"""Tests inputs and outputs of stages: dicts between them, batches that are mappings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning: the search against every way there is, the bound, memory, links, profiles, quality."""
+"""Tests the planner: search against enumeration, bound, memory, links, profiles, quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was built: no torch in it, code for the GPUs that it is for, CUDA as asked for."""
+"""Tests the built extension: no torch in it, code for the intended GPUs, CUDA as requested."""
 
 from __future__ import annotations
 

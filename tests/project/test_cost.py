@@ -1,4 +1,4 @@
-"""What a stage costs: the bytes that are counted are those that are there."""
+"""Tests a stage's counted bytes against the actual ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says is tried: programs run, commands exist, links lead somewhere."""
+"""Tests the documentation: programs run, commands exist, links lead somewhere."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What the documents claim is what the committed runs say."""
+"""Tests the documents' claims against the committed runs."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The suite for a GPU, without one: all of it rehearsed, and what it does when things go wrong."""
+"""Tests the GPU suite without a GPU: a full rehearsal, and its handling of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house: which room lies on which floor, that imports point downwards, what an import loads."""
+"""Tests the architecture: each package's level, downward imports, and what an import loads."""
 
 from __future__ import annotations
 

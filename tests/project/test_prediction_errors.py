@@ -1,4 +1,4 @@
-"""Prediction errors in a run are what the definitions of the laws say they are."""
+"""Tests measured prediction errors against the laws' definitions."""
 
 from __future__ import annotations
 

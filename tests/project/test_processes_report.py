@@ -1,4 +1,4 @@
-"""bench/report/processes.py: ratios are taken round by round, and words follow the figures."""
+"""Tests bench/report/processes.py: ratios are taken round by round, and text matches figures."""
 
 from __future__ import annotations
 

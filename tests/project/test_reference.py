@@ -1,4 +1,4 @@
-"""The Python reference shows how everything public is used, by examples that run."""
+"""Tests that the Python reference has running examples for everything public."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""docs/results-files.md and docs/metrics.md name what is in the files, no more and no less."""
+"""Tests that docs/results-files.md and docs/metrics.md list exactly the files' fields."""
 
 from __future__ import annotations
 

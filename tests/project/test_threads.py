@@ -1,4 +1,4 @@
-"""Threads without a core each: by affinity, by a container's quota, by processes, by other work."""
+"""Tests threads with less than a core each: by affinity, a quota, processes, or other work."""
 
 from __future__ import annotations
 

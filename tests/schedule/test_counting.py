@@ -1,4 +1,4 @@
-"""Counted staleness: which versions every microbatch meets, warm-up and drain included."""
+"""Tests counted staleness: the versions that every microbatch uses, including fill and drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV files: round trips, torch's own schedules, and files that cannot be run."""
+"""Tests CSV files: round trips, torch's own schedules, and invalid files."""
 
 from __future__ import annotations
 

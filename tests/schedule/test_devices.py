@@ -1,4 +1,4 @@
-"""Several stages on one device: its order, its idle time, and the schedules made for it."""
+"""Tests several stages on one device: order, idle time, and the schedules made for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages with replicas: who runs what, and that no order of theirs can end in a deadlock."""
+"""Tests replicated stages: the assignment of work, and that no order can deadlock."""
 
 from __future__ import annotations
 

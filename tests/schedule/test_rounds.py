@@ -1,4 +1,4 @@
-"""The paper's horizon, the count in rounds and the local count: how they relate."""
+"""Tests relations between the paper's horizon, the count in rounds and the local count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules as data: every stage's actions, what a run leaves of them, the versions they imply."""
+"""Tests schedules as data: every stage's instructions, shortened runs, implied versions."""
 
 from __future__ import annotations
 

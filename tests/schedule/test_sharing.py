@@ -1,4 +1,4 @@
-"""Ranks that share cores, and stages with replicas: against the simulation without, and by hand."""
+"""Tests ranks that share cores and replicated stages against other simulations and by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation: by events and by levels, against times worked out by hand and against each other."""
+"""Tests the simulations by events and by levels against hand-computed times and each other."""
 
 from __future__ import annotations
 

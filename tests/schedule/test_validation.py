@@ -1,4 +1,4 @@
-"""Validation: what every schedule must keep to, broken in every way."""
+"""Tests validation by breaking every rule of schedules in every way."""
 
 from __future__ import annotations
 

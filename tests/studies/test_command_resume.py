@@ -1,4 +1,4 @@
-"""``python -m studies train --checkpoint-every``: an interrupted run equals one that was not."""
+"""Tests ``python -m studies train --checkpoint-every``: interruption changes no result."""
 
 from __future__ import annotations
 

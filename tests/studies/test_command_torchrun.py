@@ -1,4 +1,4 @@
-"""``python -m studies train`` over processes: the results of one process, everything told once."""
+"""Tests ``python -m studies train`` over processes: in-process results, each message once."""
 
 from __future__ import annotations
 

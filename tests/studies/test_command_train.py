@@ -1,4 +1,4 @@
-"""``python -m studies train`` end to end on few minibatches, its options and its errors."""
+"""Tests ``python -m studies train`` end to end on few minibatches, its options and its errors."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""CIFAR-10 from each of its formats, written small by the test itself."""
+"""Tests CIFAR-10 in each of its formats, from small files that the test writes."""
 
 import io
 import os

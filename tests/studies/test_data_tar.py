@@ -1,4 +1,4 @@
-"""Tar archives of strangers: plain files are read, within bounds, and nothing else."""
+"""Tests foreign tar archives: only plain files are read, within bounds."""
 
 from __future__ import annotations
 

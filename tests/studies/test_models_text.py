@@ -1,4 +1,4 @@
-"""The transformers and the LSTM: causal, a function of the seed, cut anywhere."""
+"""Tests the transformers and the LSTM: causal, a function of the seed, cut anywhere."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
+"""Tests VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

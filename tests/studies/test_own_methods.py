@@ -1,4 +1,4 @@
-"""``--method module:NAME``: trained, drawn, studied, resumed as any other; and what is refused."""
+"""Tests ``--method module:NAME``: trained, drawn, studied, resumed like any other; errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--workload module:function``: anyone's model and data, trained and studied as the presets."""
+"""Tests ``--workload module:function``: a user's model and data, used like the presets."""
 
 from __future__ import annotations
 

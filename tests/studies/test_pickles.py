@@ -1,4 +1,4 @@
-"""Pickles read as data: the same values as pickle gives, nothing run, memory within bounds."""
+"""Tests pickles read as data: the values of pickle, nothing executed, bounded memory."""
 
 from __future__ import annotations
 

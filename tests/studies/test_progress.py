@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: what the lines say, by a clock that is not waited for."""
+"""Tests progress lines without a terminal, with a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas trained a minibatch at a time give the numbers of pipelines side by side."""
+"""Tests replicas trained minibatch by minibatch against SideBySide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means over seeds, the JSON file, the table and the picture."""
+"""Tests means over seeds, the JSON file, the table and the picture."""
 
 import json
 import math

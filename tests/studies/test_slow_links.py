@@ -1,4 +1,4 @@
-"""Slow links: rates are sought, steps compared by seed, and multiplied by simulated seconds."""
+"""Tests the slow-link study: searched rates, steps compared by seed, simulated seconds."""
 
 from __future__ import annotations
 

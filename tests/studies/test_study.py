@@ -1,4 +1,4 @@
-"""A study finds each contender's learning rate, goes on where it stopped, and compares by seed."""
+"""Tests that a study finds each contender's learning rate, resumes, and compares by seed."""
 
 from __future__ import annotations
 

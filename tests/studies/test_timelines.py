@@ -1,4 +1,4 @@
-"""Timelines of several methods on one axis of time, by what is written in them."""
+"""Tests timelines of several methods on one time axis, by their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated times of methods: closed forms where all stages take as long, and real stages."""
+"""Tests simulated times of methods: closed forms for equal stages, and real stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: every rule against its paper's formulas, in float64."""
+"""Tests asynchronous data parallelism: every rule against its paper's formulas, in float64."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What a comparison trains: models cut for every method, optimizers, learning rates, methods."""
+"""Tests workloads: models cut for every method, optimizers, learning rates, methods."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Timelines: pictures by what is written in them, traces by their events, the command line."""
+"""Tests timelines: pictures by their text, traces by their events, the command line."""
 
 from __future__ import annotations
 

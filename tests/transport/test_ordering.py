@@ -1,4 +1,4 @@
-"""The executor orders every use of every buffer by events, on streams that know no other order."""
+"""Tests that the executor orders all buffer uses by events, on otherwise unordered streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates times a factor."""
+"""Tests learning rates with a factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SavedWeights: a backward finds its own version of the weights, whatever else a stage saves."""
+"""Tests SavedWeights: a backward finds its weight version, whatever else a stage saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions: what is kept, and how many buffers a schedule needs, without any memory."""
+"""Tests weight versions kept and buffers needed by a schedule, without any memory."""
 
 from __future__ import annotations
 

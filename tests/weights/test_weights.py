@@ -1,4 +1,4 @@
-"""StageWeights: flat buffers, and which of them holds which version when."""
+"""Tests StageWeights: flat buffers, and which of them holds which version when."""
 
 from __future__ import annotations
 
