@@ -1,4 +1,4 @@
-"""Tests clipping, recomputation, bfloat16 weights and small minibatches, for each kind of method."""
+"""Tests clipping, recomputation, bfloat16 weights and small minibatches for each kind of method."""
 
 from __future__ import annotations
 
