@@ -23,7 +23,7 @@ def test_an_option_is_a_sentence_of_its_own(option: click.Option) -> None:
     said, _, default = option.help.partition("  [default: ")
     assert re.match(r"[A-Z]|cpu", said), said
     assert said.endswith("."), said
-    # words that lean on the option before
+    # words that refer to the previous option
     assert not re.match(r"(Of|Its|Likewise|Write them|Also|May be) ", said), said
     assert not default or default.endswith("]"), default
     for inner in ("issue", "target", "ticket"):

@@ -11,7 +11,7 @@ import spectrain_ext as st
 
 pytestmark = pytest.mark.processes
 
-METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+METHODS = [name for name in st.methods() if name != "xgrad"]  # a method for one stage
 RUNS = [(9, 8, 5), (0,), (5, 8, 1)]
 
 

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-# cmake and ninja from the environment that runs the tests, else from the machine.
+# cmake and ninja from the tests' environment, otherwise from the machine
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -30,7 +30,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-# What is undefined takes as long again to look for.
+# The sanitizer for undefined behaviour doubles the time.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "sanitizers", ["address", pytest.param("address,undefined", marks=pytest.mark.nightly)]
@@ -60,7 +60,7 @@ def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction set units are x86-64 only")
 @pytest.mark.parametrize("isa", ["v3", "v4"])
 def test_vector_units_call_nothing_and_leave_nothing_behind(isa: str, tmp_path: Path) -> None:
-    """No fma() library call (6.5 ns an element), and no function for another unit to link to."""
+    """No fma() library call (6.5 ns per element), and no function that another unit can link."""
     version = "".join(map(str, sys.version_info[:2]))
     name = f"CMakeFiles/spectrain_cpu_{isa}.dir/csrc/kernels/cpu/kernels.cpp.o"
     unit = next(ROOT.glob(f"build/temp.*-cpython-{version}/cmake/{name}"), None)

@@ -17,7 +17,7 @@ from spectrain_ext.threads import cores, crowded, disturbed, warn_of_threads
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Sets what this process sees of its machine."""
+    """Replace what this process sees of its machine."""
 
     def of(*, there=4, threads_of_torch=4, load=0.0, quota=None, old_quota=None, ranks=None):
         monkeypatch.setattr(threads, "_CGROUP", tmp_path)
