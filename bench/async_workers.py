@@ -1,7 +1,7 @@
 """Simulates asynchronous data parallelism: every rule with an increasing number of workers.
 
 The data set is digits. Each rule uses its own best learning rate for each number of workers. The
-search starts at the previous number's best rate and moves by factors of two until both neighbors
+search starts at the previous number's best rate and moves by factors of two until both neighbours
 have a higher mean test loss over the judging seeds. The reported results come from other seeds.
 
     python bench/async_workers.py --json workers.json

@@ -280,7 +280,7 @@ class _Log:
                 f"{manager.directory}: was not saved by this command: {error!r}"
             ) from error
         self.minibatches = loaded.minibatches
-        _logger.info("going on from minibatch %d", self.minibatches)
+        _logger.info("resuming from minibatch %d", self.minibatches)
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches, and start the clock at the first one."""

@@ -68,8 +68,8 @@ class Row:
         accuracies: fraction of targets predicted correctly per seed, averaged in the same way.
         gap: loss divided by that of synchronous training, minus 1, paired by seed.
         updates: for each share of the updates of synchronous training, the updates needed to reach
-            the lowest test loss that it has by then, divided by its own number; the median of the
-            seeds, infinite for a seed that never reaches it. None where rates decay.
+            its lowest test loss within that share, divided by the updates in the share; the median
+            of the seeds, infinite for a seed that never reaches it. None where rates decay.
         time: simulated time of a minibatch, divided by the time without a bubble. None if no
             pipeline has these delays.
     """
@@ -200,7 +200,7 @@ def frontier_table(rows: Sequence[Row]) -> Table:
     table = Table(
         title=f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
-        "own, over these (medians); simulated time of a minibatch",
+        "updates, relative to sync's (medians); simulated time of a minibatch",
         title_justify="left",
     )
     for heading in ("N", "M", "delay", "method", "lr", "test loss", "gap %", "updates", "time"):

@@ -1,4 +1,4 @@
-"""Assigns each method one color and one dash pattern, the same in every picture."""
+"""Assigns each method one colour and one dash pattern, the same in every picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Dashes = str | tuple[int, tuple[float, ...]]
 
 REFERENCE = "sync"
 
-# The palette of Okabe and Ito, distinguishable with any color vision, and four more colors for
+# The palette of Okabe and Ito, distinguishable with any colour vision, and four more colours for
 # methods that are rarely compared. Dashes distinguish the lines in print, and lines of the same
-# color. Related methods share a color; methods that flush are black or grey.
+# colour. Related methods share a colour; methods that flush are black or grey.
 _SOLID: Dashes = "solid"
 _LONG: Dashes = (0, (6, 1.5))
 _MIXED: Dashes = (0, (4, 1.2, 1, 1.2))

@@ -129,7 +129,7 @@ def chains_of(setting: str) -> Iterator[list[Way]]:
 
 
 def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, float]:
-    """Find each way's learning rate with the lowest loss among neighbors, a factor of two apart."""
+    """Find each way's learning rate with the least loss among neighbours, a factor of two apart."""
     found: dict[Way, float] = {}
     power = 0
     for way in ways:

@@ -287,7 +287,7 @@ def maker_in(settings: TrainSettings, folder: Path) -> Maker:
     """
     # equal for all cells, so that a process reads the data once
     alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
-    return _loaded(replace(settings, **alike), folder)
+    return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
 
 
 def own_study(workload: str, epochs: int) -> Study:
@@ -334,7 +334,7 @@ def search(
     The search descends from the start until two rates on either side are worse, judged by the
     ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
     start is the result. ``fine`` also tries the best rate times and divided by the square root of
-    two at the end. With only one neighbor on either side the search missed lower losses of
+    two at the end. With only one neighbour on either side the search missed lower losses of
     ``vanilla`` and ``pipemare-t2`` (digits, eight stages): the loss has several minima over the
     rate.
     """

@@ -32,7 +32,7 @@ def draw_methods_together(
 
     Args:
         path: the picture.
-        methods: each with the color of its name.
+        methods: each with the colour of its name.
         stages: their number.
         microbatches: parts per minibatch; ``"auto"``: each method's usual number.
         window: as for ``Pipeline``; ignored for methods that flush.
@@ -80,7 +80,7 @@ def draw_timelines(
 
     Args:
         path: the picture, a PNG or an SVG.
-        runs: name, color of the name, and spans of each; the spans must cover the picture.
+        runs: name, colour of the name, and spans of each; the spans must cover the picture.
         until: end of the time axis; all begin at 0.
         title: title above the picture.
         unit: unit of the time axis.

@@ -148,7 +148,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for decoded images.  [default: data-cache beside --out]",
+    help="Folder for decoded images.  [default: data-cache next to --out]",
 )
 @click.option(
     "--checkpoint-every",

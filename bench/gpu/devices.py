@@ -40,7 +40,7 @@ def devices(cases: Cases, scale: Scale) -> None:
 
 
 def _pairs(count: int) -> list[tuple[int, int]]:
-    """Yield both directions between the first two devices, between all neighbors, then the ends."""
+    """Return both directions between the first two devices, all neighbours, then the ends."""
     found = [(k, k + 1) for k in range(count - 1)] + [(0, count - 1)]
     both = [pair for a, b in found for pair in ((a, b), (b, a))]
     return list(dict.fromkeys(both))

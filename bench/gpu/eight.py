@@ -105,7 +105,7 @@ def rank_main(rank: int, ranks: int, scale: Scale) -> dict[str, Any]:
     x, y = batch(scale)
     with own_groups():
         pipes: dict[str, st.Pipeline] = {}
-        # In one process, too, a stage's neighbors are on other devices.
+        # In one process, too, a stage's neighbours are on other devices.
         places = scale.devices(STAGES) if ranks == 1 else [scale.devices(rank + 1)[-1]]
         for method in METHODS:
             if ranks == 1:

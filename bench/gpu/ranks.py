@@ -217,7 +217,7 @@ def backend_of_bodies() -> str:
 def _sleep_at_random(stage: nn.Module, rank: int, longest_s: float) -> None:
     """Delay half of the forwards and backwards on the CPU, one rank's much longer."""
     chance = random.Random(rank)
-    # With three or more ranks, the second has neighbors on both sides.
+    # With three or more ranks, the second has neighbours on both sides.
     longest = longest_s if rank == 1 else longest_s / 10
 
     def late() -> None:

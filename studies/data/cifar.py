@@ -110,7 +110,7 @@ def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
                 with np.load(path, allow_pickle=False) as kept:
                     return Arrays(**{key: kept[key] for key in Arrays.NAMES}, lossy=True)
         except Exception:  # any error from a truncated or foreign file
-            _logger.info("%s is not what was kept there; the images are decoded again", path)
+            _logger.info("%s is damaged; decoding the images again", path)
     arrays = read()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _round_to_odd(s: Array, e: Array) -> Array:
-    """Return s + e rounded to odd: s (rounded to nearest) or its neighbor on e's side."""
+    """Return s + e rounded to odd: s (rounded to nearest) or its neighbour on e's side."""
     even = (np.ascontiguousarray(s).view(np.int64) & 1) == 0
     move = even & (e != 0) & np.isfinite(s) & np.isfinite(e)
     return np.where(move, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)

@@ -201,7 +201,7 @@ def test_a_skipped_first_step_stays_to_be_made(first: Any) -> None:
 def test_any_array_of_one_element(make: Callable[[Any], Any]) -> None:
     source = np.full((1,), 2.0, np.float32)
     scale = make(source)
-    if isinstance(scale, np.floating):  # a NumPy scalar is no array
+    if isinstance(scale, np.floating):  # a NumPy scalar is not an array
         scale = np.asarray(scale)
     w, g, v = (np.ones(5, np.float32) for _ in range(3))
     st.sgd_step_(w, g, v, lr=1.0, momentum=0.5, grad_scale=scale)

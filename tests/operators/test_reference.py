@@ -30,7 +30,7 @@ _FLOAT64 = hs.floats(allow_nan=False, allow_infinity=False)
 
 
 def _nearest_float32(exact: Fraction) -> float:
-    """Round a rational to float32 by comparing the two neighbors of a first guess."""
+    """Round a rational to float32 by comparing the two neighbours of a first guess."""
     with np.errstate(all="ignore"):
         guess = np.float32(float(exact))
     if np.isinf(guess):
@@ -110,7 +110,7 @@ def test_roots_and_quotients_are_rounded_once(x: float, y: float) -> None:
     """The emulation of Adam relies on numpy's being IEEE's: no representable number is closer."""
     a, b = np.float32(x), np.float32(y)
     root = np.sqrt(a)
-    # The root lies between the midpoints to the result's neighbors.
+    # The root lies between the midpoints to the result's neighbours.
     below, above = (np.nextafter(root, np.float32(d)) for d in (-1.0, np.inf))
     if x > 0:
         low = (Fraction(float(root)) + Fraction(float(below))) / 2

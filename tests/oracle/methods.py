@@ -164,7 +164,7 @@ def window_of(definition, window, k, n, m):
     if definition.schedule in CHUNKED:
         return counted(definition.schedule, k, n, m)[0]
     if window is None and definition.roomy:
-        # Stage 0 then has at most m in flight: of two neighboring minibatches.
+        # Stage 0 then has at most m in flight: of two neighbouring minibatches.
         return next(w for w in range(2 * (n - k) - 1, 0, -1) if w == n - k or w + k <= m)
     if window is None or window == "classic":
         return n - k

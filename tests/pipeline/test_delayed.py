@@ -159,7 +159,7 @@ def test_values_between_stages_and_losses_by_counts(method, microbatches):
         return [Branch(), Branch(), nn.Identity(), Branch(last=True)]
 
     data = [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(6)]
-    data[3] = data[3][0], -data[3][1].abs()  # of which nothing counts
+    data[3] = data[3][0], -data[3][1].abs()  # no target counts
     mine, engines = stages(), stages()
     more = {"microbatches": microbatches}
     pipe = st.Pipeline(engines, sgd, loss_fn, method, **more)

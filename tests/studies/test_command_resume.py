@@ -123,7 +123,7 @@ def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    assert "going on from minibatch 6" in " ".join(done.stdout.split())
+    assert "resuming from minibatch 6" in " ".join(done.stdout.split())
     straight = _train(tmp_path / "straight", *arguments)
     assert straight.exit_code == 0, straight.output
     assert _results(tmp_path / "broken") == _results(tmp_path / "straight")

@@ -354,7 +354,7 @@ def waits_of(run, monkeypatch, dropped=None):
 REDUNDANT = {
     # A forward's load follows an update, which has waited.
     ("_load", "load_forward"),
-    # A stage's results are known from the updates of its neighbors.
+    # A stage's results are known from the updates of its neighbours.
     ("let_caller_follow", "make_all"),
     ("let_caller_follow", "_mend"),
 }
