@@ -70,7 +70,6 @@ def case(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32, 1, 16, 4])
     parser.add_argument("--updates", type=int, default=900)

@@ -137,7 +137,6 @@ def _seconds_of_copying(pipe: st.Pipeline) -> float:
 
 @contextmanager
 def _timed(module: Any, name: str) -> Iterator[list[float]]:
-    """Collect the seconds of every call of a function."""
     found: list[float] = []
     real = getattr(module, name)
 

@@ -319,7 +319,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--width", type=int, default=2048, help="square root of a stage's parameters"

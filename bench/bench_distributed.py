@@ -277,7 +277,6 @@ def each_anew(
 
 
 def begin(rank: int, ranks: int, port: int) -> None:
-    """Set up a rank's process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -288,7 +287,6 @@ def begin(rank: int, ranks: int, port: int) -> None:
 
 
 def end() -> None:
-    """Undo ``begin``."""
     gc.unfreeze()
     dist.barrier()
     dist.destroy_process_group()
@@ -466,7 +464,6 @@ def main() -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Round figures to five digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if value not in (float("inf"), float("-inf")) else None
     if isinstance(value, dict):

@@ -186,7 +186,6 @@ def _inside(command: list[str], log: Path) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="an empty folder for the results")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="seconds for everything")

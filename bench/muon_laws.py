@@ -169,7 +169,6 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data-dir", type=Path, required=True, help="the text")
     parser.add_argument("--updates", type=int, default=300)

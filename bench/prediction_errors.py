@@ -177,7 +177,6 @@ def _stepped(
 
 
 def _true(weights: StageWeights) -> list[Tensor]:
-    """Return copies of the true weights, wherever they are stored."""
     where = weights.true_weights()
     return [where[p].detach().clone() for p in weights.params]
 
@@ -246,7 +245,6 @@ def _spread(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--data-dir", type=Path, help="the text; without it only digits are trained"

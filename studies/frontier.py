@@ -140,7 +140,6 @@ def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
 
 
 def _at(curve: Curve, updates: int) -> tuple[float, float]:
-    """Return loss and accuracy after ``updates`` updates."""
     for update, loss, accuracy in curve.points:
         if update >= updates:
             return loss, accuracy

@@ -140,8 +140,6 @@ class Lines(Progress):
 
 
 class _Rate(ProgressColumn):
-    """The current rate in minibatches per second."""
-
     def render(self, task: Task) -> Text:
         """Return the rate, empty until it is known."""
         return Text("" if task.speed is None else f"{task.speed:.0f}/s")

@@ -66,8 +66,6 @@ def _visible() -> list[str | None]:
 
 @dataclass
 class _File:
-    """A file whose tests are running."""
-
     path: Path
     tests: Path
     out: Path

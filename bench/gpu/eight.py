@@ -101,7 +101,6 @@ def throughput(
 
 
 def rank_main(rank: int, ranks: int, scale: Scale) -> dict[str, Any]:
-    """Run in every rank."""
     x, y = batch(scale)
     with own_groups():
         pipes: dict[str, st.Pipeline] = {}

@@ -24,7 +24,6 @@ def first(cases: Cases, scale: Scale) -> None:
 
 
 def _lists(count: int, device: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Return lists of tensors on the CPU and copies on the device."""
     torch.manual_seed(0)
     host = [[torch.randn(n) for n in (1, 37, 4096, 10007)] for _ in range(count)]
     return host, [[t.clone().to(device) for t in each] for each in host]

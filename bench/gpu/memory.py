@@ -52,7 +52,6 @@ def _apart(scale: Scale) -> dict[str, Any]:
 
 
 def rank_main(rank: int, ranks: int, scale: Scale) -> list[dict[str, int]]:
-    """Run in every rank."""
     with own_groups():
         pipe = st.DistributedPipeline(
             _modules(scale)[rank::ranks],
@@ -82,7 +81,6 @@ def rounds(pipe: st.Pipeline, rank: int, scale: Scale) -> list[dict[str, int]]:
 
 
 def _bytes(scale: Scale) -> dict[str, int]:
-    """Return the bytes of all devices together."""
     if not scale.on_gpu:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"driver": pages * os.sysconf("SC_PAGE_SIZE")}

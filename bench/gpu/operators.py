@@ -47,7 +47,6 @@ def run_operators(cases: Cases, scale: Scale) -> None:
 
 
 def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
-    """Return the cases, the most important first."""
     every = operations.OPERATIONS[-(scale.few or 0) :]
     rest = [o for o in every if o not in _MAIN]
     largest = scale.large[::-1]

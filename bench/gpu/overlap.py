@@ -64,7 +64,6 @@ def _apart(ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
 
 
 def rank_main(rank: int, ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
-    """Run in every rank."""
     device = scale.devices(rank + 1)[-1]
     setup = _setup([device] * ranks, ranks, scale)
     with own_groups():

@@ -105,7 +105,6 @@ class Running:
         return self.outcome is not None
 
     def end(self) -> None:
-        """End it with all its processes."""
         if self._child is not None and self._child.poll() is None:
             self._end_session()
             self._child.wait()

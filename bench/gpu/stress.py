@@ -63,7 +63,6 @@ class Delays:
 
 
 def _cycles_per_second() -> float:
-    """Measure the cycles per second of `torch.cuda._sleep`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)
     start.record()

@@ -117,7 +117,6 @@ class OnDevice:
 
 
 def _times(sample_s: float, once_s: float, most: int) -> int:
-    """Return the repetitions per sample."""
     return max(1, min(most, int(sample_s / max(once_s, 1e-7))))
 
 

@@ -188,7 +188,6 @@ def _added(operation: Operation, s: Streams) -> Call:
 
 
 def _foreach(operation: Operation, s: Streams) -> Call:
-    """Use _foreach operators per prediction."""
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
     u = s["u"] if operation.adam else []

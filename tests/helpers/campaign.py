@@ -35,7 +35,6 @@ class Campaign:
                 self._known[name] = {row[0]: tuple(row) for row in entry["seeds"]}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record a fault when its test has ended."""
         if report.when != "call" and report.outcome != "failed":
             return
         for name, value in report.user_properties:
@@ -68,7 +67,6 @@ class Campaign:
 
 
 def _lines(document: dict[str, Any]) -> str:
-    """Return JSON with one row per line."""
     rows: list[str] = []
 
     def kept(row: _Row) -> str:

@@ -62,7 +62,6 @@ class Told(Exception):
 
 @contextmanager
 def joined(rank, ranks, port):
-    """Return the world that torchrun would make."""
     if dist.is_initialized():
         dist.destroy_process_group()  # the test's group: the world makes its own
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -87,7 +86,6 @@ def talk(rank, ranks, port):
 
 
 def listening():
-    """Return the addresses on which this process listens."""
     opened = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself

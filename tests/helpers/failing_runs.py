@@ -28,7 +28,6 @@ def trial(seed):
 
 
 def replica_trial(seed):
-    """Draw a trial with replicas."""
     draw = random.Random(3000 + seed)
     counts = draw.choice([[2], [3], [2, 1], [1, 2], [2, 2], [1, 3], [1, 2, 1]])
     culprit = draw.randrange(sum(counts))
@@ -46,7 +45,6 @@ def replica_trial(seed):
 
 
 def stages_trial(seed):
-    """Draw a trial with two stages per rank."""
     draw = random.Random(5000 + seed)
     ranks = draw.choice([2, 3])
     fault = FAULTS[seed % len(FAULTS)]

@@ -128,8 +128,6 @@ class CudaProducer(Producer):
 
 
 class CudaInterface:
-    """An array with only ``__cuda_array_interface__``."""
-
     def __init__(self, **changes: Any) -> None:
         self.__cuda_array_interface__ = {
             "shape": (4,),

@@ -28,8 +28,6 @@ class Lion(torch.optim.Optimizer):
 
 
 class Replacing(torch.optim.Optimizer):
-    """SGD that gives parameters new data."""
-
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -120,7 +118,6 @@ class Bare(torch.optim.Optimizer):
 
 
 def muon_and_adamw(params):
-    """Return Muon for matrices and AdamW for other parameters."""
     matrices = [p for p in params if p.dim() == 2]
     others = [p for p in params if p.dim() != 2]
     parts = []

@@ -36,8 +36,6 @@ def data_file(directory, kind="model"):
 
 
 class Evil:
-    """Leaves a trace when unpickled."""
-
     def __init__(self, trace):
         self.trace = trace
 

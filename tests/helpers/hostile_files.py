@@ -207,8 +207,6 @@ def changed_pickle(rng: random.Random, content: bytes) -> bytes:
 
 
 class Pickles:
-    """The pickle reader alone."""
-
     errors = (ValueError,)
 
     def __init__(self, base: Path) -> None:
@@ -219,8 +217,6 @@ class Pickles:
 
 
 class Archives:
-    """Tar files of pickles and of images, compressed or not."""
-
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
@@ -386,8 +382,6 @@ class Checkpoints:
 
 
 class Reports:
-    """Finished runs, traces, and schedules."""
-
     errors = (ValueError, ScheduleError)
 
     def __init__(self, base: Path) -> None:

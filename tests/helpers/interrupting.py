@@ -98,15 +98,12 @@ class Case:
         self._after: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
 
     def pipe(self):
-        """Return a new pipeline."""
         return self.pipe_of(self.modules())
 
     def modules(self):
-        """Return new stages."""
         return copy.deepcopy(self._stages)
 
     def pipe_of(self, modules):
-        """Return a pipeline of these stages."""
         return st.Pipeline(modules, self._optimizer, nn.functional.mse_loss, **self._settings)
 
     def _note(self, pipe, k):

@@ -17,8 +17,6 @@ from studies.__main__ import main
 
 
 class Killed(nn.Module):
-    """Kills the process at one forward."""
-
     def __init__(self, module: nn.Module, forward: int) -> None:
         super().__init__()
         self.module = module

@@ -49,8 +49,6 @@ def loads_whole_dicts(rank, ranks):
 
 
 class Fails(nn.Linear):
-    """Fails when measured."""
-
     def forward(self, x):
         raise ArithmeticError("planned")
 

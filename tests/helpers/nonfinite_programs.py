@@ -42,8 +42,6 @@ class Passes(nn.Module):
 
 
 class Overflows(nn.Module):
-    """Passes its input on."""
-
     def forward(self, x):
         return Overflow.apply(x, x)
 

@@ -54,7 +54,6 @@ def corrected(
 
 
 def averaged(correction: GapAware, average: Tensor, step: ref.Array) -> Tensor:
-    """Return the average after a step."""
     wide = ref.as_type(ref.widen(average), step)
     scalar = ref.scalars_like(step)
     with np.errstate(all="ignore"):

@@ -44,7 +44,6 @@ def _round_to_odd(s: Array, e: Array) -> Array:
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float32 arrays, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     assert a.dtype == b.dtype == c.dtype == np.float32
     with np.errstate(all="ignore"):
@@ -75,7 +74,6 @@ def _fma_rational(a: float, b: float, c: float) -> float:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of float64 arrays, rounded once."""
     shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
     a, b, c = np.broadcast_arrays(*np.atleast_1d(a, b, c))
     assert a.dtype == b.dtype == c.dtype == np.float64
@@ -101,7 +99,6 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma(a: Array | np.floating[Any], b: Array, c: Array) -> Array:
-    """Return a * b + c, rounded once, in the type of b and c."""
     scalar = np.asarray(a, dtype=b.dtype)
     return fma64(scalar, b, c) if b.dtype == np.float64 else fma32(scalar, b, c)
 
@@ -217,12 +214,10 @@ class SGD:
         return direction(w, g, maximize=self.maximize, l2=l2)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of sgd_step_."""
         return dict(vars(self))
 
 
 def bits(t: Tensor) -> Tensor:
-    """Return the tensor's elements as integers in logical order."""
     return t.detach().cpu().contiguous().view(_INT_OF[t.dtype])
 
 

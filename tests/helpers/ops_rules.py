@@ -29,8 +29,6 @@ from spectrain_ext.operators.numbers import Term
 
 @dataclass(frozen=True)
 class Adam:
-    """Hyperparameters and step of torch.optim.Adam, AdamW and NAdam."""
-
     lr: float
     step: int
     betas: tuple[float, float] = (0.9, 0.999)
@@ -42,11 +40,9 @@ class Adam:
     mu_product: float = 0.0
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of adam_step_."""
         return dict(vars(self))
 
     def at(self, step: int) -> Adam:
-        """Return the same at another step."""
         product = 1.0
         for i in range(1, step + 1):
             product *= self.mu(i)
@@ -73,7 +69,6 @@ class Adam:
         )
 
     def direction(self, w: Tensor, g: Tensor) -> Array:
-        """Return the gradient with the L2 penalty."""
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
         return direction(w, g, maximize=self.maximize, l2=l2)
 

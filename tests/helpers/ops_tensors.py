@@ -77,7 +77,6 @@ class Layout:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides in elements."""
         strides = [0] * len(self.shape)
         step = 1
         for d in reversed(self.order):
@@ -91,12 +90,10 @@ class Layout:
 
 
 def contiguous(*shape: int) -> Layout:
-    """Row-major."""
     return Layout(shape, tuple(range(len(shape))))
 
 
 def channels_last(n: int, c: int, h: int, w: int) -> Layout:
-    """torch.channels_last."""
     return Layout((n, c, h, w), (0, 2, 3, 1))
 
 
@@ -196,7 +193,6 @@ class Case:
 
 
 def tensors(stream: Sequence[Guarded]) -> list[Tensor]:
-    """Return the tensors of guarded ones."""
     return [g.tensor for g in stream]
 
 

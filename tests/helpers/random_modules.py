@@ -15,8 +15,6 @@ CHANNELS, SIDE = 4, 4  # shape (samples, CHANNELS, SIDE, SIDE)
 
 
 class Function(nn.Module):
-    """Applies a function to layers and the input."""
-
     def __init__(self, function, *layers):
         super().__init__()
         self.function, self.layers = function, nn.ModuleList(layers)
@@ -26,8 +24,6 @@ class Function(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter without dimensions."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.1))
@@ -37,8 +33,6 @@ class Scale(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A parameter without elements."""
-
     def __init__(self):
         super().__init__()
         self.nothing = nn.Parameter(torch.zeros(0, 3))
@@ -61,8 +55,6 @@ class Moving(nn.Module):
 
 
 class Positive(nn.Module):
-    """A custom parametrization."""
-
     def forward(self, w):
         return nn.functional.softplus(w) - 0.6
 
@@ -75,8 +67,6 @@ def halved(module, given, taken):
 
 
 class Hooked(nn.Module):
-    """A layer with hooks on its outputs and on its gradients."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
@@ -142,7 +132,6 @@ def aside(x, layer):
 
 
 def plain(domain):
-    """Return a layer with weights."""
     if domain == "image":
         return nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
     return nn.Linear(WIDTH, WIDTH)

@@ -155,7 +155,6 @@ class Program:
         self.flushes = self.named <= {*FLUSHING, "xgrad"}
 
     def _draw_numbers(self):
-        """Draw the precision."""
         self.dtype, master = torch.float64, None
         if self.exactly:
             narrow, wide = torch.bfloat16, torch.float32
@@ -421,7 +420,6 @@ class Program:
         return [nn.Sequential(*row) for row in every]
 
     def make_optimizer(self, kind):
-        """Return a factory of an optimizer of that class."""
         if self.optimizer == "Muon":
             return muon_and_adamw
         numbers = dict(self.numbers)

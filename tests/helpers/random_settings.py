@@ -39,7 +39,6 @@ OWN_WINDOWS = {*FLUSHING, "xgrad", "wpipe", "interleaved-async"}
 
 
 def method_of(name):
-    """Return our own or a registered method by name."""
     if name == "spectrain difference":
         return st.spectrain(law="difference")
     if name == "pipedream until a gap":

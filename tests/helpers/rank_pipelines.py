@@ -194,7 +194,6 @@ def scaled_apart(rank, ranks, replicas, method, device):
 
 
 def scaled_together(method, device):
-    """Return losses and the states of all stages, in this process."""
     pipe = st.Pipeline(
         [Scaled(0), Scaled(1)],
         optimizer,
@@ -251,7 +250,6 @@ def versions_met(rank, ranks, method, chunks=1):
 
 
 def small(rank, ranks, method="vanilla", make=optimizer, chunks=1, **settings):
-    """Return a pipeline of this rank's stage or stages."""
     settings = {"timeout": 20.0, **settings}
     parts = stages(chunks * ranks)[rank::ranks]
     return st.DistributedPipeline(
@@ -387,8 +385,6 @@ def shuffled(seed, samples=40, batch=8):
 
 
 class Untouched:
-    """Batches that must not be requested."""
-
     def __iter__(self):
         raise AssertionError("these batches are not wanted")
 
@@ -473,7 +469,6 @@ def failing(rank, ranks, trial):
 
 
 def measured(rank, ranks, path):
-    """Run with an observer."""
     pipe = small(rank, ranks)
     with st.Metrics(pipe, path, every=4) as metrics:
         for _ in pipe.run(data(9), trace=metrics):
@@ -668,7 +663,6 @@ def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
 
 
 def tied_wrongly(rank, ranks):
-    """Return the errors of invalid ties."""
     found = {}
 
     def attempt(name, stage, **settings):

@@ -58,7 +58,6 @@ def stage_and_replica(counts, rank):
 
 
 def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
-    """Return the pipeline of this rank."""
     if part is None:
         part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     settings = {"timeout": 30.0, "replicas": counts, **settings}
@@ -218,7 +217,6 @@ def too_small(rank, ranks):
 
 
 def failing(rank, ranks, trial):
-    """Run with one failing replica."""
     counts = trial["counts"]
     part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     if rank == trial["culprit"]:
