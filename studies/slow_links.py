@@ -2,8 +2,8 @@
 
 A row's steps are measured: the minibatches in which a small transformer in eight stages reaches the
 loss of synchronous training in bfloat16. Its seconds per step are simulated at the sizes of the
-public benchmark for slow links (Protocol NanoGPT, 2026). The study assumes that both hold for the
-same model.
+public benchmark for slow links (Protocol NanoGPT, 2026). The study assumes that the measured steps
+also hold at these sizes.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ _EPOCHS = 3
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-<data set>]",
+    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-NAME]",
 )
 def study(
     data: str | None,
