@@ -1,8 +1,8 @@
-"""Asynchronous data parallelism, simulated: every rule with more and more workers, on digits.
+"""Simulates asynchronous data parallelism: every rule with an increasing number of workers.
 
-Each rule at its own best learning rate for each number of workers: from where the number before it
-was best it goes up and down by factors of two, until both neighbours have a larger test loss, mean
-over the judges' seeds. Other seeds are then reported.
+The data set is digits. Each rule uses its own best learning rate for each number of workers. The
+search starts at the previous number's best rate and moves by factors of two until both neighbours
+have a higher mean test loss over the judging seeds. The reported results come from other seeds.
 
     python bench/async_workers.py --json workers.json
 """
@@ -27,27 +27,27 @@ from studies.data.digits import load_digits
 from studies.models import residual_mlp
 from studies.workers import RULES, Rule, Trained, train
 
-#: Where the search begins; plain SGD takes ten times the step of one with momentum .9.
+#: Start of the search. Plain SGD takes ten times the step of SGD with momentum .9.
 START = {"asgd": 0.125}
-_JUDGED = 1000  # judges' seeds begin here
+_JUDGED = 1000  # the judging seeds begin here
 
 
 def found(
     rule: Rule, model: nn.Module, data: Any, seeds: Sequence[int], options: Mapping[str, Any]
 ) -> list[Trained | None]:
-    """The ends of a training by every seed."""
+    """Return the result of a training for every seed."""
     return [train(rule, model, data, seed=seed, **options) for seed in seeds]
 
 
 def mean_loss(ends: Sequence[Trained | None]) -> float:
-    """Infinite where one diverged."""
+    """Return the mean loss, infinite if a run diverged."""
     return statistics.fmean(math.inf if end is None else end.loss for end in ends)
 
 
 def case(
     name: str, workers: int, model: nn.Module, data: Any, a: argparse.Namespace, best: float
 ) -> dict[str, Any]:
-    """Seek the rate, from a guess on, then train at it."""
+    """Search the rate from a first guess on, then train at the best one."""
     rule, tried = RULES[name], {}
     options = {"workers": workers, "updates": a.updates, "batch_size": a.batch_size}
     judges = range(_JUDGED, _JUDGED + a.judges)
@@ -70,7 +70,6 @@ def case(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32, 1, 16, 4])
     parser.add_argument("--updates", type=int, default=900)

@@ -1,7 +1,7 @@
-"""How many calls inside the package one minibatch makes, and in which files.
+"""Counts the calls inside the package per minibatch, by file.
 
-Tiny stages in one process, where what is counted is the package's own work; "call" events of
-``sys.setprofile`` whose code lies in the package's folder, from one result of a run to another.
+Tiny stages in one process, so that the package's own work dominates. Counts "call" events of
+``sys.setprofile`` whose code lies in the package's folder, between two results of a run.
 
     python bench/bench_calls.py              # auto with three microbatches, vanilla with one
     python bench/bench_calls.py --list       # and the calls of each file and function
@@ -24,14 +24,14 @@ from torch import nn
 import spectrain_ext as st
 
 WIDTH, STAGES, MINIBATCHES = 4, 3, 60
-#: Counted: after the result of the first until the result of the last.
+#: Counted minibatches: after the first one's result until the last one's.
 FIRST, LAST = 20, 40
 DEFAULT = {"auto": 3, "vanilla": 1}
 PACKAGE = Path(st.__file__).resolve().parent
 
 
 class Function(NamedTuple):
-    """A function of the package; code objects would do, but equal ones of two files are one."""
+    """A function of the package; code objects of two files may be equal."""
 
     file: str
     line: int
@@ -39,7 +39,7 @@ class Function(NamedTuple):
 
 
 def calls_of(method: str, microbatches: int) -> Counter[Function]:
-    """The calls of each function of the package in the counted minibatches of a run."""
+    """Return each function's calls in the counted minibatches of a run."""
     torch.manual_seed(0)
     pipe = st.Pipeline(
         [nn.Linear(WIDTH, WIDTH) for _ in range(STAGES)],
@@ -77,7 +77,7 @@ def calls_of(method: str, microbatches: int) -> Counter[Function]:
 
 
 def report(method: str, microbatches: int, listed: bool) -> None:
-    """Print what a method's minibatch calls."""
+    """Print the calls of a method's minibatch."""
     calls, minibatches = calls_of(method, microbatches), LAST - FIRST
     files: Counter[str] = Counter()
     for function, n in calls.items():
@@ -108,7 +108,7 @@ def main() -> None:
     chosen = DEFAULT
     if options.methods:
         chosen = dict.fromkeys(options.methods, options.microbatches)
-    # A process each: instructions that an earlier run made are not made again.
+    # One process each: instructions made by an earlier run are not made again.
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for method, microbatches in chosen.items():
             pool.apply(report, (method, microbatches, options.list))

@@ -1,14 +1,14 @@
-"""What saving checkpoints costs training: whole runs that drain, save, or save in a thread.
+"""Measures the cost of checkpoints: whole runs that drain, save, or save in a thread.
 
-A save needs the pipeline drained, which costs something by itself; so runs of the same minibatches
-take turns, each kind once in every round, and a ratio is of two runs of the same round.
+A save requires a drained pipeline, and draining has a cost of its own. Runs of the same minibatches
+therefore take turns, each kind once per round, and a ratio compares two runs of one round.
 
     python bench/bench_checkpoint.py                  # four stages of 4.2 million weights, AdamW
     python bench/bench_checkpoint.py --every 50 --rounds 15 --json checkpoint.json
     python bench/bench_checkpoint.py --widths 1024 2048 3232 --json memory.json
 
-With ``--widths`` it measures single saves instead: of each width's state to the disk and to the
-host's memory in turn, and what of their time goes where.
+``--widths`` measures single saves instead: for each width, to the disk and to host memory in turn,
+with a breakdown of the time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from spectrain_ext.checkpoint import CheckpointManager, load, memory, save, stor
 from spectrain_ext.partitioning import cut_at
 
 KINDS = ("drained", "saved", "saved in a thread", "copied to memory", "copied in a thread")
-#: What of a save's time is told apart, and the function that it is spent in.
+#: Parts of a save's time, and the function of each.
 PARTS = {"SHA-256": (storage, "_sha256"), "files": (storage, "save_file"), "fsync": (os, "fsync")}
 
 
 def pipeline(options: argparse.Namespace, width: int) -> st.Pipeline:
-    """Equal stages of one linear layer each."""
+    """Return a pipeline of equal stages with one linear layer each."""
     torch.manual_seed(0)
     stages = options.stages
     return st.Pipeline(
@@ -53,7 +53,7 @@ def pipeline(options: argparse.Namespace, width: int) -> st.Pipeline:
 def seconds_of(
     kind: str, pipe: st.Pipeline, data: tuple[Tensor, Tensor], options: argparse.Namespace
 ) -> float:
-    """A whole run, until the last checkpoint is whole."""
+    """Return the seconds of a whole run, until its last checkpoint is complete."""
     batches = [data] * options.every
     with (
         tempfile.TemporaryDirectory(dir=options.directory) as directory,
@@ -82,7 +82,7 @@ def seconds_of(
 
 
 def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """The seconds of every kind of run, of a save and of a load, round by round."""
+    """Return the seconds of every kind of run, of a save and of a load, by round."""
     pipe = pipeline(options, options.width)
     shape = options.batch, options.width
     data = torch.randn(shape), torch.randn(shape)
@@ -101,7 +101,7 @@ def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def places(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The seconds of single saves, whole and in parts, by size and place, round by round."""
+    """Return the seconds of single saves, in total and in parts, by size, place and round."""
     for width in options.widths:
         pipe = pipeline(options, width)
         data = torch.randn(options.batch, width)
@@ -125,7 +125,7 @@ def places(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _seconds_of_copying(pipe: st.Pipeline) -> float:
-    """What a save in a thread takes before it begins."""
+    """Return the time that a save in a thread takes before the thread starts."""
     states = [state for optimizer in pipe.optimizers for state in optimizer.state.values()]
     tensors = [*pipe.parameters(), *(t for state in states for t in state.values())]
     start = time.perf_counter()
@@ -137,7 +137,6 @@ def _seconds_of_copying(pipe: st.Pipeline) -> float:
 
 @contextmanager
 def _timed(module: Any, name: str) -> Iterator[list[float]]:
-    """Seconds of every call of a function."""
     found: list[float] = []
     real = getattr(module, name)
 
@@ -153,7 +152,7 @@ def _timed(module: Any, name: str) -> Iterator[list[float]]:
 
 
 def report_places(found: list[dict[str, Any]]) -> None:
-    """Medians by size and place."""
+    """Print medians by size and place."""
     rows: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for each in found:
         rows.setdefault((each["bytes"], each["place"]), []).append(each)
@@ -166,7 +165,7 @@ def report_places(found: list[dict[str, Any]]) -> None:
 
 
 def report(found: list[dict[str, float]], options: argparse.Namespace) -> None:
-    """The median and the spread of each kind's ratios."""
+    """Print the median and the spread of each kind's ratios."""
     print(
         f"{options.stages} stages of {options.width * (options.width + 1) / 1e6:.1f} million "
         f"weights, AdamW: {len(found)} rounds of {options.saves} times {options.every} minibatches"
@@ -186,10 +185,12 @@ def main() -> None:
     for name, value in (("stages", 4), ("width", 2048), ("batch", 16), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--every", type=int, default=20, help="minibatches between two saves")
-    parser.add_argument("--saves", type=int, default=2, help="in each run")
-    parser.add_argument("--directory", help="on the disk that is measured; else a temporary one")
-    parser.add_argument("--widths", type=int, nargs="+", help="measure single saves of these")
-    parser.add_argument("--json", help="write the seconds of all rounds there")
+    parser.add_argument("--saves", type=int, default=2, help="saves in each run")
+    parser.add_argument("--directory", help="folder on the measured disk; default: a temporary one")
+    parser.add_argument(
+        "--widths", type=int, nargs="+", help="measure single saves of these widths"
+    )
+    parser.add_argument("--json", help="file for the seconds of all rounds")
     options = parser.parse_args()
     if options.widths:
         found = list(places(options))

@@ -1,12 +1,12 @@
-"""What prediction and stashing add to every stage: memory and time, measured beside counted.
+"""Measures the memory and time of prediction and stashing per stage, next to the counted ones.
 
-Memory: the storages of all tensors that are alive while the pipeline is full, but for gradients and
-the optimizer's state, against the versions of weights that the schedule's ledger counts. Stages
-differ a little in size, so that a storage tells whose it is.
+Memory: the storages of all tensors that are alive while the pipeline is full, except gradients and
+optimizer state, against the weight versions in the schedule's ledger. Stages differ slightly in
+size, so that a storage identifies its stage.
 
-Time: of updates and of loads of weights in real runs, over that of a plain update (method sync);
-methods take turns in rounds of some minibatches, and a ratio is of one round. Bytes are counted
-from what the stage's storage was asked to do.
+Time: updates and weight loads in real runs, relative to a plain update (method sync). Methods take
+turns in rounds of a few minibatches, and a ratio compares values of one round. Bytes are counted
+from the requests to the stage's weight storage.
 
     python bench/bench_cost.py --json cost.json
 """
@@ -36,7 +36,7 @@ from spectrain_ext.schedule import Kind, streams, validate
 from spectrain_ext.weights.storage import ALIGNMENT
 
 STAGES = 4
-#: (method, microbatches); the first is what the others are compared with.
+#: (method, microbatches); the first is the baseline.
 CASES = (
     *(("sync", 1), ("vanilla", 1), ("pipedream", 1), ("spectrain", 1), ("spectrain-stash", 1)),
     *(("pipedream-2bw", STAGES), ("auto", 1), ("auto", STAGES)),
@@ -45,9 +45,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: st.optim.SGD(params, lr=1e-4, momentum=0.9),
     "adamw": lambda params: st.optim.AdamW(params, lr=1e-5),
 }
-#: Values of a weight's size that a pass reads or writes, per parameter. A step: gradient, state and
-#: weights, and state and weights again; a prediction from the master: weights, state, and what it
-#: makes.
+#: Weight-sized values that a pass reads or writes, per parameter. A step: gradient, state and
+#: weights, and state and weights again. A prediction from the master weights: weights, state, and
+#: the result.
 _STEP = {"sgd": 5, "adamw": 7}
 _PREDICT = {"sgd": 3, "adamw": 4}
 _COPY = 2
@@ -59,38 +59,38 @@ _NAMES = {
 
 
 def stages_of(width: int) -> list[nn.Module]:
-    """Stages of about ``width`` squared parameters each, no two of one size."""
+    """Return stages of about ``width`` squared parameters each, all of different sizes."""
     torch.manual_seed(0)
     widths = [width + 32 * k for k in range(STAGES + 1)]
-    # Not ReLU: the momentum of a unit that is always off decays into subnormals, which are slow.
+    # Not ReLU: the momentum of a unit that is always off decays into slow subnormals.
     return [nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh()) for a, b in pairwise(widths)]
 
 
 def pipeline_of(method: str, microbatches: int, optimizer: str, width: int) -> st.Pipeline:
-    """As everything here has it."""
+    """Return a pipeline with the settings of this benchmark."""
     make = OPTIMIZERS[optimizer]
     modules = stages_of(width)
     return st.Pipeline(modules, make, nn.functional.mse_loss, method, microbatches=microbatches)
 
 
 def batches_of(width: int, batch: int, stages: int = STAGES) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endlessly."""
+    """Yield batches endlessly."""
     torch.manual_seed(0)
     last = width + 32 * stages
     return cycle([(torch.randn(batch, width), torch.randn(batch, last)) for _ in range(4)])
 
 
-# Memory.
+# Memory
 
 
 def memory(pipe: st.Pipeline, width: int) -> list[dict[str, int]]:
-    """Of every stage, in a pipeline that is full: what is counted, and what is there.
+    """Compare counted and actual memory of every stage in a full pipeline.
 
-    What tensors were alive before is to be hidden by ``gc.freeze()``.
+    Call ``gc.freeze()`` first, to hide tensors that already exist.
 
     Returns:
-        ``parameters``, ``counted_versions`` and ``counted_bytes`` of the ledger, ``buffers`` found,
-        ``measured_bytes`` of their storages, each with room to align it, ``state_bytes``.
+        ``parameters``, ``counted_versions`` and ``counted_bytes`` from the ledger, ``buffers``
+        found, ``measured_bytes`` of their storages including alignment, ``state_bytes``.
     """
     m = pipe.places[0].microbatches
     run = pipe.run(batches_of(width, m, len(pipe.places)))
@@ -152,15 +152,15 @@ def _tensors() -> Iterator[Tensor]:
     return (found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter))
 
 
-# Bytes.
+# Bytes
 
 
 class Moved(st.Observer):
-    """Counts what stages' storages are asked for, in values per parameter and minibatch.
+    """Counts the values requested from the stages' weight storage, per parameter and minibatch.
 
     Attributes:
-        words: of every stage, by "update" and "loads", from a minibatch on in which it is full.
-        minibatches: that these are of.
+        words: for every stage, by "update" and "loads", from the minibatch on in which it is full.
+        minibatches: number of counted minibatches.
     """
 
     def __init__(self, optimizer: str, full: int) -> None:
@@ -207,7 +207,7 @@ class Moved(st.Observer):
 
 
 def moved(method: str, microbatches: int, optimizer: str) -> list[dict[str, float]]:
-    """Bytes per parameter and minibatch of every stage of a full pipeline, in float32."""
+    """Return bytes per parameter and minibatch of every stage of a full pipeline, in float32."""
     width, full, more = 32, 4 * STAGES, 12
     observer = Moved(optimizer, full)
     run = pipeline_of(method, microbatches, optimizer, width).run(
@@ -223,14 +223,14 @@ def moved(method: str, microbatches: int, optimizer: str) -> list[dict[str, floa
     return found
 
 
-# Time.
+# Time
 
 
 class Timed(st.Observer):
-    """A pipeline that runs some minibatches whenever it is its turn, on the CPU.
+    """A pipeline on the CPU that runs some minibatches in each turn.
 
     Attributes:
-        turns: of every one, of every stage, seconds by name from update to update.
+        turns: for every turn and stage, seconds by name from update to update.
     """
 
     def __init__(self, pipe: st.Pipeline, width: int, batch: int) -> None:
@@ -267,7 +267,7 @@ class Timed(st.Observer):
         }
 
     def round(self, turn: int) -> list[dict[str, float]]:
-        """Of every stage the median of each."""
+        """Return the medians of a turn for every stage."""
         return [
             {name: statistics.median(each[name] for each in windows) for name in windows[0]}
             for windows in self.turns[turn]
@@ -277,12 +277,13 @@ class Timed(st.Observer):
 def timed(
     pipes: Sequence[st.Pipeline], width: int, batch: int, rounds: int, minibatches: int
 ) -> list[list[dict[str, Any]]]:
-    """Of every pipeline and stage, over a plain update's time in the same round.
+    """Return times of every pipeline and stage relative to a plain update of the same round.
 
     Returns:
-        ``update_ms``, ``loads_ms``, ``compute_ms``, medians over rounds; ``update``, ``loads``,
-        ``both``, ``share``: median, least and greatest over the rounds of update, loads and both
-        over a plain update, and of what both are more than that over forward and backward.
+        ``update_ms``, ``loads_ms``, ``compute_ms``: medians over rounds. ``update``, ``loads``,
+        ``both``: median, minimum and maximum over rounds of the update, the loads and both,
+        relative to a plain update. ``share``: the same for the excess of both over a plain update,
+        relative to forward and backward.
     """
     runs = [Timed(pipe, width, batch) for pipe in pipes]
     for turn in range(rounds + 1):
@@ -318,12 +319,13 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--width", type=int, default=2048, help="its square: a stage's parameters")
+    parser.add_argument(
+        "--width", type=int, default=2048, help="square root of a stage's parameters"
+    )
     parser.add_argument("--batches", type=int, nargs=2, default=[16, 128], metavar=("B", "B"))
-    parser.add_argument("--rounds", type=int, default=9, help="0: no times")
-    parser.add_argument("--minibatches", type=int, default=3, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of timing; 0: none")
+    parser.add_argument("--minibatches", type=int, default=3, help="minibatches of a turn")
     parser.add_argument("--quick", action="store_true", help="stages of 2^16 parameters, 3 rounds")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args(argv)

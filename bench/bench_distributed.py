@@ -1,22 +1,22 @@
-"""Two, three and four processes, equal stages, gloo: throughput against the ideal and rivals.
+"""Measures the throughput of two to four gloo processes against the ideal and other libraries.
 
-Everything is measured in one run, in rounds: every candidate once in every round; medians count.
-A figure is microbatches per second. Asynchronous methods make an update after each microbatch,
-synchronous ones after M of them; so does spectrain with M microbatches per minibatch. The model is
-the same for all numbers of ranks, cut into as many equal stages. Data parallel training, as one
-stage with replicas and by DistributedDataParallel, has all of it on every rank: what it can reach
-at best is the same.
+All stages are equal. Everything is measured in one run, in rounds: every candidate once per round,
+and the medians count. Figures are microbatches per second. Asynchronous methods update after each
+microbatch, synchronous ones after M of them, and so does spectrain with M microbatches per
+minibatch. The model is the same for all numbers of ranks, cut into as many equal stages.
+Data-parallel training (one stage with replicas, and DistributedDataParallel) has the whole model on
+every rank; its ideal is the same.
 
-The ideal is a stage that waits for nobody and makes an update per microbatch, without prediction,
-on all ranks at once. Where there are more ranks than cores, these are shared: it is then what the
-cores can do at most, and says nothing of machines that have a core for each.
+The ideal is a stage that never waits and updates after every microbatch, without prediction, on all
+ranks at once. With more ranks than cores, the ranks share cores: the ideal is then the limit of the
+cores and says nothing about machines with one core per rank.
 
-Each candidate is made anew in every round, and its groups are taken apart after it: a thread of
-gloo looks around a hundred times a second, whether its group is used or not.
+Every round makes each candidate anew and destroys its groups afterwards: a gloo thread polls a
+hundred times per second, whether its group is in use or not.
 
     python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 480 --json measured.json
     python bench/bench_distributed.py --trials --rounds 60 --seconds 400 --json trials.json
-    python bench/bench_distributed.py --ranks 2 3 4 --quick      # whether it works: no figures
+    python bench/bench_distributed.py --ranks 2 3 4 --quick      # a rehearsal: no figures
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ import spectrain_ext as st
 WIDTH = 256
 METHODS = ("vanilla", "spectrain", "pipedream")
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
-#: What is said of the figures beside them.
+#: A note printed next to the figures.
 SHARED = (
     "{ranks} ranks on {cores} cores: the ideal is a stage alone on all ranks at once, without "
     "messages and prediction, with an update per microbatch; with more ranks than cores it is what "
@@ -59,17 +59,17 @@ SHARED = (
 )
 _mse = nn.functional.mse_loss
 
-#: Measures so many microbatches, and says how many there were in a second.
+#: Runs a number of microbatches and returns microbatches per second.
 Measure = Callable[[int], float]
 
 
 def microbatches(ranks: int) -> tuple[int, ...]:
-    """Per minibatch, of what updates after several of them."""
+    """Return the microbatches per minibatch of methods that update after several."""
     return (2, 4, 8, 16) if ranks == 2 else (ranks, 2 * ranks)
 
 
 def stage_of(blocks: int) -> nn.Sequential:
-    """The same on all ranks; tanh, since units that are always off decay into subnormals."""
+    """Return the same stage on all ranks; tanh, since dead units decay into subnormals."""
     torch.manual_seed(0)
     layers = [m for _ in range(blocks) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers)
@@ -80,7 +80,7 @@ def optimizer_of(params: Any) -> st.optim.SGD:
 
 
 def alone(module: nn.Module, x: Tensor, seconds: float, update: bool) -> list[float]:
-    """Seconds of each forward, backward and update of a stage, all processes at it at once."""
+    """Return seconds of each forward, backward and update, with all processes active at once."""
     optimizer = optimizer_of(module.parameters())
     leaf = x.clone().requires_grad_()
     times = []
@@ -98,9 +98,9 @@ def alone(module: nn.Module, x: Tensor, seconds: float, update: bool) -> list[fl
 
 
 def calibrated(milliseconds: float, batch: int) -> int:
-    """Blocks for a forward and backward of so many milliseconds, the same on all ranks."""
+    """Return the blocks for a forward and backward of ``milliseconds``, the same on all ranks."""
     x = torch.randn(batch, WIDTH)
-    # The least: a machine that is disturbed would give a stage that is too small.
+    # The minimum: on a disturbed machine the stage would become too small.
     per_block = min(alone(stage_of(8), x, 1.0, False)) / 8
     blocks = torch.tensor(float(max(1, round(milliseconds / 1e3 / per_block))))
     dist.all_reduce(blocks, op=dist.ReduceOp.MAX)
@@ -108,7 +108,7 @@ def calibrated(milliseconds: float, batch: int) -> int:
 
 
 def ideal(blocks: int, batch: int) -> Measure:
-    """Microbatches per second of the slowest rank."""
+    """Return microbatches per second of the slowest rank."""
     module, x = stage_of(blocks), torch.randn(batch, WIDTH)
     return lambda count: 1 / slowest(mean(alone(module, x, count * 0.02, True)))
 
@@ -122,7 +122,7 @@ def ours(
     stage: Callable[[int], nn.Module] = stage_of,
     optimizer: Callable[[Any], st.optim.SGD] = optimizer_of,
 ) -> Measure:
-    """Microbatches per second of a run, between the first results and the last one."""
+    """Return microbatches per second of a run, between its first and last results."""
     pipe = st.DistributedPipeline(
         stage(blocks),
         optimizer,
@@ -137,7 +137,7 @@ def ours(
 
 
 def throughput_of(pipe: st.Pipeline, batch: int, parts: int) -> Measure:
-    """What measures a pipeline, in minibatches of so many microbatches."""
+    """Return a function that measures a pipeline in minibatches of ``parts`` microbatches."""
     torch.manual_seed(0)  # the same on all ranks
     data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
 
@@ -155,12 +155,12 @@ def throughput_of(pipe: st.Pipeline, batch: int, parts: int) -> Measure:
 
 
 def warm_and_measured(count: int, parts: int) -> tuple[int, int]:
-    """Minibatches."""
+    """Return minibatches for warm-up and measurement."""
     return (4 if parts == 1 else 2), max(1, count // parts)
 
 
 def theirs(rank: int, ranks: int, kind: Any, blocks: int, batch: int, parts: int) -> Measure:
-    """The same of a schedule of torch.distributed.pipelining, with an update per step."""
+    """Measure a schedule of torch.distributed.pipelining, with an update per step."""
     module = stage_of(blocks)
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
     schedule = kind(stage, parts, loss_fn=_mse)
@@ -181,7 +181,7 @@ def theirs(rank: int, ranks: int, kind: Any, blocks: int, batch: int, parts: int
 
 
 def stepped(step: Callable[[], None], parts: int) -> Measure:
-    """What measures a step of so many microbatches."""
+    """Return a function that measures a step of ``parts`` microbatches."""
 
     def measure(count: int) -> float:
         warm, steps = warm_and_measured(count, parts)
@@ -198,12 +198,12 @@ def stepped(step: Callable[[], None], parts: int) -> Measure:
 
 
 def whole_of(blocks: int, stages: int = 2) -> nn.Sequential:
-    """All stages as one module: what a rank has in data parallel training."""
+    """Return all stages as one module, the model of a data-parallel rank."""
     return nn.Sequential(*(stage_of(blocks) for _ in range(stages)))
 
 
 def replicated(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
-    """Microbatches per second of one stage with replicas, with an update per minibatch."""
+    """Measure one stage with replicas, with an update per minibatch."""
     pipe = st.DistributedPipeline(
         whole_of(blocks, ranks),
         optimizer_of,
@@ -217,9 +217,9 @@ def replicated(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
 
 
 def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
-    """The same of DistributedDataParallel, which sums gradients in the last backward only.
+    """Measure DistributedDataParallel, which sums gradients in the last backward only.
 
-    Its buckets are put into the order of the first backward by what warms up.
+    The warm-up puts its buckets into the order of the first backward.
     """
     module = DistributedDataParallel(whole_of(blocks, ranks))
     optimizer = optimizer_of(module.parameters())
@@ -237,7 +237,7 @@ def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
 
 
 def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Callable[[], Measure]]:
-    """What makes each of those that are compared."""
+    """Return the factories of all candidates."""
     found: dict[str, Callable[[], Measure]] = {
         "ideal": partial(ideal, blocks, batch),
         **{method: partial(ours, method, blocks, batch) for method in METHODS},
@@ -259,7 +259,7 @@ def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Call
 
 
 def measured_once(make: Callable[[], Measure], count: int) -> float:
-    """A candidate's figure; nothing of it stays."""
+    """Return a candidate's figure and destroy the candidate."""
     before = set(distributed_c10d._world.pg_map)
     figure = make()(count)
     gc.collect()
@@ -272,12 +272,11 @@ def measured_once(make: Callable[[], Measure], count: int) -> float:
 def each_anew(
     found: dict[str, Callable[[], Measure]], count: int
 ) -> dict[str, Callable[[], float]]:
-    """Candidates to be made anew whenever they are measured."""
+    """Return candidates that are made anew for each measurement."""
     return {name: partial(measured_once, make, count) for name, make in found.items()}
 
 
 def begin(rank: int, ranks: int, port: int) -> None:
-    """Put a rank's process in order."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -288,7 +287,6 @@ def begin(rank: int, ranks: int, port: int) -> None:
 
 
 def end() -> None:
-    """Leave it as it was."""
     gc.unfreeze()
     dist.barrier()
     dist.destroy_process_group()
@@ -298,7 +296,7 @@ def rank_main(
     rank: int, ranks: int, port: int, blocks: int | None, said: Any, options: argparse.Namespace
 ) -> None:
     begin(rank, ranks, port)
-    # For all candidates alike: how much glibc gives back depends on what the process did before.
+    # For all candidates: how much memory glibc returns depends on the process's history.
     keep_freed_memory()
     if blocks is None:
         blocks = calibrated(options.milliseconds * 2 / ranks, options.batch)
@@ -325,7 +323,7 @@ def rank_main(
 def rounds_of(
     found: dict[str, Callable[[], float]], options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """The figures of all rounds, as many as there is time for, and one at least."""
+    """Return the figures of all rounds that fit into the time, at least one."""
     figures: dict[str, list[float]] = {name: [] for name in found}
     start = time.perf_counter()
     for n in range(options.rounds):
@@ -338,14 +336,14 @@ def rounds_of(
 
 
 def slowest(seconds: float) -> float:
-    """The largest of all ranks' figures: a pipeline is as fast as its slowest stage."""
+    """Return the maximum over ranks: a pipeline is as fast as its slowest stage."""
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
 def spawned(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
-    """Run it on so many ranks; returns what one of them says."""
+    """Run ``main`` on all ranks; return one rank's result."""
     said = mp.get_context("spawn").Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = mp.spawn(
@@ -361,7 +359,7 @@ def spawned(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
 
 
 def report(ranks: int, document: dict[str, Any]) -> None:
-    """Medians, and ratios taken round by round, since what disturbs a round disturbs all of it."""
+    """Print medians, and ratios taken round by round, since a disturbance affects a whole round."""
     figures = document["microbatches_per_second"]
     print(
         f"{ranks} stages of {document['blocks']} blocks, {document['seconds'] * 1e3:.1f} ms per "
@@ -387,12 +385,12 @@ def report(ranks: int, document: dict[str, Any]) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run depended on: not where its figures went."""
+    """Return the settings of a run, without output paths."""
     return {name: value for name, value in vars(options).items() if name != "json"}
 
 
 def about() -> dict[str, Any]:
-    """Where and how a run was made."""
+    """Return where and how a run was made."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -401,7 +399,7 @@ def about() -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    # not where its figures went, which is a path of some machine
+    # not the output file, which is a path of some machine
     given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
     return {
         "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *given]),
@@ -420,25 +418,23 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
     parser.add_argument(
-        "--trials", action="store_true", help="two ranks: what could bring them nearer to the ideal"
+        "--trials", action="store_true", help="try changes that bring two ranks closer to the ideal"
     )
     parser.add_argument(
         "--milliseconds",
         type=float,
         default=20.0,
-        help="per forward and backward of half the model",
+        help="forward and backward of half the model",
     )
     parser.add_argument("--batch", type=int, default=64, help="samples per microbatch")
     parser.add_argument(
         "--count", type=int, default=32, help="microbatches per round and candidate"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="at most")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds at most")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of all rounds together"
+        "--seconds", type=float, default=float("inf"), help="seconds for all rounds"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="a rehearsal, whose figures say nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="a rehearsal without valid figures")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     if options.quick:
@@ -468,7 +464,6 @@ def main() -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Figures to five digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if value not in (float("inf"), float("-inf")) else None
     if isinstance(value, dict):

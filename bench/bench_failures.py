@@ -1,10 +1,10 @@
-"""What a failure costs under torchrun, phase by phase, and whether the weights are the same after.
+"""Measures the cost of failures under torchrun by phase, and compares the final weights.
 
-A training in three processes (examples/torchrun.py) is saved every few minibatches. In every start
-of its ranks but the last one a random rank fails at a random minibatch: it is killed (SIGKILL),
-stopped (SIGSTOP), raises an exception, or cannot save, as the disk is full. torchrun starts all
-ranks again, which go on from the newest checkpoint. At the end all weights and all state must be,
-to the bit, those of a training without failures.
+A training in three processes (examples/torchrun.py) saves every few minibatches. In every start of
+its ranks except the last, a random rank fails at a random minibatch: it is killed (SIGKILL),
+stopped (SIGSTOP), raises an exception, or cannot save because the disk is full. torchrun restarts
+all ranks, which resume from the newest checkpoint. At the end all weights and states must equal,
+bit for bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
@@ -40,8 +40,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("kill", "stop", "exception", "full")
-#: What follows a fault: the events that end each phase, and whether the first rank or the last one
-#: ends it.
+#: Phases after a fault: the event that ends each, and whether the first or the last rank ends it.
 PHASES = {
     "heard": "another rank hears of it",
     "ended": "the last rank has ended",
@@ -64,8 +63,10 @@ Fault = dict[str, Any]
 
 
 def planned(draw: random.Random, count: int, options: argparse.Namespace) -> list[Fault]:
-    """Faults of all kinds alike, each between two other saves, so that all that was lost is made up
-    for before the next one."""
+    """Return equal numbers of each kind of fault, each between two different saves.
+
+    All lost work is then made up before the next fault.
+    """
     kinds = [options.kinds[n % len(options.kinds)] for n in range(count)]
     draw.shuffle(kinds)
     saves = sorted(draw.sample(range(options.minibatches // options.every), count))
@@ -75,7 +76,7 @@ def planned(draw: random.Random, count: int, options: argparse.Namespace) -> lis
             "kind": kind,
             "rank": draw.randrange(options.ranks),
             "minibatch": minibatch,
-            "delay": draw.random() * 0.03,  # seconds after its forward has begun
+            "delay": draw.random() * 0.03,  # seconds after the start of its forward
         }
         for kind, minibatch in zip(kinds, moments, strict=True)
     ]
@@ -83,7 +84,7 @@ def planned(draw: random.Random, count: int, options: argparse.Namespace) -> lis
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A file that fills the disk that ``folder`` is on; None where nobody can be given a disk."""
+    """Return a file that fills the disk of ``folder``; None if no small disk can be mounted."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={_TMPFS}", "tmpfs", str(folder)], capture_output=True
@@ -100,7 +101,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 def trained(
     folder: Path, faults: Sequence[Fault], options: argparse.Namespace
 ) -> tuple[list[Event], dict[str, Tensor]]:
-    """One training under torchrun: what happened, and what its last checkpoint has."""
+    """Run one training under torchrun; return its events and its last checkpoint's content."""
     folder.mkdir()
     with (
         small_disk(folder / "disk") as filler,
@@ -150,8 +151,10 @@ def trained(
 
 
 def differing(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """All weights and states with other bits; but for the generators of processes, which every
-    iteration of a DataLoader asks for a seed, the one after a restart as well."""
+    """Return all weights and states that differ in a bit, except random generators of processes.
+
+    Every iteration of a DataLoader draws a seed from these, also the one after a restart.
+    """
     assert weights.keys() == expected.keys()
     return [
         name
@@ -168,7 +171,7 @@ def tail(folder: Path) -> str:
 
 
 def listened(heard: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Event]:
-    """All that ranks tell until the launcher has ended, and when each of them ended."""
+    """Collect all messages of the ranks and their end times, until the launcher ends."""
     events: list[Event] = []
     with selectors.DefaultSelector() as selector:
         selector.register(heard, selectors.EVENT_READ)
@@ -188,20 +191,20 @@ def listened(heard: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Ev
                 events.append(event)
                 if event["event"] == "begun":
                     who = {name: event[name] for name in ("rank", "start", "pid")}
-                    with suppress(OSError):  # it has ended meanwhile
+                    with suppress(OSError):  # it has ended in the meantime
                         selector.register(os.pidfd_open(event["pid"]), selectors.EVENT_READ, who)
                         events.append({**who, "event": "started", "time": begun_at(event["pid"])})
 
 
 def begun_at(pid: int) -> float:
-    """When a process began, on this clock, to a hundredth of a second."""
+    """Return when a process started, on this clock, to a hundredth of a second."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     since = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
     return ticks / os.sysconf("SC_CLK_TCK") - since
 
 
 def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """Of every fault the seconds of each phase after it, and the minibatches lost."""
+    """Return the seconds of each phase after every fault, and the lost minibatches."""
     found = []
     for n, fault in enumerate(faults):
         here = [event for event in events if event["start"] == n]
@@ -213,7 +216,7 @@ def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, An
         for name in list(PHASES)[2:-2]:
             ends[name] = max(e["time"] for e in after if e["event"] == name)
         again = [e for e in after if e["event"] == "minibatch"]
-        if any(e["minibatch"] >= at - 1 for e in again):  # else the next fault came before
+        if any(e["minibatch"] >= at - 1 for e in again):  # otherwise the next fault came first
             ends["first"] = min(e["time"] for e in again)
             ends["again"] = min(e["time"] for e in again if e["minibatch"] >= at - 1)
         restored = next(e["minibatches"] for e in after if e["event"] == "restored")
@@ -225,7 +228,7 @@ def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, An
 
 
 def report(found: Sequence[dict[str, Any]]) -> str:
-    """Median and quartiles of each phase by kind of fault."""
+    """Print median and quartiles of each phase by kind of fault."""
 
     def cell(values: Sequence[float]) -> str:
         low, middle, high = (
@@ -247,7 +250,7 @@ def report(found: Sequence[dict[str, Any]]) -> str:
 
 
 def campaign(options: argparse.Namespace) -> dict[str, Any]:
-    """Trainings with faults beside one without; those that ended otherwise are listed."""
+    """Run trainings with faults and one without; list those with a different result."""
     document: dict[str, Any] = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -286,7 +289,7 @@ def campaign(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def written(path: str, document: dict[str, Any]) -> None:
-    """JSON with a fault a line."""
+    """Write JSON with one fault per line."""
     rows = ",\n".join(json.dumps(row) for row in document["faults"])
     text = json.dumps({**document, "faults": []}, indent=1)
     Path(path).write_text(text.replace('"faults": []', f'"faults": [\n{rows}\n ]') + "\n")
@@ -295,17 +298,19 @@ def written(path: str, document: dict[str, Any]) -> None:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--campaign", type=int, default=12, help="so many faults, in trainings of 20"
+        "--campaign", type=int, default=12, help="number of faults, in trainings of 20"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--memory-every", type=int, help="copies in memory beside the saves")
-    parser.add_argument("--timeout", type=float, default=4.0, help="of the pipeline, in seconds")
+    parser.add_argument("--memory-every", type=int, help="minibatches between copies in memory")
+    parser.add_argument(
+        "--timeout", type=float, default=4.0, help="timeout of the pipeline in seconds"
+    )
     parser.add_argument("--launcher", default="", help="options of torchrun")
-    parser.add_argument("--script", default="examples/torchrun.py", help="from the root")
-    parser.add_argument("--directory", help="for checkpoints; else a temporary one")
-    parser.add_argument("--json", help="write all faults there")
+    parser.add_argument("--script", default="examples/torchrun.py", help="path from the root")
+    parser.add_argument("--directory", help="folder for checkpoints; default: a temporary one")
+    parser.add_argument("--json", help="file for all faults")
     return parser.parse_args(arguments)
 
 

@@ -1,9 +1,9 @@
-"""What asynchronous methods cost one process beside a schedule with a flush, 1F1B.
+"""Measures what asynchronous methods cost in one process, relative to 1F1B with a flush.
 
-All stages share one process, so a method cannot gain from being asynchronous: what it takes longer
-than ``1f1b`` with the same microbatches is its own, for the versions of weights that it keeps and
-predicts. Whole runs take turns, every method once in every round, and a ratio is of two runs of the
-same round: what disturbs the machine for longer than a round disturbs both.
+All stages share one process, so that a method gains nothing from asynchrony: time beyond that of
+``1f1b`` with the same microbatches is the cost of the weight versions that it stores and predicts.
+Whole runs take turns, every method once per round, and a ratio compares two runs of one round: a
+disturbance longer than a round affects both.
 
     python bench/bench_flush.py                    # four stages of 4.2 million weights, AdamW
     python bench/bench_flush.py --methods spectrain --rounds 15 --json flush.json
@@ -29,7 +29,7 @@ METHODS = ("auto", "pipedream-2bw", "spectrain")
 
 
 def pipeline(method: str, options: argparse.Namespace) -> st.Pipeline:
-    """Equal stages of one linear layer each."""
+    """Return a pipeline of equal stages with one linear layer each."""
     torch.manual_seed(0)
     width, device = options.width, torch.device(options.device)
     return st.Pipeline(
@@ -42,7 +42,7 @@ def pipeline(method: str, options: argparse.Namespace) -> st.Pipeline:
 
 
 def seconds_of(pipe: st.Pipeline, data: tuple[Tensor, Tensor], minibatches: int) -> float:
-    """A whole run, its beginning and its end included."""
+    """Return the seconds of a whole run, including start and end."""
     start = time.perf_counter()
     for _ in pipe.run(data for _ in range(minibatches)):
         pass
@@ -52,7 +52,7 @@ def seconds_of(pipe: st.Pipeline, data: tuple[Tensor, Tensor], minibatches: int)
 
 
 def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """The seconds of every method's run, round by round, after a shorter run of each."""
+    """Return the seconds of every method's run by round, each after a shorter warm-up run."""
     pipes = {method: pipeline(method, options) for method in (AGAINST, *options.methods)}
     shape = options.batch, options.width
     data = torch.randn(shape, device=options.device), torch.randn(shape, device=options.device)
@@ -63,7 +63,7 @@ def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def report(found: list[dict[str, float]], options: argparse.Namespace) -> None:
-    """The median and the spread of each method's ratios."""
+    """Print the median and the spread of each method's ratios."""
     weights = options.width * (options.width + 1) / 1e6
     print(
         f"{options.stages} stages of {weights:.1f} million weights, batch {options.batch}, "
@@ -89,16 +89,18 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--width", type=int, default=2048, help="of each stage's linear layer")
+    parser.add_argument(
+        "--width", type=int, default=2048, help="width of each stage's linear layer"
+    )
     parser.add_argument("--batch", type=int, default=16, help="samples per minibatch")
-    parser.add_argument("--microbatches", type=int, default=4, help="of each minibatch")
-    parser.add_argument("--minibatches", type=int, default=30, help="of each run")
+    parser.add_argument("--microbatches", type=int, default=4, help="microbatches per minibatch")
+    parser.add_argument("--minibatches", type=int, default=30, help="minibatches per run")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="of torch; as many as it takes, otherwise")
+    parser.add_argument("--threads", type=int, help="torch's threads; default: torch's own number")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", help="file for the seconds of all runs")
     options = parser.parse_args()
-    # For all methods alike: how much glibc gives back depends on what the process did before.
+    # For all methods: how much memory glibc returns depends on the process's history.
     keep_freed_memory()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""What a call costs the host: every operator on empty tensors, so that there is nothing to do."""
+"""Measures the CPU cost of a call: every operator on empty tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_mixed_precision(benchmark: Any, operation: Any) -> None:
 
 @pytest.mark.parametrize("call", list(host_calls(count=1)))
 def test_plan(benchmark: Any, call: str, request: pytest.FixtureRequest) -> None:
-    """What docs/benchmarks.md has; gradients lie where the last backward left them."""
+    """The figures of docs/benchmarks.md; gradients stay at the addresses of the last backward."""
     benchmark(host_calls(request.config.option.device)[call])
     what = "gradients" if call == "refresh" else "empty tensors"
     _note(benchmark, f"a plan's calls, 300 {what}", f"Plan: {call}, 300 {what}")
@@ -56,7 +56,7 @@ def test_plan(benchmark: Any, call: str, request: pytest.FixtureRequest) -> None
 
 
 class _Unwatched(st.Plan):
-    """As an optimizer's plans, whose owner looks after the addresses."""
+    """Plans like an optimizer's, whose owner checks the addresses."""
 
     _watches = False
 
@@ -67,7 +67,7 @@ class _Unwatched(st.Plan):
 def test_making_sure_that_nothing_moved(
     benchmark: Any, count: int, operation: str, kind: type[st.Plan]
 ) -> None:
-    """Tensors of one element, where every call looks whether they moved; empty ones have none."""
+    """Tensors of one element: every call checks whether they moved, which empty tensors skip."""
     w, v, g = ([torch.ones(1) for _ in range(count)] for _ in range(3))
     plan = kind(w, momentum_buffers=v, grads=g)
     if operation == "predict_":

@@ -1,8 +1,8 @@
-"""Two processes on a link with delay: what a wide window keeps of the throughput without it.
+"""Measures the share of throughput that a wide window keeps on a link with delay.
 
-Every round measures each window without a delay and then with one, which the link between the two
-processes changes while nothing crosses it. The simulation is given the mean durations of the run
-without a delay, and the delay. Needs root (network namespaces, tunnel devices), and two idle cores.
+Two processes run at the ends of a link. Every round measures each window without and then with a
+delay, which changes while the link is idle. The simulation gets the delay and the mean durations of
+the run without it. Needs root (network namespaces, tunnel devices) and two idle cores.
 
     python bench/bench_network.py --milliseconds 50 --delay 20 --rounds 5 --json run.json
 """
@@ -35,15 +35,17 @@ WARM = 16
 
 
 class Measured(NamedTuple):
-    """What one rank says of a run."""
+    """One rank's figures of a run."""
 
     throughput: float
     durations: dict[str, float]
 
 
 class Round(NamedTuple):
-    """One window in one round: minibatches per second without delay and with it, and of the
-    simulation, whose durations are those without."""
+    """One window in one round: minibatches per second without delay, with delay, and simulated.
+
+    The simulation uses the durations without delay.
+    """
 
     without: float
     slow: float
@@ -54,7 +56,7 @@ class Round(NamedTuple):
 
 
 class Pair:
-    """Two ranks at the two ends of a link, and what they are asked to do."""
+    """Two ranks at the two ends of a link, and their commands."""
 
     def __init__(self, link: SlowLink, batch: int) -> None:
         context = mp.get_context("spawn")
@@ -70,7 +72,7 @@ class Pair:
         self._ends[1].send(self._ends[0].recv())  # the store's port
 
     def ask(self, *what: object) -> list[Any]:
-        """Both ranks do it; returns what each says."""
+        """Run a command on both ranks and return both results."""
         for end in self._ends:
             end.send(what)
         return [end.recv() for end in self._ends]
@@ -118,11 +120,11 @@ def batches(batch: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def measured(pipe: st.Pipeline, batch: int, count: int) -> Measured:
-    """Minibatches per second between an early result of this rank and its last one, and the mean
-    seconds of its actions in between, by kind.
+    """Return minibatches per second of this rank, and its actions' mean seconds by kind.
 
-    Means, since these are what a throughput is made of: with medians of another run the simulation
-    came out 1.15 to 1.21 times too fast, without any delay 1.16 times.
+    Both are measured between an early result and the last one. Means, since throughput consists of
+    these: with medians of another run the simulation was 1.15 to 1.21 times too fast, without any
+    delay 1.16 times.
     """
     start = 0.0
     trace = st.Trace()
@@ -138,7 +140,7 @@ def measured(pipe: st.Pipeline, batch: int, count: int) -> Measured:
 
 
 def predicted(durations: list[dict[str, float]], window: str, delay: float) -> float:
-    """Minibatches per second of a simulation."""
+    """Return the minibatches per second of a simulation."""
 
     def of(*kinds: Kind) -> list[float]:
         return [sum(rank.get(kind.name, 0.0) for kind in kinds) for rank in durations]
@@ -161,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--milliseconds", type=float, default=50.0, help="per forward and backward")
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="forward and backward")
     parser.add_argument("--delay", type=float, default=20.0, help="milliseconds, one way")
     parser.add_argument("--batch", type=int, default=64, help="samples per minibatch")
     parser.add_argument("--count", type=int, default=64, help="minibatches per measurement")
@@ -204,7 +206,7 @@ def report(
     blocks: int,
     options: argparse.Namespace,
 ) -> None:
-    """Medians and spreads of ratios taken round by round: what disturbs a round disturbs all."""
+    """Print medians and spreads of ratios; a disturbance affects all figures of a round."""
     work = [
         rank["FORWARD"] + rank["BACKWARD"]
         for found in rounds.values()

@@ -1,12 +1,12 @@
-"""Every operator against torch's ways of doing the same, and against the best plain copy.
+"""Measures every operator against torch's alternatives and the fastest plain copy.
 
     pytest bench_operators.py                                    # in bench/; a minute or two
     pytest bench_operators.py -k "SGD-step and not 2-14" --suite models --precision mixed
     pytest bench_operators.py --device cuda --compile --benchmark-json=run.json
     pytest bench_operators.py --benchmark-compare=run.json --benchmark-compare-fail=median:15%
 
-A test is an implementation of an operation on a list of tensors; pytest-benchmark's groups set
-those of an operation side by side. What a run means, by shares of the copy: conftest.py.
+A test is an implementation of an operation on a list of tensors; pytest-benchmark's groups compare
+those of one operation. conftest.py prints the summary as shares of the copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rivals.contest import Settings, Times, TooLarge, contest, names
 from rivals.operations import OPERATIONS, Operation, applies
 from rivals.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 
-#: Tensors, and the exponents of two of their elements.
+#: Numbers of tensors, and the exponents of two of their elements.
 SUITES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "quick": [((1,), (24,)), ((300,), (20,)), ((10,), (14,))],
     "sizes": [((1, 10, 300, 3000), (10, 14, 18, 22, 26, 28, 30))],
@@ -28,7 +28,7 @@ SUITES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 
 
 def workloads(options: Any) -> list[Workload]:
-    """What a suite measures on, with what was asked for in its place."""
+    """Return the workloads of a suite, with the options' values in place of its own."""
     found: list[Workload] = []
     for name in options.precision or ("fp32",):
         precision = PRECISIONS[name]
@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def contests() -> dict[Any, dict[str, Times]]:
-    """What was measured so far, by operation and workload."""
+    """Return the finished contests, by operation and workload."""
     return {}
 
 
@@ -84,7 +84,7 @@ def test_operator(
     name: str,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The first test of a group measures all of it, in turn; each hands its own times over."""
+    """The first test of a group measures the whole group; each test reports its own times."""
     key = operation, work
     if key not in contests:
         try:
@@ -95,9 +95,9 @@ def test_operator(
 
 
 def hand_over(benchmark: Any, times: Times) -> None:
-    """Have pytest-benchmark's statistics, tables and files hold what was measured elsewhere.
+    """Put times that were measured elsewhere into pytest-benchmark's statistics, tables and files.
 
-    It has no public way; `_make_stats` is what its own `pedantic` calls after its rounds.
+    There is no public way; `_make_stats` is what its own `pedantic` calls after its rounds.
     """
     about = times.about
     benchmark.group = f"{about['operation']}, {about['workload']}, {about['precision']}"

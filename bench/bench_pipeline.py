@@ -1,4 +1,4 @@
-"""The pipeline's own cost per action, beyond the module's forward and autograd's backward."""
+"""Measures the pipeline's own cost per action, beyond the module's forward and backward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 import spectrain_ext as st
 
 STAGES, MINIBATCHES = 4, 64
-#: One forward or one backward of one stage and minibatch; loads, hand-overs and updates are part of
-#: them.
+#: An action is one forward or backward of one stage and minibatch, including loads, transfers and
+#: updates.
 ACTIONS = 2 * STAGES * MINIBATCHES
-#: All that work with plain SGD, four stages and one microbatch.
+#: Methods that work with plain SGD, four stages and one microbatch.
 _OTHERS = ("spectrain-ema", "pipedream-2bw", "error-feedback", "xgrad")
 METHODS = [m for m in st.methods() if m not in _OTHERS]
 
 
 def make_stages(width: int, device: str = "cpu") -> list[nn.Module]:
     torch.manual_seed(0)
-    # Not ReLU: the momentum of a unit that is always off decays into subnormals, which are slow.
+    # Not ReLU: the momentum of a unit that is always off decays into slow subnormals.
     middle = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(STAGES - 1)]
     return [m.to(device) for m in [*middle, nn.Linear(width, 10)]]
 
@@ -39,7 +39,7 @@ def modules_only(
     batches: list[tuple[Tensor, Tensor]],
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> None:
-    """The same forwards and backwards by hand, stage by stage, and updates where asked for."""
+    """Run the same forwards and backwards by hand, stage by stage, with optional updates."""
     for x, y in batches:
         inputs, outputs = [], []
         for stage in stages:
@@ -96,14 +96,14 @@ def _measure(benchmark: Any, call: Any, width: int, name: str) -> float:
 
 @pytest.mark.parametrize("width", [16, 256])
 def test_modules_only(benchmark: Any, width: int) -> None:
-    """First in the file: the others are measured against it."""
+    """First in the file, because it is the baseline of the others."""
     stages, batches = make_stages(width), make_batches(width)
     _medians[width] = _measure(benchmark, lambda: modules_only(stages, batches), width, "modules")
 
 
 @pytest.mark.parametrize("width", [16, 256])
 def test_modules_and_updates(benchmark: Any, width: int) -> None:
-    """How a loop by hand would train, one minibatch at a time."""
+    """A manual training loop, one minibatch at a time."""
     stages, batches = make_stages(width), make_batches(width)
     optimizers = [
         torch.optim.SGD(s.parameters(), lr=1e-3, momentum=0.9, fused=True) for s in stages

@@ -1,13 +1,13 @@
-"""Planned against real: 2, 3 and 4 processes of this machine over gloo, and what the planner says.
+"""Compares the planner's predictions with 2, 3 and 4 gloo processes on this machine.
 
-The link is measured first, with as many processes. Every round measures the layers, with
-as many processes at once as there are cores, and then every configuration; the plan of a round is
-made of its own layers. Ratios are taken round by round, planned over measured; medians count.
+It measures the link first, with as many processes. Every round measures the layers, with as many
+processes at once as there are cores, and then every configuration; each round's plan uses its own
+layers. Ratios of planned to measured time are taken round by round; medians count.
 
     python bench/bench_plan.py --json run.json      # about 6 minutes, wants two idle cores
-    python bench/bench_plan.py --quick              # a rehearsal: nothing that it prints counts
+    python bench/bench_plan.py --quick              # a rehearsal: no valid figures
 
-With --speeds it is of unequal devices: a rank of half the speed computes its layers twice.
+--speeds simulates unequal devices: a rank of half the speed computes its layers twice.
 
     python bench/bench_plan.py --speeds 1,.5 --json run.json
 """
@@ -44,12 +44,12 @@ from spectrain_ext.schedule import Replicas
 
 WIDTH = 256
 PROCESSES = (2, 3, 4)
-#: Layers of each block: of a model whose blocks are alike, and of one whose are not.
+#: Layers of each block, for a model with equal blocks and one with unequal blocks.
 MODELS = {"even": (2,) * 12, "uneven": (1, 1, 4, 2, 1, 3, 5, 1, 1, 3, 1, 1)}
 
 
 _WARM = 5  # minibatches: a pipeline of four stages is full, and nothing drains yet
-#: Seconds of a minibatch: of the plan and of the run, each with those of all ranks' CPUs for it.
+#: Seconds of a minibatch, planned and measured, each with the CPU seconds of all ranks.
 KINDS = ("planned", "planned_work", "measured", "measured_work")
 
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     microbatches: int
     replicas: tuple[int, ...]
     speeds: tuple[float, ...] | None = None  # of every rank
-    fitted: bool = False  # whether the cut knows of them
+    fitted: bool = False  # whether the cut accounts for them
 
     @property
     def stages(self) -> int:
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 def cases(processes: int) -> Iterator[Case]:
-    """What is measured with so many processes."""
+    """Yield the configurations of a number of processes."""
     n, ones = processes, (1,) * processes
     yield Case("even", "sync", n, (n,))  # data parallelism
     for model in MODELS:
@@ -89,7 +89,7 @@ def cases(processes: int) -> Iterator[Case]:
 
 
 def unequal_cases(speeds: tuple[float, ...]) -> Iterator[Case]:
-    """What is measured with ranks of such speeds: cut for them, and as if they were equal."""
+    """Yield configurations of ranks with these speeds: cut for them, and cut as if equal."""
     for model in MODELS:
         for method, microbatches in (("1f1b", 4), ("1f1b", 8), ("auto", 4), ("auto", 8)):
             for fitted in (True, False):
@@ -97,7 +97,7 @@ def unequal_cases(speeds: tuple[float, ...]) -> Iterator[Case]:
 
 
 def model_of(name: str) -> list[nn.Module]:
-    """The same on all ranks; tanh, since units that are always off decay into subnormals."""
+    """Return the same model on all ranks; tanh, since dead units decay into subnormals."""
     torch.manual_seed(0)
     return [
         nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
@@ -106,7 +106,7 @@ def model_of(name: str) -> list[nn.Module]:
 
 
 def ends_of(case: Case) -> tuple[int, ...]:
-    """Cuts by the number of layers, over replicas: no measurement decides what is measured."""
+    """Cut by number of layers and replicas, independent of any measurement."""
     layers = MODELS[case.model]
     if case.fitted:
         profile = Profile(tuple(BlockProfile(float(count)) for count in layers))
@@ -123,13 +123,13 @@ def ends_of(case: Case) -> tuple[int, ...]:
 
 
 def layers_in(case: Case) -> list[int]:
-    """Of every stage."""
+    """Return the layers of every stage."""
     ends = ends_of(case)
     return [sum(MODELS[case.model][a:b]) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
 
 
 class _Again(torch.autograd.Function):
-    """Does further backwards before the one that counts."""
+    """Runs extra backwards before the one that counts."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, others: list[tuple[Tensor, list[Tensor]]]) -> Tensor:
@@ -144,12 +144,12 @@ class _Again(torch.autograd.Function):
 
 
 class Slowed(nn.Module):
-    """A stage on a device of a fraction of the speed: it computes everything several times."""
+    """A stage on a slower device: it computes everything several times."""
 
     def __init__(self, stage: nn.Module, speed: float) -> None:
         super().__init__()
         self.stage = stage
-        # Of weights that no optimizer sees; what it computes is thrown away.
+        # Copies of the weights that no optimizer updates; their results are discarded.
         self._others = [copy.deepcopy(stage) for _ in range(round(1 / speed) - 1)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Runner:
         self._batch = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
 
     def period(self, seconds: float, guess: float) -> tuple[float, float]:
-        """Seconds of a minibatch, without the first and the last ones; and of CPU for it."""
+        """Return the seconds and CPU seconds of a minibatch, without the first and last ones."""
         count = max(8, round(seconds / guess))
         times = []
         for _ in self._pipe.run(self._batch for _ in range(count + 2 * _WARM)):
@@ -199,7 +199,7 @@ class Runner:
 
 
 def layers_of(name: str, batch: int, rank: int, cores: int, quick: bool) -> Layers:
-    """Measured by as many ranks at once as there are cores; rank 0's."""
+    """Return rank 0's layer times, measured on as many ranks at once as there are cores."""
     layers = None
     dist.barrier()
     if rank < cores:
@@ -258,14 +258,14 @@ def rank_main(
 def planned_of(
     case: Case, layers: Layers, link: Link, batch: int, cores: int
 ) -> tuple[float, float]:
-    """What the planner says of a configuration: its period, and the work of all ranks in it."""
+    """Return the planner's period of a configuration and the work of all its ranks."""
     way = Way(find_method(case.method), ends_of(case), case.replicas, case.microbatches)
     costs = Costs(Setting(layers, link, batch, cores, speeds=case.speeds), way)
     return costs.period, costs.work
 
 
 def ratio_of(row: dict[str, Any]) -> float:
-    """Planned over measured: the median of the rounds' ratios."""
+    """Return planned over measured time: the median of the rounds' ratios."""
     return median(p / m for p, m in zip(row["planned"], row["measured"], strict=True))
 
 
@@ -292,8 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="per configuration and round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
-    parser.add_argument("--speeds", help="of every rank, with commas: 1 over a whole number each")
-    parser.add_argument("--quick", action="store_true", help="a fifth of it, in seconds")
+    parser.add_argument("--speeds", help="each rank's speed, with commas: 1 over an integer")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the work")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args(argv)
     more = f" --rounds {options.rounds} --json plan.json"

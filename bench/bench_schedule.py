@@ -1,4 +1,4 @@
-"""What it takes to generate, check, count and simulate large schedules."""
+"""Measures the time to generate, check, count and simulate large schedules."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Two gloo processes in the steady state, against torch's 1F1B; and what a run's two ends take.
+"""Measures two gloo processes in the steady state against torch's 1F1B, and a run's two ends.
 
-Each rank has eight blocks of width 256, and a minibatch of 256 samples is cut into more and more
-microbatches: what a microbatch costs beside its arithmetic shows more and more. Seconds of a
-minibatch are those between two results, away from both ends of a run; torch's schedule, which ends
-with a flush in every step, is measured over steps. Candidates take turns in every round, and are
-made anew for it, as those of bench_distributed.py. The slower rank counts.
+Each rank has eight blocks of width 256, and a minibatch of 256 samples is cut into an increasing
+number of microbatches, which makes the cost of a microbatch beyond its arithmetic visible. Seconds
+of a minibatch are measured between two results, away from both ends of a run. Torch's schedule,
+which flushes in every step, is measured over steps. Candidates take turns in every round and are
+made anew for it, as in bench_distributed.py. The slower rank counts.
 
-To begin is from the call of ``run`` until it asks for the first batch; to end, from the last
-update of all, which is the first stage's, until the run is over on both ranks.
+The start lasts from the call of ``run`` until it requests the first batch. The end lasts from the
+last update of all, which is the first stage's, until the run is over on both ranks.
 
     python bench/bench_steady.py                          # two minutes, wants two idle cores
     python bench/bench_steady.py --rounds 15 --json steady.json
@@ -57,7 +57,7 @@ def data_of(samples: int) -> tuple[Tensor, Tensor]:
 
 
 def steady(method: str, parts: int) -> bench.Measure:
-    """Measures seconds per minibatch, of so many in the middle of a run."""
+    """Return a function that measures seconds per minibatch in the middle of a run."""
     pipe, data = pipeline_of(method, parts), data_of(SAMPLES)
 
     def measure(count: int) -> float:
@@ -73,13 +73,13 @@ def steady(method: str, parts: int) -> bench.Measure:
 
 
 def theirs(rank: int, parts: int) -> bench.Measure:
-    """The same of torch's 1F1B, with an update after each step."""
+    """Measure torch's 1F1B, with an update after each step."""
     made = bench.theirs(rank, RANKS, Schedule1F1B, BLOCKS, SAMPLES // parts, parts)
     return lambda count: bench.slowest(parts / made(count * parts))
 
 
 def ends(rank: int, which: str) -> bench.Measure:
-    """Measures how long a run of one minibatch takes to begin, or to end; the median of some."""
+    """Return a function that measures the start or the end of a run of one minibatch (a median)."""
     pipe, data = pipeline_of("auto", 2), data_of(SAMPLES)
 
     def measure(count: int) -> float:
@@ -97,10 +97,10 @@ def ends(rank: int, which: str) -> bench.Measure:
                 last = time.perf_counter()
             over.append(time.perf_counter())
             updated.append(last)
-            begun.append(asked[0] - start if asked else 0.0)  # the first stage asks
+            begun.append(asked[0] - start if asked else 0.0)  # the first stage requests batches
         if which == "begin":
             return bench.slowest(median(begun))
-        # The clock is the same in all processes of a machine.
+        # All processes of a machine share one clock.
         first = torch.tensor(updated, dtype=torch.float64)
         dist.broadcast(first, 0)
         return bench.slowest(median(b - a for a, b in zip(first.tolist(), over, strict=True)))
@@ -109,7 +109,7 @@ def ends(rank: int, which: str) -> bench.Measure:
 
 
 def candidates(rank: int, options: argparse.Namespace) -> dict[str, Callable[[], bench.Measure]]:
-    """What makes each of those that are compared."""
+    """Return the factories of all candidates."""
     found: dict[str, Callable[[], bench.Measure]] = {}
     for parts in options.microbatches:
         found[f"torch 1F1B, M = {parts}"] = partial(theirs, rank, parts)
@@ -128,7 +128,7 @@ def rank_main(rank: int, ranks: int, port: int, said: Any, options: argparse.Nam
 
 
 def report(found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Medians and quartiles of ratios that are taken round by round."""
+    """Print medians and quartiles of ratios taken round by round."""
     figures: dict[str, list[float]] = found["seconds"]
     print(
         f"{RANKS} ranks of {BLOCKS} blocks of width {bench.WIDTH}, {SAMPLES} samples, "
@@ -159,9 +159,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(PARTS))
     parser.add_argument("--count", type=int, default=24, help="minibatches of each measurement")
-    parser.add_argument("--rounds", type=int, default=7, help="at most")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds at most")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of all rounds together"
+        "--seconds", type=float, default=float("inf"), help="seconds for all rounds"
     )
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Processes behind inbound wires beside the simulation; a step of Protocol NanoGPT by its meter.
+"""Compares processes behind slow inbound wires with the simulation of Protocol NanoGPT's steps.
 
-Every rank has one wire for all that comes to it (``slow_link.InboundWires``). A stage computes for
-a known time: it sleeps, so that more ranks than cores do not wait for each other. The simulation is
-given these times, the bytes of a message, and the link; nothing is fitted.
+Every rank has one wire for all messages to it (``slow_link.InboundWires``). A stage's compute is a
+sleep of known length, so that more ranks than cores do not delay each other. The simulation gets
+these times, the bytes of a message, and the link; nothing is fitted.
 
     python bench/bench_wan.py --rounds 5 --json FILE          # a minute
     python bench/bench_wan.py --steps 1.0 0.538               # simulated only: seconds of a step
@@ -37,7 +37,7 @@ from spectrain_ext.schedule import Durations, simulate_repeating, takes_window
 WAN = LINKS["wan200"]
 WARM = 4
 
-# Protocol NanoGPT, simulated.
+# Protocol NanoGPT, simulated
 
 STAGES, TOKENS = 8, 512 * 1024  # devices, and tokens of a step
 
@@ -46,10 +46,10 @@ class Published(NamedTuple):
     """A record of PluralisResearch/ProtocolNanoGPT (commit 0551bc3, records/): 1F1B with a flush.
 
     Attributes:
-        microbatches: of a step.
-        bytes: of a token, forward and backward alike.
-        off: seconds of a step without the links, by its log.
-        on: with them.
+        microbatches: per step.
+        bytes: per token, the same forward and backward.
+        off: seconds of a step without the links, from its log.
+        on: seconds of a step with them.
     """
 
     microbatches: int
@@ -59,7 +59,7 @@ class Published(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Seconds that a stage computes in a step: equal stages take (M+N-1)/M of it in all."""
+        """Seconds that a stage computes in a step: equal stages take (M+N-1)/M of it in total."""
         return self.off * self.microbatches / (self.microbatches + STAGES - 1)
 
 
@@ -82,16 +82,16 @@ def meter_seconds(
     link: Link = WAN,
     tokens: int = TOKENS,
 ) -> float:
-    """Seconds of a step of so many tokens, simulated.
+    """Return the simulated seconds of a step of ``tokens`` tokens.
 
     Args:
         method, microbatches: as for ``Pipeline``.
-        forward_bytes, backward_bytes: of a token in an activation and in a gradient.
+        forward_bytes, backward_bytes: bytes of a token in an activation and in a gradient.
         compute: seconds that a stage computes in a step, a third of it in forwards.
         window: as for ``Pipeline``.
-        stages: their number, all alike.
-        link: between any two.
-        tokens: of a step.
+        stages: number of equal stages.
+        link: link between any two.
+        tokens: tokens of a step.
 
     Raises:
         ValueError: as ``Pipeline`` does.
@@ -117,9 +117,9 @@ MICROBATCHES, BYTES = (4, 8, 16, 32, 64), (2048, 1056, 544, 322, 128, 64)
 
 
 def steps(compute: float) -> str:
-    """A table: a row for each method and number of microbatches, a column for bytes a token.
+    """Return a table with a row per method and number of microbatches, a column per token size.
 
-    ``late`` is by how many updates; methods without a flush are there with wide windows as well.
+    ``late`` is the delay in updates. Methods without a flush also appear with wide windows.
     """
     lines = []
     for method, parts in product(map(find_method, METHODS), MICROBATCHES):
@@ -139,7 +139,7 @@ def steps(compute: float) -> str:
     return table("method|>M|>late" + "".join(f"|>{each}" for each in BYTES), lines)
 
 
-# Processes, measured.
+# Processes, measured
 
 
 class _Sleep(torch.autograd.Function):
@@ -156,7 +156,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Timed(nn.Module):
-    """A stage that computes for so many seconds, and has something to train."""
+    """A stage that sleeps for the given seconds and has one trainable parameter."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def link_of(options: argparse.Namespace) -> Link:
 
 
 def simulated(method: str, parts: int, link: Link, options: argparse.Namespace) -> float:
-    """Seconds of a minibatch: what the processes are to reach."""
+    """Return the simulated seconds of a minibatch, the target for the processes."""
     return meter_seconds(
         method,
         parts,
@@ -216,7 +216,7 @@ def rank_main(rank: int, ranks: int, port: int, path: str, said: Any, options: A
 
 
 def _measured(pipe: st.Pipeline, parts: int, size: int, count: int) -> float:
-    """Seconds of a minibatch, between the result of an early one and of a later one."""
+    """Return the seconds of a minibatch, between an early and a later result."""
     data = torch.zeros(parts, size // 4), torch.zeros(parts, size // 4)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,10 +250,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--methods", nargs="+", default=["1f1b", "auto"])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--forward", type=float, default=5.0, help="milliseconds, of a microbatch")
+    parser.add_argument("--forward", type=float, default=5.0, help="milliseconds per microbatch")
     parser.add_argument("--backward", type=float, default=10.0)
-    parser.add_argument("--bytes", type=int, default=25_000, help="of a message")
-    parser.add_argument("--megabits", type=float, default=20.0, help="per second, of a wire")
+    parser.add_argument("--bytes", type=int, default=25_000, help="bytes per message")
+    parser.add_argument(
+        "--megabits", type=float, default=20.0, help="megabits per second of a wire"
+    )
     parser.add_argument("--delay", type=float, default=10.0, help="milliseconds")
     parser.add_argument("--count", type=int, default=12, help="minibatches of each measurement")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Options of the benchmarks, what their files say of the machine, and what their figures mean."""
+"""Adds the benchmarks' options, machine information and summary to pytest."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="types of weights, state, gradients: fp32; bf16, beside a float32 state; mixed, "
         "float32 weights with bfloat16 gradients",
     )
-    own.addoption("--compile", action="store_true", help="torch.compile as well, seconds each")
-    own.addoption("--threads", type=int, help="CPU threads; torch's, otherwise")
+    own.addoption(
+        "--compile",
+        action="store_true",
+        help="also measure torch.compile, which takes seconds each",
+    )
+    own.addoption("--threads", type=int, help="CPU threads; default: torch's")
     own.addoption("--case-seconds", type=float, default=0.7, help="for the samples of a group")
-    own.addoption("--memory", type=float, metavar="GIB", help="that tensors may take")
+    own.addoption("--memory", type=float, metavar="GIB", help="limit for the tensors")
 
 
 def pytest_configure(config: Any) -> None:
@@ -50,14 +54,14 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
-    """The device and the versions; no paths and no names of hosts."""
+    """Record the device and the versions, without paths and host names."""
     machine_info.clear()
     machine_info.update(config._about)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: Any, output_json: dict[str, Any]) -> None:
-    """Statistics to five digits, without each sample."""
+    """Keep statistics to five digits, without the single samples."""
     output_json["settings"] = {
         "case_s": config.option.case_seconds,
         "compile": config.option.compile,
@@ -76,7 +80,7 @@ def pytest_benchmark_update_json(config: Any, output_json: dict[str, Any]) -> No
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
-    """Of every group a line, against the best copy and the fastest rival; figures not reached."""
+    """Print a line per group against the best copy and the fastest rival, and missed figures."""
     session = getattr(config, "_benchmarksession", None)
     found = [bench.as_dict(include_data=False) for bench in getattr(session, "benchmarks", [])]
     rows = [Row.of(each) for each in found if "operation" in each["extra_info"]]

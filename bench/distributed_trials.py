@@ -1,8 +1,8 @@
-"""What could bring two processes nearer to the ideal: trials of bench_distributed.py --trials.
+"""Tries changes that could bring two processes closer to the ideal (bench_distributed.py --trials).
 
-Every trial is spectrain with one thing changed, a candidate beside plain spectrain and the ideal in
-the same rounds. What concerns the whole process (what glibc keeps of freed memory) is tried by
-pairs of processes that take turns.
+Every trial is spectrain with one change, measured next to plain spectrain and the ideal in the same
+rounds. Changes of the whole process (the memory that glibc keeps) are tried by pairs of processes
+that take turns.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WINDOWS = {"window 3, 1": [3, 1], "window 3, 2": [3, 2], "window 4, 2": [4, 2]}
 Candidates = dict[str, Callable[[], bench.Measure]]
 
 
-# A backward that is split: the gradient of the input first, those of weights with the update.
+# A split backward: the gradient of the input first, those of the weights with the update
 
 _Queue = list[tuple[nn.Linear, Tensor, Tensor]]
 
 
 class _Late(torch.autograd.Function):
-    """A linear layer's backward, which gives the gradient of the input alone."""
+    """A linear layer's backward that computes only the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: _Linear) -> Tensor:
@@ -78,9 +78,9 @@ class _Linear(nn.Linear):
 
 
 def split_backward(blocks: int, batch: int, late: bool) -> bench.Measure:
-    """What sends the gradient of the last stage's input before it computes those of weights.
+    """Send the gradient of the last stage's input before computing those of its weights.
 
-    With ``late=False`` the same functions compute all in the backward.
+    With ``late=False`` the same functions compute everything in the backward.
     """
     queue: _Queue = []
 
@@ -97,34 +97,34 @@ def split_backward(blocks: int, batch: int, late: bool) -> bench.Measure:
     return bench.ours("spectrain", blocks, batch, stage=stage, optimizer=optimizer)
 
 
-# Threads and their cores.
+# Threads and their cores
 
 
 def threads_of_gloo() -> Iterable[int]:
-    """The ids of threads that Python has not started."""
+    """Return the ids of threads that Python did not start."""
     own = {thread.native_id for thread in threading.enumerate()}
     return [int(tid) for tid in os.listdir("/proc/self/task") if int(tid) not in own]
 
 
 @contextmanager
 def placed(threads: Iterable[int], cores: set[int]) -> Any:
-    """Inside, these threads have these cores."""
+    """Pin these threads to these cores inside the block."""
     before = {tid: os.sched_getaffinity(tid) for tid in threads}
     for tid in before:
         os.sched_setaffinity(tid, cores)
     yield
     for tid, were in before.items():
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(tid, were)
 
 
 def pinned(measure: bench.Measure, what: str, core: int) -> bench.Measure:
-    """All of a rank on its core, or its own thread, or gloo's on the other's."""
+    """Pin the whole rank or its own thread to its core, or gloo's threads to the other's."""
 
     def measured(count: int) -> float:
         own = [threading.get_native_id()]
         with ExitStack() as held:
-            if what in ("rank", "own"):  # what the thread starts inherits its cores
+            if what in ("rank", "own"):  # threads started later inherit the cores
                 held.enter_context(placed(own, {core}))
             if what in ("rank", "other"):
                 cores = {core} if what == "rank" else {1 - core}
@@ -135,14 +135,14 @@ def pinned(measure: bench.Measure, what: str, core: int) -> bench.Measure:
 
 
 def beside_idle_groups(blocks: int, batch: int) -> bench.Measure:
-    """spectrain beside more groups of gloo, which nobody uses."""
+    """Measure spectrain with additional unused gloo groups."""
     for _ in range(IDLE_GROUPS):
         dist.new_group([0, 1])
     return bench.ours("spectrain", blocks, batch)
 
 
 def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
-    """spectrain whose messages a thread beside the rank's own sends, after one copy more."""
+    """Measure spectrain with a separate sending thread, which needs an additional copy."""
 
     def links(*arguments: Any, **options: Any) -> Links:
         made = open_links(*arguments, **options)
@@ -180,11 +180,11 @@ def heap_candidates(blocks: int, batch: int) -> Candidates:
     }
 
 
-# Where a minibatch's time goes.
+# Where a minibatch's time goes
 
 
 class _Counters(st.Trace):
-    """A Trace, and what the kernel counts of each thread between two results."""
+    """A Trace with the kernel's counters of each thread between two results."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Counters(st.Trace):
 
 
 def _counted() -> tuple[float, int, dict[int, tuple[float, float]]]:
-    """The time, page faults, and of each thread the seconds it ran and it waited for a core."""
+    """Return the time, page faults, and each thread's seconds of running and waiting for a core."""
     threads = {}
     for tid in os.listdir("/proc/self/task"):
         try:
@@ -213,7 +213,7 @@ def _counted() -> tuple[float, int, dict[int, tuple[float, float]]]:
 def profile(
     method: str, blocks: int, batch: int, count: int, pipes: list[st.Pipeline]
 ) -> dict[str, Any]:
-    """Milliseconds of a minibatch on this rank, by threads and by actions; adds its pipeline."""
+    """Return a minibatch's milliseconds by thread and action; append the pipeline to ``pipes``."""
     warm = 4
     pipe = st.DistributedPipeline(
         bench.stage_of(blocks),
@@ -256,7 +256,7 @@ def profile(
 
 
 def profile_ideal(blocks: int, batch: int, count: int) -> dict[str, Any]:
-    """The same of a stage alone."""
+    """Profile a stage alone."""
     module, x = bench.stage_of(blocks), torch.randn(batch, bench.WIDTH)
     bench.alone(module, x, 0.1, True)
     own = threading.get_native_id()
@@ -270,7 +270,7 @@ def profile_ideal(blocks: int, batch: int, count: int) -> dict[str, Any]:
     }
 
 
-# The ranks, and what is made of what they say.
+# The ranks, and the report of their results
 
 
 def rank_main(
@@ -289,14 +289,14 @@ def rank_main(
         blocks = bench.calibrated(options.milliseconds, options.batch)
     batch, count = options.batch, options.count
     if options.heap:
-        # Once, as in a training: large buffers that were freed before would have glibc keep
-        # as much as them.
+        # Once, as in a training: glibc would otherwise keep as much memory as large buffers freed
+        # earlier.
         made = {name: make() for name, make in heap_candidates(blocks, batch).items()}
         found = {name: partial(measure, count) for name, measure in made.items()}
     else:
         found = bench.each_anew(trial_candidates(rank, blocks, batch), count)
     figures = bench.rounds_of(found, options)
-    pipes: list[st.Pipeline] = []  # which stay, for the same reason
+    pipes: list[st.Pipeline] = []  # kept, for the same reason
     profiles = {"ideal": profile_ideal(blocks, options.batch, 2 * options.count)}
     for method in ("vanilla", "spectrain"):
         dist.barrier()
@@ -316,10 +316,10 @@ def rank_main(
 
 
 def simulated(profiles: list[dict[str, Any]]) -> dict[str, float]:
-    """Throughput over that of the classic window, with the mean durations of a run.
+    """Return throughput relative to the classic window, with the mean durations of a run.
 
-    Constant durations leave nothing to wait for: what a simulation gives is what a trial could give
-    if forwards and backwards did not vary.
+    Constant durations cause no waiting: the simulation shows what a trial could gain if forwards
+    and backwards did not vary.
     """
     actions = [rank["spectrain"]["actions"] for rank in profiles]
 
@@ -346,7 +346,7 @@ def simulated(profiles: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def report(figures: dict[str, list[float]]) -> None:
-    """Medians of the rounds' ratios, and their quartiles."""
+    """Print medians of the rounds' ratios, and their quartiles."""
     print("| | of the ideal | against spectrain | quartiles |")
     print("|---|---|---|---|")
     for name, values in figures.items():
@@ -359,7 +359,7 @@ def report(figures: dict[str, list[float]]) -> None:
 
 
 def trials(options: argparse.Namespace) -> dict[str, Any]:
-    """All trials, as they are written."""
+    """Run all trials and return them as written."""
     turns = 1 if options.quick else 3  # pairs of processes with each of the two heaps
     part = argparse.Namespace(**vars(options))
     part.heap, part.seconds, part.rounds = True, options.seconds / 24, options.rounds

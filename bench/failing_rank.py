@@ -1,10 +1,10 @@
-"""python failing_rank.py PLAN SCRIPT ARGUMENTS: a rank that tells when it does what, and fails.
+"""python failing_rank.py PLAN SCRIPT ARGUMENTS: runs a rank that reports its events and fails.
 
-PLAN is a JSON file of ``bench_failures.py``: the socket that is told, and a fault for every start
-of the ranks. SCRIPT is any that trains by a ``CheckpointManager``.
+PLAN is a JSON file of ``bench_failures.py``: the socket for reports, and a fault for every start of
+the ranks. SCRIPT is any script that trains with a ``CheckpointManager``.
 """
 
-# ruff: noqa: E402 - what imports take is measured
+# ruff: noqa: E402 - the time of imports is measured
 import time
 
 BEGUN = time.monotonic()
@@ -34,7 +34,7 @@ RANK, START = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUN
 
 
 class Teller:
-    """Tells the one that measures what happens here."""
+    """Sends events of this rank to the measuring process."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -47,7 +47,7 @@ class Teller:
 
 
 class Failing:
-    """Makes this start's fault, if it is this rank's."""
+    """Triggers the fault of this start, if it belongs to this rank."""
 
     def __init__(self, plan: dict[str, Any], tell: Teller) -> None:
         faults = plan["faults"]
@@ -55,7 +55,7 @@ class Failing:
         if self._fault is not None and self._fault["rank"] != RANK:
             self._fault = None
         self._filler, self._tell = plan["filler"], tell
-        self.next = 0  # minibatch whose forward comes
+        self.next = 0  # the next forward's minibatch
         self.microbatches, self._forwards = 1, 0
 
     def on_forward(self, module: torch.nn.Module, _: object) -> None:
@@ -85,7 +85,7 @@ class Failing:
         if self.next <= self._fault["minibatch"]:
             return
         self._made()
-        if self._filler is None:  # no disk of its own that could be filled
+        if self._filler is None:  # no small disk that could be filled
             import resource
 
             resource.setrlimit(
@@ -101,7 +101,7 @@ class Failing:
 
 
 def told_of(tell: Teller, failing: Failing) -> None:
-    """Have the package's functions tell when they are called and when they have returned."""
+    """Report calls and returns of the package's functions."""
     join_ranks, build, restore = (
         st.join_ranks,
         st.DistributedPipeline.__init__,

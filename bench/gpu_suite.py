@@ -1,14 +1,14 @@
-"""Everything that needs GPUs, one or several, in one go, the most telling first.
+"""Runs all measurements that need one or several GPUs, the most important first.
 
     make gpu-wheel                                     # beforehand, where there is a network
     python bench/gpu_suite.py --out runs/gpu           # at most ten minutes, at most eight files
-    python bench/gpu_suite.py --out runs/x --only ranks eight    # two steps, after what all need
+    python bench/gpu_suite.py --out runs/x --only ranks eight    # two steps, after their needs
     python bench/gpu_suite.py --out runs/x --dry-run   # the plan, on any machine
     python bench/gpu_suite.py --out runs/x --rehearse  # all of it, tiny and on the CPU
 
-A tool that is missing or does not work is recorded with what it said, and the suite goes on. What
-was measured is in the folder two seconds later, whatever happens then. Whatever ends in a table was
-measured in this very run; what was not measured is left out.
+If a tool is missing or fails, the suite records its output and continues. Results reach the folder
+within two seconds of their measurement, even if the suite is killed later. All figures in tables
+were measured in the same run; missing measurements are left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from gpu.steps import Outcome, run_group
 
 HERE = Path(__file__).resolve().parent
 
-#: Seconds after which a case counts as hung, where its part has a process of its own.
+#: Seconds after which a case counts as hung, for parts with their own process.
 CASE_S = 120.0
-#: Where every part is, in gpu/. Its module is imported where it runs: no part shall fail because
-#: another one's cannot be.
+#: Modules of the parts in gpu/. A part's module is imported only where it runs, so that an import
+#: error affects no other part.
 PARTS = {
     "install": "install.install",
     "first": "first.first",
@@ -64,7 +64,7 @@ PARTS = {
 
 
 def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
-    """Run a part in this process; 1 where one of its cases failed."""
+    """Run a part in this process; return 1 if one of its cases failed."""
     light = name in ("install", "tests", "probe-build", "probe")
     alive = (lambda: None) if light else scale.wait
     limit = CASE_S if scale.on_gpu and not light else 0.0
@@ -87,7 +87,7 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
 def suite(
     out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path, only: Sequence[str] = ()
 ) -> int:
-    """Run the plan; returns 0 when tests and sanitizers found nothing wrong."""
+    """Run the plan; return 0 if tests and sanitizers found no errors."""
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
@@ -123,9 +123,9 @@ def suite(
                         print(f"{step.name}, {step.limit_s:.0f} s: {' '.join(step.command)}")
                     continue
                 limit = max(step.limit_s + step.patience_s for step in group)
-                # What earlier groups did not use, a later one may.
+                # Later groups may use the time that earlier ones saved.
                 ends = max(begun + planned, time.monotonic() + limit)
-                # A rehearsal leaves nothing out where a machine is slow.
+                # A rehearsal on a slow machine still runs everything.
                 ends = begun + total_s if rehearses else min(ends, begun + total_s)
                 inside = _inside if rehearses else None
                 done = run_group(group, results.log_of, HERE, ends, results.publish, inside)
@@ -148,20 +148,20 @@ def suite(
 
 
 def _prepare_environment(work: Path) -> None:
-    """For everything that is started: where the package is, and caches that can be written."""
+    """Set up the environment of all child processes: the package's path and writable caches."""
     found = [str(work / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in found if path)
     os.environ["PYTHONUNBUFFERED"] = "1"
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
         os.environ[name] = str(work / name.lower())
-    # The same bits however streams run: cuBLAS promises it only with a workspace per stream.
+    # Reproducible with any stream order: cuBLAS guarantees it only with a workspace per stream.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tools = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{tools}/bin"])
 
 
 def _after(name: str, results: Results) -> None:
-    """What a step's output says, as JSON; and what only torch can tell of the device."""
+    """Store a step's output as JSON, and the device's properties that only torch knows."""
     if name == "install":
         sys.path.insert(1, str(results.work / "site"))
         try:
@@ -178,7 +178,7 @@ def _after(name: str, results: Results) -> None:
 
 
 def _inside(command: list[str], log: Path) -> int | None:
-    """A part's command in this process: a rehearsal need not import torch a dozen times."""
+    """Run a part's command in this process: a rehearsal need not import torch a dozen times."""
     if command[:2] != [sys.executable, str(SUITE)]:
         return None
     with open(log, "a") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -186,14 +186,13 @@ def _inside(command: list[str], log: Path) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="an empty folder for the results")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="seconds for everything")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     parser.add_argument("--rehearse", action="store_true", help="all of it, tiny and on the CPU")
-    parser.add_argument("--only", nargs="+", default=(), metavar="STEP", help="these steps alone")
-    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="where tests are")
+    parser.add_argument("--only", nargs="+", default=(), metavar="STEP", help="only these steps")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="folder of the tests")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -206,6 +205,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that what it started ends with it.
+    # So that its child processes end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())

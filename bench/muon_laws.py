@@ -1,10 +1,10 @@
-"""What Muon should predict its weights by: forecasts, and training with late gradients.
+"""Compares predictions for Muon: forecast errors, and training with delayed gradients.
 
-A small transformer on the characters of a text. Its hidden matrices are trained by Muon, the rest
-by AdamW. Errors: after an update the hidden matrices are predicted s updates ahead by every law;
-after s more updates the distance from what they have become is divided by that of the weights
-themselves. Training: every gradient comes from weights predicted D updates ahead, by the same law
-for all parameters, and is applied D updates later; of the rates each law has its best.
+A small transformer learns the characters of a text. Muon trains its hidden matrices, AdamW the
+rest. Errors: after an update, every law predicts the hidden matrices s updates ahead; s updates
+later, its distance from the actual weights is divided by the distance of the old weights. Training:
+every gradient comes from weights predicted D updates ahead, by the same law for all parameters, and
+is applied D updates later; each law uses its best learning rate.
 
     python bench/muon_laws.py --data-dir tinyshakespeare.txt --json laws.json
 """
@@ -35,21 +35,21 @@ from studies.models import gpt
 from studies.workload import epochs_of, mean_loss
 
 AHEAD = (1, 2, 4, 7)
-#: "momentum" is what would follow a gradient of zero; "whole" the second-order law with all of the
-#: change of Muon's update, of which the package's takes half.
+#: "momentum" is the update after a gradient of zero; "whole" is the second-order law with the full
+#: change of Muon's update, of which the package's law takes half.
 LAWS = ("difference", "linear", "momentum", "whole", "second-order")
-#: Best first, as looked for with one seed.
+#: The best first, found with one seed.
 RATES = {0: (0.008,), 1: (0.008, 0.004), 2: (0.004, 0.008), 4: (0.002, 0.004), 7: (0.001, 0.002)}
 _WARMUP = 30
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The second-order law with all of the last change."""
+    """The second-order law with the full last change."""
 
     delay: float
 
-    def sgd(self, numbers: Any) -> list[Any]:  # of Muon's kernel the gradient is that change
+    def sgd(self, numbers: Any) -> list[Any]:  # for Muon's kernel the gradient is this change
         change = self.delay * (self.delay + 1) / 2
         return [st.laws.Term(1.0, numbers.lr * self.delay, numbers.lr * change)]
 
@@ -58,7 +58,7 @@ class Whole:
 
 
 class Training:
-    """A model whose gradients come from weights predicted so many updates ahead."""
+    """A model whose gradients come from weights predicted several updates ahead."""
 
     def __init__(self, data: Split, seed: int, rate: float, law: str, delay: int) -> None:
         layers = gpt(6, vocabulary=data.classes, context=32, width=64, depth=4, seed=seed)
@@ -81,7 +81,7 @@ class Training:
         self._late: list[tuple[Tensor, ...]] = []
 
     def minibatch(self, inputs: Tensor, targets: Tensor) -> float:
-        """Train on one, or only compute its gradient where none is due; returns the loss."""
+        """Train on a minibatch, or only compute its gradient if none is due; return the loss."""
         loss = mean_loss(self.model(inputs), targets)
         self._late.append(torch.autograd.grad(loss, self.params))
         if len(self._late) > self._delay:
@@ -113,7 +113,7 @@ class Training:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def along_momentum(self, p: Tensor) -> Tensor:
-        """The update that would follow if the gradient were zero."""
+        """Return the update that a gradient of zero would give."""
         group = self.optimizer.param_groups[0]
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
         update = orthogonalized(self.optimizer.state[p]["momentum_buffer"], *how)
@@ -125,14 +125,14 @@ def minibatches(data: Split, seed: int, count: int) -> Iterator[tuple[Tensor, Te
 
 
 def trained(data: Split, seed: int, rate: float, law: str, delay: int, updates: int) -> float:
-    """The mean loss over the last tenth of so many updates."""
+    """Return the mean loss over the last tenth of the updates."""
     training = Training(data, seed, rate, law, delay)
     losses = [training.minibatch(*batch) for batch in minibatches(data, seed, updates + delay)]
     return statistics.fmean(losses[-updates // 10 :])
 
 
 def errors(data: Split, seed: int, rate: float, updates: int) -> dict[tuple[int, str], float]:
-    """The median over a run of every horizon's and law's error, over that of stale weights."""
+    """Return the median error of each horizon and law over a run, relative to stale weights."""
     training = Training(data, seed, rate, "stale", 0)
     optimizer, hidden, true = training.optimizer, training.hidden, training.true
     found: dict[tuple[int, str], list[float]] = {}
@@ -169,7 +169,6 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data-dir", type=Path, required=True, help="the text")
     parser.add_argument("--updates", type=int, default=300)

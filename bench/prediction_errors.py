@@ -1,9 +1,9 @@
-"""How far predicted and stale weights are from those that really came, in the run of a pipeline.
+"""Measures how far predicted and stale weights are from the actual later weights in a pipeline.
 
-The paper's figure (SpecTrain, arXiv 1809.02839): after update t of a stage its weights are
-predicted s updates ahead, by every law; after update t + s both these and the weights of t are
-compared with what the weights have become. A root-mean-square error is `st.distance` over the root
-of the number of elements. What is trained has the same bits with and without.
+As in the figure of the paper (SpecTrain, arXiv 1809.02839): after update t of a stage, every law
+predicts its weights s updates ahead; after update t + s, the predictions and the weights of t are
+compared with the actual weights. A root-mean-square error is `st.distance` divided by the root of
+the number of elements. The measurement does not change a bit of the training.
 
     python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json errors.json
 """
@@ -40,7 +40,8 @@ from studies.workload import epochs_of, stages_in
 from studies.world import World
 
 HORIZONS = (1, 2, 3, 7, 15)
-#: What an optimizer's step can write. The second-order law is without its lead, which aims further.
+#: Laws that an optimizer's step can write. The second-order law is without its lead, which aims
+#: further ahead.
 STEPPED: dict[str, Callable[[int], Any]] = {
     "linear": st.laws.Linear,
     "geometric": st.laws.Geometric,
@@ -49,19 +50,19 @@ STEPPED: dict[str, Callable[[int], Any]] = {
 LAWS = ("stale", *STEPPED, "difference")
 _OUTS = 8  # predictions of one step
 
-#: The residual MLP with SGD as `studies train` has it, the study's transformer with AdamW; the
-#: rates are constant, so that nothing but the gradients to come is unknown, and the text's is the
-#: best of eight stages with a microbatch each (docs/frontier.md): at twice that they are unstable.
+#: The residual MLP with SGD as in `studies train`, and the study's transformer with AdamW. The
+#: rates are constant, so that only the later gradients are unknown. The text's rate is the best of
+#: eight stages with one microbatch each (docs/frontier.md): at twice that rate they are unstable.
 TRAINED: dict[str, dict[str, Any]] = {
     "digits": {**STUDIES["digits"].settings, "lr": 0.05},
     "text": {**STUDIES["text"].settings, "warmup": 0, "lr": 0.0005},
 }
-#: (method, microbatches by stages)
+#: (method, microbatches by number of stages)
 METHODS: dict[str, Callable[[int], int]] = {"spectrain": lambda n: 1, "auto": lambda n: n}
 
 
 class Error(NamedTuple):
-    """How far off weights were: those of an update by a law, some updates later."""
+    """The error of a law's prediction from one update, some updates later."""
 
     stage: int
     update: int
@@ -71,14 +72,15 @@ class Error(NamedTuple):
 
 
 class Errors(st.Observer):
-    """Measures on every stage, on the CPU, once in ``every`` updates from the second on.
+    """Measures on every stage, on the CPU, every ``every`` updates from the second on.
 
-    Stages have one parameter group, and an optimizer with momentum of ``st.optim``, without NAdam.
+    Stages must have one parameter group and an optimizer of ``st.optim`` with momentum, but not
+    NAdam.
 
     Attributes:
-        found: in the order in which the updates came.
-        elements: of every stage's weights.
-        losses: of the run's minibatches.
+        found: errors in the order of the updates.
+        elements: weights per stage.
+        losses: losses of the run's minibatches.
     """
 
     def __init__(self, horizons: Sequence[int] = HORIZONS, every: int = 1) -> None:
@@ -103,7 +105,7 @@ class Errors(st.Observer):
             made += 1
             now = _true(weights)
             for s, versions in ahead.items():
-                # The step on copies is the step that was made: predictions start from there.
+                # The step on copies equals the actual step: predictions start there.
                 assert all(map(torch.equal, versions["stale"], now)), "another step than the run's"
                 due.setdefault(made + s, []).append((made, s, versions))
             for update_, s, versions in due.pop(made, []):
@@ -122,10 +124,10 @@ class Errors(st.Observer):
 def predictions(
     weights: StageWeights, horizons: Sequence[int]
 ) -> dict[int, dict[str, list[Tensor]]]:
-    """The weights after the update that is about to be made, and what each law has them become.
+    """Return the weights after the next update, and each law's predictions.
 
     Returns:
-        Of every horizon, of every law in ``LAWS``, the weights.
+        Weights by horizon and by law in ``LAWS``.
     """
     before = _true(weights)
     wanted = list(product(horizons, STEPPED))
@@ -146,7 +148,7 @@ def predictions(
 def _stepped(
     weights: StageWeights, before: Sequence[Tensor], predict: list[tuple[Any, list[Tensor]]]
 ) -> list[Tensor]:
-    """Copies of the weights after a step of the stage's optimizer, which predicts as well."""
+    """Return copies of the weights after a step of the stage's optimizer with predictions."""
     optimizer, params = weights.optimizer, weights.params
     (group,) = optimizer.param_groups
     after = [w.clone() for w in before]
@@ -175,26 +177,25 @@ def _stepped(
 
 
 def _true(weights: StageWeights) -> list[Tensor]:
-    """Copies of the true weights, wherever they are."""
     where = weights.true_weights()
     return [where[p].detach().clone() for p in weights.params]
 
 
-# A run, and what is kept of it.
+# A run, and its summary
 
 
 def settings_of(data: str, data_dir: Path | None, method: str, stages: int) -> TrainSettings:
-    """A workload of one method and depth."""
+    """Return the settings of one method, data set and depth."""
     asked = {"data": data, "lr_schedule": "constant", **TRAINED[data]}
     if data == "text":
-        asked |= {"data_dir": data_dir, "depth": stages - 2}  # a block between embedding and head
+        asked |= {"data_dir": data_dir, "depth": stages - 2}  # one block between embedding and head
     asked |= {"stages": stages, "microbatches": METHODS[method](stages), "methods": [method]}
     asked |= {"devices": ["cpu"], "epochs": 1000}
     return settle(asked, World.of_environment())
 
 
 def trained(settings: TrainSettings, seed: int, updates: int, every: int) -> Errors:
-    """Train a pipeline, and measure."""
+    """Train a pipeline and measure the errors."""
     torch.manual_seed(seed)
     method = find_method(settings.methods[0])
     workload = maker_of(settings, Path("."))(settings, method, settings.stages, seed)
@@ -209,15 +210,15 @@ def trained(settings: TrainSettings, seed: int, updates: int, every: int) -> Err
 
 
 def rmse(errors: Sequence[Error], elements: Mapping[int, int]) -> float:
-    """The root of the mean square over all stages and updates that there are errors of."""
+    """Return the root mean square over all stages and updates with errors."""
     squares = sum(error.norm**2 for error in errors)
     return math.sqrt(squares / sum(elements[error.stage] for error in errors))
 
 
 def summary(runs: Sequence[Errors], series: bool) -> Iterator[dict[str, Any]]:
-    """A row per horizon and law: every stage over the whole run, all stages over the updates.
+    """Return a row per horizon and law: each stage over the run, all stages over the updates.
 
-    Means over the runs, the least and the greatest.
+    Values are means over the runs with minimum and maximum.
     """
 
     def spread_of(select: Callable[[Error, int], bool], among: Iterable[int]) -> dict[str, Any]:
@@ -244,7 +245,6 @@ def _spread(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--data-dir", type=Path, help="the text; without it only digits are trained"
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=400)
     parser.add_argument(
-        "--points", type=int, default=33, help="of a curve, which only the deepest has"
+        "--points", type=int, default=33, help="points of the deepest pipeline's curve"
     )
     parser.add_argument("--quick", action="store_true", help="four stages, one seed, 60 updates")
     parser.add_argument("--json", type=Path)
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **{"batch_size": settings.batch_size, "method": method, "stages": n},
             **{"microbatches": settings.microbatches, "elements": list(runs[0].elements.values())},
             "measured": sorted({e.update for e in runs[0].found if e.ahead == HORIZONS[0]}),
-            # of every seed, over the first and the last twentieth of the run
+            # for every seed, over the first and the last twentieth of the run
             "losses": [
                 [round(statistics.fmean(part), 4) for part in (r.losses[:few], r.losses[-few:])]
                 for r in runs

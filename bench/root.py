@@ -1,4 +1,4 @@
-"""Root: importing this finds ``studies``, beside this folder, after all that is installed."""
+"""Makes ``studies`` importable from the repository root, after all installed packages."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Throughput on 4 to 1,024 devices, simulated from measured layer times; and where it comes from.
+"""Simulates throughput on 4 to 1,024 devices from measured layer times, and explains it.
 
     python bench/simulate_throughput.py --measure FOLDER  # layer times of one core: 3 minutes
     python bench/simulate_throughput.py FOLDER            # simulated.json and ratios.json
 
-The first needs a quiet machine, the second none: it computes. What is assumed of the devices is in
-``ASSUMED``, and goes into the files.
+The first command needs a quiet machine; the second only computes. ``ASSUMED`` lists the assumptions
+about devices, which the files repeat.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from studies.models import gpt, resnet, vgg
 
 
 class Device(NamedTuple):
-    """What is assumed of a device; all but the efficiency is of a data sheet.
+    """Assumed properties of a device; all but the efficiency are from a data sheet.
 
     Attributes:
-        peak: operations per second in the format that training uses.
-        efficiency: the share of these that layers reach, a guess.
-        bandwidth: of its memory, bytes per second.
+        peak: operations per second in the training format.
+        efficiency: the share of the peak that layers reach, a guess.
+        bandwidth: memory bandwidth in bytes per second.
         memory: bytes.
-        source: of these.
+        source: the data sheet.
     """
 
     peak: float
@@ -71,16 +71,16 @@ ASSUMED = {
 }
 DEVICES = tuple(2**n for n in range(2, 11))
 SIMULATED_LINKS = ("pcie3", "nvlink", "100gbe")
-_TRAINING = 3  # forwards that a forward and backward take, in operations
+_TRAINING = 3  # operations of a forward and backward, relative to a forward
 
 
 class Model(NamedTuple):
-    """A model whose layers are measured.
+    """A model with measured layers.
 
     Attributes:
-        blocks: makes it.
-        batch: makes a batch of so many samples.
-        samples: of the microbatch that is measured.
+        blocks: makes its blocks.
+        batch: makes a batch of a number of samples.
+        samples: samples of the measured microbatch.
         each: samples of a minibatch per device.
     """
 
@@ -111,7 +111,7 @@ MODELS = {
 }
 
 
-# Layer times.
+# Layer times
 
 
 def measure(folder: Path, names: Iterable[str]) -> None:
@@ -133,18 +133,18 @@ def seeded() -> Iterator[None]:
 
 
 def on_device(name: str, layers: Layers, device: Device) -> tuple[Layers, float]:
-    """The layers on an assumed device, and how many times as fast as here that is."""
+    """Return the layers on an assumed device, and its speed relative to the measured one."""
     flops = sum(block.flops for block in counted_blocks(name)) * _TRAINING
     here = layers.samples[1] * flops / sum(block.seconds for block in layers.profiles[1].blocks)
     speed = device.flops / here
     return replace(layers.faster(speed), byte_seconds=1 / device.bandwidth), speed
 
 
-# Simulated throughput.
+# Simulated throughput
 
 
 def contenders() -> Iterator[tuple[str, str, Callable[[Costs], float]]]:
-    """What is compared: its name, its method, and which ways of it count."""
+    """Yield the name, method and counted variants of each contender."""
     yield "data parallelism", "sync", lambda costs: 1.0
     yield "GPipe", "gpipe", lambda costs: 1.0
     yield "1F1B", "1f1b", lambda costs: 1.0
@@ -198,11 +198,11 @@ def _said(costs: Costs, batch: int) -> dict[str, Any]:
     }
 
 
-# Parameters and activations, counted without running anything: on the meta device.
+# Parameters and activations, counted without running anything: on the meta device
 
 
 class Block(NamedTuple):
-    """What a block of a model comes to, for one sample."""
+    """Totals of one block for one sample."""
 
     parameters: int
     outputs: int
@@ -213,10 +213,10 @@ class Counted(NamedTuple):
     """A model of the table.
 
     Attributes:
-        title: what it is called.
+        title: displayed name.
         make: makes it on the current device, with its blocks in order and a sample.
         batch: samples of a minibatch over four devices.
-        sample: what a sample is.
+        sample: kind of a sample.
     """
 
     title: str
@@ -330,8 +330,8 @@ def _vit_layers() -> str:
 
 
 def counted_blocks(name: str) -> list[Block]:
-    """A model's blocks, with what comes before the first of them and after the last."""
-    if name == "gpt2" and name in MODELS:  # the one whose layers are measured
+    """Return a model's blocks, including what precedes the first and follows the last."""
+    if name == "gpt2" and name in MODELS:  # the model with measured layers
         entry = Counted("", lambda: _listed(MODELS[name].blocks(), MODELS[name].batch(1)), 0, "")
         return counted(entry)
     return counted(TABLE[name])
@@ -341,7 +341,7 @@ def counted(entry: Counted) -> list[Block]:
     with torch.device("meta"):
         model, blocks, sample = entry.make()
         model.eval()
-        ends: list[tuple[int, int]] = []  # operations until here, and bytes that are passed on
+        ends: list[tuple[int, int]] = []  # operations up to here, and bytes passed on
         with FlopCounterMode(display=False) as counter, torch.no_grad():
 
             def ended(_: nn.Module, __: object, output: Any) -> None:
@@ -387,7 +387,7 @@ def ratios() -> dict[str, Any]:
 
 
 def _ratio(entry: Counted, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Bytes of data parallelism over four devices against those of four balanced stages."""
+    """Return bytes of data parallelism over four devices relative to four balanced stages."""
     ends = cut(_profile_of(blocks, 1.0), 4).ends
     parameters = sum(block.parameters for block in blocks)
     exchanged = 2 * 3 * 4 * parameters // 4
@@ -426,15 +426,15 @@ def _on(
     parameters: int,
     device: Device,
 ) -> dict[str, Any]:
-    """Seconds of a minibatch on one device, and on four in either way."""
+    """Return the seconds of a minibatch on one device, and on four in both ways."""
     link, batch = LINKS["pcie3"], entry.batch
     profile = _profile_of(blocks, device.flops)
     setting = Setting(Layers((1, 1), (profile, profile), 1 / device.bandwidth), link, batch)
     whole = Costs(setting, Way(find_method("sync"), (len(blocks),), (4,), 4)).period
     parts = Costs(setting, Way(find_method("auto"), ends, (1,) * 4, min(8, batch))).period
     alone = sum(block.seconds for block in profile.blocks) * batch
-    # All gradients to one device and all weights from it, one after the other, beside nothing: what
-    # a central sum on one link does.
+    # A central sum over one link: all gradients go to one device and all weights come from it, one
+    # after the other and without overlap.
     central = alone / 4 + 2 * 3 * 4 * parameters / link.bandwidth
     return {
         "alone": alone,
@@ -450,9 +450,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where layer times are, and the results go")
-    parser.add_argument("--measure", action="store_true", help="measure the layers, here and now")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), help="those to be measured")
+    parser.add_argument("folder", type=Path, help="folder of layer times and results")
+    parser.add_argument("--measure", action="store_true", help="measure the layers on this machine")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="models to measure")
     parser.add_argument("--quick", action="store_true", help="up to 16 devices")
     options = parser.parse_args(argv)
     folder = options.folder

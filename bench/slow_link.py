@@ -1,12 +1,12 @@
-"""Slow links on one machine: packets that are delayed and lost, or messages that wait for a wire.
+"""Simulates slow links on one machine: delayed and lost packets, or messages that wait for a wire.
 
-SlowLink is two network namespaces, and a link between them. The kernel's own means is netem, which
-small kernels leave out. Here the two ends are tunnel devices and a process carries the packets:
-real TCP over a real link, whose other side takes its time.
+SlowLink is two network namespaces with a link between them. The kernel's own tool is netem, which
+small kernels omit. Here the two ends are tunnel devices and a process carries the packets: real TCP
+over a real link with a delay.
 
-Run as a program this file is that process; it imports nothing but the standard library.
+Run as a program, this file is that process; it imports only the standard library.
 
-InboundWires are the wires of a pipeline's ranks, as the simulation has them.
+InboundWires are the wires of a pipeline's ranks, as in the simulation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Host(NamedTuple):
     Attributes:
         namespace: its name, for ``ip netns exec``.
         interface: its end of the link, for ``GLOO_SOCKET_IFNAME``.
-        address: of that.
+        address: the address of the interface.
     """
 
     namespace: str
@@ -49,10 +49,10 @@ class Host(NamedTuple):
     address: str
 
     def enter(self) -> None:
-        """Move this process there; it must not have started a thread that talks already.
+        """Move this process there, before it starts any thread that communicates.
 
         Raises:
-            OSError: without the right to.
+            OSError: missing permission.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         handle = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
@@ -68,15 +68,15 @@ class SlowLink:
     """Two hosts and the link between them, inside ``with``.
 
     Args:
-        delay: seconds that a packet takes, one way.
-        loss: share of packets that do not arrive.
-        seed: of the choice of these.
+        delay: one-way delay of a packet in seconds.
+        loss: share of lost packets.
+        seed: seed of the losses.
 
     Attributes:
         hosts: the two sides.
 
     Raises:
-        OSError: this machine or this user cannot have one; the message says why.
+        OSError: this machine or user cannot create one; the message says why.
     """
 
     def __init__(self, delay: float, loss: float = 0.0, seed: int = 0) -> None:
@@ -97,9 +97,9 @@ class SlowLink:
                 self._ip(host, "addr", "add", f"{host.address}/24", "dev", host.interface)
                 self._ip(host, "link", "set", "lo", "up")
                 self._ip(host, "link", "set", host.interface, "up")
-                # Whatever this machine's is: BBR paces what a sender with pauses sends. Over 20 ms
-                # of delay 64 KB arrived after 33 ms with it, after 22 with cubic and with reno, of
-                # which only reno may be chosen in every namespace.
+                # Not the machine's default, which may be BBR: it paces a sender with pauses. With a
+                # delay of 20 ms, 64 KB arrived after 33 ms with BBR and after 22 ms with cubic and
+                # reno; only reno is available in every namespace.
                 _run("ip", "netns", "exec", host.namespace, "sh", "-c", f"echo reno > {_CONTROL}")
             command = [sys.executable, __file__, *map(str, ends), *self._arguments]
             self._carrier = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.PIPE)
@@ -120,13 +120,13 @@ class SlowLink:
         self._remove()
 
     def set_delay(self, seconds: float) -> None:
-        """Delay the packets that are sent from now on by so many seconds, one way."""
+        """Set the one-way delay of later packets, in seconds."""
         assert self._carrier is not None and self._carrier.stdin is not None
         self._carrier.stdin.write(f"{seconds}\n".encode())
         self._carrier.stdin.flush()
 
     def cut(self) -> None:
-        """Pull the plug: nothing arrives any more, and nobody is told."""
+        """Drop all later packets without notification."""
         for host in self.hosts:
             self._ip(host, "link", "set", host.interface, "down")
 
@@ -148,7 +148,7 @@ def _run(*command: str) -> None:
 
 
 def _tunnel(name: str) -> int:
-    """A new tunnel device; what is written to the file arrives there, and the other way round."""
+    """Create a tunnel device; its file transmits in both directions."""
     end = os.open("/dev/net/tun", os.O_RDWR)
     try:
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN | _NO_PACKET_INFO))
@@ -158,22 +158,22 @@ def _tunnel(name: str) -> int:
     return end
 
 
-COUNT = 8  # bytes of a message beside its tensors: how many there are
-_MOMENTS = 4096  # of an edge: more than there can be messages under way
+COUNT = 8  # bytes of the count of tensors in a message
+_MOMENTS = 4096  # per edge, more than the messages in flight
 
 
 class InboundWires:
-    """Inside ``with``, what comes to a rank's DistributedPipelines takes its time on one wire.
+    """Delays messages to a rank's DistributedPipelines, inside ``with``, as if on one wire.
 
-    A message arrives at ``max(arrival of the one before, sent) + bytes/bandwidth + latency``, in
-    the order in which the rank asks for them, and the rank waits until then. Sent is when its
-    sender has it ready: that moment lies in a file that all ranks share, as all processes of a
-    machine have one clock. Activations and gradients count, with the bytes of their tensors. It is
-    the pipeline's own code that runs, over gloo.
+    A message arrives at ``max(previous arrival, sent) + bytes/bandwidth + latency``, in the order
+    in which the rank receives, and the rank waits until then. "Sent" is when the sender has it
+    ready; that time is in a file shared by all ranks, since all processes of a machine have one
+    clock. The tensor bytes of activations and gradients count. The pipeline's own code runs, over
+    gloo.
 
     Args:
-        path: what ``make`` has made.
-        rank: this process's, of so many ranks.
+        path: the file from ``make``.
+        rank: this process's rank of ``ranks``.
         bandwidth: bytes per second.
         latency: seconds.
     """
@@ -184,17 +184,17 @@ class InboundWires:
             self._moments = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
-        self._free = 0.0  # when the wire is
+        self._free = 0.0  # when the wire becomes free
 
     @staticmethod
     def make(folder: Path, ranks: int) -> Path:
-        """A file for the moments of messages."""
+        """Create the file of send times."""
         path = folder / "moments"
         path.write_bytes(bytes(8 * _MOMENTS * ranks * ranks))
         return path
 
     def arrival(self, sent: float, size: int) -> float:
-        """When the next message that the rank asks for arrives."""
+        """Return the arrival time of the next message."""
         self._free = max(self._free, sent) + (size + COUNT) / self._bandwidth + self._latency
         return self._free
 
@@ -235,8 +235,10 @@ class InboundWires:
 
 
 def _carry(ends: tuple[int, int], delay: float, loss: float, seed: int) -> None:
-    """Hand every packet on after the delay, until the devices are gone; a line of standard input is
-    a new delay."""
+    """Forward every packet after the delay until the devices close.
+
+    A line on standard input sets a new delay.
+    """
     draw = random.Random(seed)
     other = {ends[0]: ends[1], ends[1]: ends[0]}
     under_way: deque[tuple[float, int, bytes]] = deque()

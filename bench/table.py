@@ -1,4 +1,4 @@
-"""Tables in Markdown, and lists in words."""
+"""Formats Markdown tables and lists in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table; columns are parted by bars, and `>` begins one of figures."""
+    """Return a table; ``|`` separates columns, and ``>`` begins a column of figures."""
     names = columns.split("|")
     lines = [[name.removeprefix(">") for name in names], *rows]
     written = [f"| {' | '.join(cells)} |" for cells in lines]

@@ -1,8 +1,8 @@
-"""Studies: methods trained side by side on anyone's model and data, beside the package.
+"""Trains methods side by side on built-in or your own models and data.
 
-``python -m studies train`` and ``python -m studies study``, from the folder that this one is in,
-for the package that is installed: Python looks into that folder first, and would find the sources
-of ``spectrain_ext`` there, which nobody has compiled.
+Run ``python -m studies train`` or ``python -m studies study`` from this folder's parent. The
+installed package is used: Python would otherwise find the uncompiled sources of ``spectrain_ext``
+in that folder first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if not any((_SOURCES / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
     _here = [path for path in sys.path if Path(path or ".").resolve() == _ROOT]
     sys.path[:] = [*(path for path in sys.path if path not in _here), *_here]
 
-#: What installs what most studies need.
+#: The command that installs the requirements of most studies.
 REMEDY = "pip install -r studies/requirements.txt"
 
 from .workload import Workload  # noqa: E402  after the path is right

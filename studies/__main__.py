@@ -1,4 +1,4 @@
-"""``python -m studies``: the group that holds the commands."""
+"""Runs the commands of ``python -m studies``."""
 
 from __future__ import annotations
 

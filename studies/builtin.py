@@ -1,4 +1,4 @@
-"""Built in: the workloads of ``--data`` and ``--model``."""
+"""Builds the workloads of ``--data`` and ``--model``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .workload import Maker, Workload, mean_loss
 
 
 def maker_of(settings: TrainSettings, cache: Path) -> Maker:
-    """What makes the workloads of the settings; a data set is read here, once.
+    """Return a function that makes the workloads of the settings; reads the data set once.
 
     Raises:
         FileNotFoundError, ValueError, ModuleNotFoundError: as ``load_data``.
@@ -37,7 +37,7 @@ def maker_of(settings: TrainSettings, cache: Path) -> Maker:
 def builtin(
     data: Split, settings: TrainSettings, method: Method, stages: int, seed: int
 ) -> Workload:
-    """The workload of the settings on a data set.
+    """Return the workload of the settings on a data set.
 
     Raises:
         ValueError: as ``build_stages``.
@@ -47,7 +47,7 @@ def builtin(
     hidden: set[Tensor] = {
         p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2
     }
-    if settings.model == "speedrun":  # whose first and last stage have blocks as well
+    if settings.model == "speedrun":  # its first and last stage also have blocks
         hidden = hidden_matrices(nn.Sequential(*modules))
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     return Workload(
@@ -69,10 +69,10 @@ def builtin(
 
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
-    """Read the data set; decoded images are kept below ``cache``.
+    """Read the data set; decoded images are cached in ``cache``.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing or not what it should be.
+        FileNotFoundError, ValueError: a file is missing or invalid.
         ModuleNotFoundError: an extra is missing; the message names it.
     """
     if settings.data == "digits":
@@ -87,14 +87,14 @@ def load_data(settings: TrainSettings, cache: Path) -> Split:
 
 
 def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -> list[nn.Module]:
-    """Return the model, cut into ``stages``; its weights do not depend on how it is cut.
+    """Return the model cut into ``stages``; its weights do not depend on the cut.
 
     Raises:
-        ValueError: a depth or width that the model cannot have, or more stages than layers.
+        ValueError: an invalid depth or width, or more stages than layers.
     """
     depth = settings.depth
     if settings.model == "residual-mlp" and depth is None:
-        # a block for every stage beyond eight, in every method's model
+        # one block per stage beyond eight, for every method
         depth = max(6, settings.stages - 2)
     return build_model(
         settings.model,
@@ -123,19 +123,19 @@ def build_model(
     rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return one of ``presets.MODELS``, cut into ``stages``.
+    """Return a model of ``presets.MODELS``, cut into ``stages``.
 
     Args:
         model: its name.
-        stages: parts.
-        width: the model's own measure of it.
-        depth: likewise; None: the usual one.
-        context: tokens of a sample of text.
-        features: numbers of any other sample.
-        classes: of the targets, which are a text's characters.
-        images: whether samples are images, which a residual MLP has to flatten.
-        rank: of the subspace that a speedrun's edges are in; None: they are dense.
-        seed: decides the initial weights.
+        stages: number of stages.
+        width: width, as the model defines it.
+        depth: depth, as the model defines it; None: the model's default.
+        context: tokens per sample of text.
+        features: numbers per sample of other data.
+        classes: number of classes, or of a text's characters.
+        images: whether samples are images, which a residual MLP flattens.
+        rank: rank of the subspace of speedrun's edges; None: dense edges.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: as ``build_stages``.

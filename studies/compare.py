@@ -1,4 +1,4 @@
-"""Trains methods side by side: every method with every seed, each on from where it stopped."""
+"""Trains every method with every seed; interrupted comparisons continue."""
 
 import logging
 import shutil
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Minibatches from one measurement of prediction errors to the next, counted from each checkpoint.
+# Minibatches between measurements of prediction errors, counted from each checkpoint.
 _ERRORS_EVERY = 10
-_KEPT = 2  # checkpoints: the newest, and one more should it be damaged
+_KEPT = 2  # checkpoints: the newest, and another in case it is damaged
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Where metrics go, None: nowhere.
+    """Outputs of metrics: a file of JSON lines, and a TensorBoard folder with one folder per run.
 
-    ``metrics`` is a file of JSON lines, ``tensorboard`` a folder that gets one folder per run.
+    None disables an output.
     """
 
     metrics: Path | None = None
@@ -54,9 +54,9 @@ class Observation:
     def of(
         self, pipe: Pipeline, method: str, seed: int, start: int
     ) -> AbstractContextManager[Metrics | None]:
-        """Inside, what is to look on at a run; None where nobody asked for it.
+        """Provide an observer of a run, or None if metrics are disabled.
 
-        ``method`` and ``seed`` are for the records, ``start`` minibatches were trained on before.
+        ``method`` and ``seed`` label the records; ``start`` is the number of earlier minibatches.
         """
         if self.metrics is None and self.tensorboard is None:
             return nullcontext()
@@ -79,24 +79,24 @@ def train_all(
     world: World,
     observation: Observation,
 ) -> list[Run]:
-    """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+    """Train every method with every seed; read finished runs from ``folder`` and save new ones.
 
     Args:
-        settings: of all runs.
-        make: makes the workload of each.
-        first: one that it made.
-        folder: for the runs.
-        console: for the progress.
+        settings: settings of all runs.
+        make: makes the workload of a run.
+        first: a workload from ``make``.
+        folder: folder of the runs.
+        console: console for progress.
         world: the processes.
-        observation: of every run.
+        observation: outputs of metrics.
 
     Returns:
-        The runs on rank 0; on others none.
+        The runs on rank 0, nothing on other ranks.
 
     Raises:
-        StageError: training failed inside a stage; the runs before it are kept.
-        RankError: another rank failed; likewise.
-        CheckpointError: a checkpoint could not be read or written; likewise.
+        StageError: training failed inside a stage. Earlier runs are kept in all of these cases.
+        RankError: another rank failed.
+        CheckpointError: a checkpoint could not be read or written.
     """
     about = {**describe(settings, first, world), **versions()}
     stores = {
@@ -110,7 +110,7 @@ def train_all(
         threads(settings.threads),
         Progress.on(console, per_run, count, shown=world.first) as progress,
     ):
-        # seeds outside: when it is interrupted or watched, the methods advance together
+        # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
             for asked, store in stores.items():
                 method = method_of(asked).name
@@ -123,7 +123,7 @@ def train_all(
                 else:
                     world.renew()
                     checkpoints = Path(world.tell(str(checkpoints))[0])
-                    # with fewer stages than the settings say it has nothing for other ranks to do
+                    # with fewer stages than in the settings, other ranks have nothing to do
                     cut = stages_of(method_of(asked), settings) == settings.stages
                     with world.part(cut, f"training with {method}") as part:
                         if part is not None:
@@ -158,14 +158,14 @@ def train_once(
     observation: Observation,
     checkpoints: Path,
 ) -> Run | None:
-    """Train the method ``name`` from the weights and in the batch order of ``seed``, then test it.
+    """Train the method ``name`` with the weights and batch order of ``seed``, then test it.
 
-    Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
-    ``world`` has several processes each trains its stage. ``checkpoints`` is the folder of this
-    run's, if the settings ask for any.
+    Weights and order depend only on ``seed`` and ``settings``, so that methods are comparable. With
+    several processes each trains its stage. ``checkpoints`` is the folder of this run's
+    checkpoints, if the settings enable them.
 
     Returns:
-        The run on rank 0, None on others.
+        The run on rank 0, None on other ranks.
 
     Raises:
         StageError: training failed inside a stage.
@@ -197,7 +197,7 @@ def train_once(
     progress.skip(begin)
     batches = epochs_of(workload.train, settings.epochs, begin)
     has_loss = world.stage == world.replicas.stages - 1
-    # between the first and the last stage nobody looks at them
+    # stages between the first and the last do not use them
     feeds = has_loss or world.stage == 0
     with observation.of(pipe, method.name, seed, start=begin) as metrics:
         for result in run(log.timed(batches) if feeds else (), trace=metrics):
@@ -228,10 +228,12 @@ def train_once(
 def _manager(
     settings: TrainSettings, folder: Path, pipe: Pipeline, world: World
 ) -> "CheckpointManager":
-    from spectrain_ext.checkpoint import CheckpointManager  # takes as long to import as torch
+    from spectrain_ext.checkpoint import (
+        CheckpointManager,
+    )  # importing it takes as long as importing torch
 
     group = None
-    if not world.together and dist.is_initialized():  # others wait for what this rank does
+    if not world.together and dist.is_initialized():  # other ranks wait for this one
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return CheckpointManager(
         folder,
@@ -244,12 +246,12 @@ def _manager(
 
 
 class _Log:
-    """What is known of a run; its checkpoints have it, too.
+    """Progress of a run, which is also saved in its checkpoints.
 
     Attributes:
-        minibatches: that are done.
-        losses: of these, as of the last time that ranks told each other.
-        seconds: that they took, without those for checkpoints.
+        minibatches: number of finished minibatches.
+        losses: their losses, up to the last exchange between ranks.
+        seconds: training time without checkpoints.
     """
 
     def __init__(self, pipe: Pipeline, world: World) -> None:
@@ -262,10 +264,10 @@ class _Log:
         self._began: float | None = None
 
     def restore(self, manager: "CheckpointManager") -> None:
-        """Go on from the newest checkpoint, if there is one.
+        """Continue from the newest checkpoint, if there is one.
 
         Raises:
-            CheckpointError: it is damaged, or of something else.
+            CheckpointError: it is damaged or belongs to another run.
         """
         loaded = manager.restore()
         if loaded is None:
@@ -278,23 +280,23 @@ class _Log:
                 f"{manager.directory}: was not saved by this command: {error!r}"
             ) from error
         self.minibatches = loaded.minibatches
-        _logger.info("going on from minibatch %d", self.minibatches)
+        _logger.info("resuming from minibatch %d", self.minibatches)
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Hand over batches; a run's first one starts the clock."""
+        """Yield batches, and start the clock at the first one."""
         for batch in batches:
             if self._began is None:
                 self._began = time.perf_counter()
             yield batch
 
     def add(self, result: Result, has_loss: bool) -> None:
-        """Count a minibatch, and keep its loss where it is known."""
+        """Count a minibatch, and record its loss if this rank has it."""
         self.minibatches += 1
         if has_loss:
             self._fresh.append(result.loss)
 
     def so_far(self) -> dict[str, Any]:
-        """Stop the clock, tell all ranks the losses, and return what a checkpoint has of it."""
+        """Stop the clock, share the losses with all ranks, and return the checkpoint state."""
         synchronize(self._devices)
         if self._began is not None:
             self.seconds += time.perf_counter() - self._began

@@ -1,4 +1,4 @@
-"""Contenders and workloads of a study: what is compared, and on what."""
+"""Defines the contenders and workloads of a study."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from spectrain_ext.schedule import Law, Place
 
 
 class Contender(NamedTuple):
-    """A method with what it has otherwise than the workload.
+    """A method and its differences from the workload's settings.
 
     Attributes:
         method: the method.
-        changes: fields of ``TrainSettings``.
-        careful: the share of a synchronous run over which learning rates rise from lr/D to lr on a
-            stage with delay D (PipeMare's T1); 0: what the method does.
-        change: the share of a synchronous run's updates after which the method changes; 0: when it
-            says that it does.
-        replicas: with ``averaging``, of whole pipelines, each with its own microbatches.
-        averaging: how their weights are averaged; None: there is one.
-        uniform: whether all of N stages are late by N - 1 updates, as the first is; instead of the
-            delays of a pipeline.
+        changes: changed fields of ``TrainSettings``.
+        careful: fraction of a synchronous run over which learning rates rise from lr/D to lr on a
+            stage with delay D (PipeMare's T1); 0: the method's own.
+        change: fraction of a synchronous run's updates after which the method changes its phase; 0:
+            the method's own.
+        replicas: number of pipelines that are averaged, each with its own microbatches.
+        averaging: how their weights are averaged; None: a single pipeline.
+        uniform: whether all N stages have a delay of N - 1 updates, like the first one, instead of
+            the delays of a pipeline.
     """
 
     method: Method
@@ -38,7 +38,7 @@ class Contender(NamedTuple):
     uniform: bool = False
 
     def over(self, updates: int) -> Method:
-        """The method in a comparison with so many updates of a synchronous run."""
+        """Return the method for a comparison with so many updates of a synchronous run."""
         method = self.method
         if self.careful:
             method = _in_the_end(method, rates=RatesByDelay(self.careful * updates))
@@ -49,7 +49,7 @@ class Contender(NamedTuple):
 
 
 def _in_the_end(method: Method, **fields: Any) -> Method:
-    """The method with other fields in its last phase."""
+    """Return the method with changed fields in its last phase."""
     if method.then is None:
         return replace(method, **fields)
     last = _in_the_end(method.then.method, **fields)
@@ -57,16 +57,16 @@ def _in_the_end(method: Method, **fields: Any) -> Method:
 
 
 def contender(name: str) -> Contender:
-    """A method by its name or as ``module:NAME``, or another that is only compared with.
+    """Return a contender by name: a method, ``module:NAME``, or one that only studies have.
 
     Raises:
-        ValueError: there is none of that name, or as ``method_of``.
+        ValueError: unknown name, or as ``method_of``.
     """
     return _EXTRA.get(name) or Contender(method_of(name))
 
 
 def _even(law: Law) -> Method:
-    """Every stage predicts as far as stage 0 has to, by another law than the second-order one."""
+    """Return ``auto`` with another law: every stage predicts as far ahead as stage 0."""
     return Method(f"{law}-even", "", law=law, forward_horizon=_farthest, backward="stash")
 
 
@@ -82,7 +82,7 @@ _SYNC_AHEAD = Method(
     forward_horizon=lambda place: 1,
     backward="stash",
 )
-#: The pipeline of arXiv 1912.12675: nothing kept, 2(N - 1 - k) updates late.
+#: The pipeline of arXiv 1912.12675: no stashed weights, a delay of 2(N - 1 - k) updates.
 _STALE = replace(
     find_method("vanilla"), name="stale", window=lambda k, stages, parts: 2 * (stages - k) - 1
 )
@@ -91,7 +91,7 @@ _STALE = replace(
 def _averaged(
     method: Method, replicas: int, averaging: Averaging, changes: Mapping[str, Any] = {}
 ) -> Contender:
-    """As many microbatches as replicas, or that for each where a method has several."""
+    """Return averaged replicas with one microbatch each, or several if the method needs them."""
     each = 4 if method.name == "auto" else 1
     parts = {**changes, "microbatches": each * replicas}
     return Contender(method, parts, replicas=replicas, averaging=averaging)
@@ -100,7 +100,7 @@ def _averaged(
 _MESH = Sparse(share=0.05, delay=10, decay=0.5)
 _SLOW = {"betas": (0.95, 0.999)}
 _EXTRA = {
-    # what looking ahead gives by itself, without any delay
+    # the effect of prediction alone, without any delay
     "sync-nadam": Contender(find_method("sync"), {"optimizer": "nadam"}),
     "sync-nesterov": Contender(find_method("sync"), {"nesterov": True}),
     "sync-ahead": Contender(_SYNC_AHEAD),
@@ -111,16 +111,16 @@ _EXTRA = {
     ),
     "linear-even": Contender(_even("linear")),
     "difference-even": Contender(_even("difference")),
-    # four replicas, each with a quarter of the minibatch: BatchNorm's statistics are a quarter's
+    # four replicas, whose BatchNorm statistics come from a quarter of the minibatch each
     "data-parallel-4": Contender(find_method("sync"), {"microbatches": 4}),
     **{
         f"{name}-4": Contender(find_method(name), {"microbatches": 4})
         for name in ("vanilla", "spectrain", "auto")
     },
-    # AvgPipe: replicas with a part of the minibatch each; a*r is .9, as in arXiv 1412.6651
+    # AvgPipe: each replica has a part of the minibatch; a*r is .9, as in arXiv 1412.6651
     **{f"elastic-{r}": _averaged(find_method("sync"), r, Elastic(0.9 / r)) for r in (2, 4)},
     **{f"auto-elastic-{r}": _averaged(find_method("auto"), r, Elastic(0.9 / r)) for r in (2, 4)},
-    # AsyncMesh, arXiv 2601.22442, with its public code's share, delay and first decay
+    # AsyncMesh, arXiv 2601.22442, with the share, delay and first decay of its public code
     **{f"sparse-{r}": _averaged(find_method("sync"), r, _MESH) for r in (2, 4)},
     "mesh-2": _averaged(
         find_method("pipedream"), 2, _MESH, {"optimizer": "nadam", "betas": (0.99, 0.999)}
@@ -146,12 +146,12 @@ _EXTRA = {
     "second-order-b975": Contender(second_order(), {"betas": (0.975, 0.999)}),
     "second-order-b95-clip": Contender(second_order(clip=recipe_clip), _SLOW),
     "second-order-b95-t1": Contender(second_order(), _SLOW, careful=0.5),
-    # what a pipeline's late stages gain by their smaller delays
+    # the effect of a pipeline's smaller delays in later stages
     **{
         f"{name}-uniform": Contender(find_method(name), {"microbatches": 1}, uniform=True)
         for name in ("pipedream", "auto")
     },
-    # arXiv 1912.12675, and asynchronous methods of other kinds before the same end
+    # arXiv 1912.12675, and other asynchronous methods with the same end
     "stale": Contender(_STALE),
     "hybrid": Contender(hybrid(_STALE), change=0.5),
     **{
@@ -168,7 +168,7 @@ _EXTRA = {
 }
 
 
-#: What is compared where nothing else is asked for.
+#: The contenders by default.
 USUAL = (
     *("sync", "vanilla", "pipedream", "pipedream-2bw"),
     *("spectrain", "spectrain-stash", "auto"),
@@ -176,15 +176,15 @@ USUAL = (
 
 
 class Study(NamedTuple):
-    """What a study trains, and how.
+    """The workload and defaults of a study.
 
     Attributes:
-        settings: fields of ``TrainSettings``; learning rates are sought from its ``lr`` on.
-        updates: of a synchronous run.
-        judges: seeds that a learning rate is judged by; 0: none is sought, all have the settings'.
-        stages: numbers of stages, where none are asked for.
-        microbatches: likewise.
-        contenders: likewise.
+        settings: fields of ``TrainSettings``; the search of learning rates starts at its ``lr``.
+        updates: updates of a synchronous run.
+        judges: number of seeds to judge a learning rate by; 0: no search, all use the settings'.
+        stages: default numbers of stages.
+        microbatches: default numbers of microbatches.
+        contenders: default contenders.
     """
 
     settings: Mapping[str, Any]
@@ -208,9 +208,9 @@ _TEXT = {
 
 
 def _paper(model: str, updates: int, *, normalized: bool = False, **settings: Any) -> Study:
-    """A model of the paper's table: four stages, a microbatch, the same learning rate for all.
+    """Return a study of the paper's table: four stages, one microbatch, one learning rate for all.
 
-    Without BatchNorm data parallelism makes the updates of ``sync``, up to the order of sums.
+    Without BatchNorm, data parallelism equals ``sync`` up to the order of summation.
     """
     usual = _TEXT if model in ("gpt", "lstm") else _IMAGES
     alike = ("sync", "data-parallel-4") if normalized else ("sync",)
@@ -219,14 +219,14 @@ def _paper(model: str, updates: int, *, normalized: bool = False, **settings: An
 
 
 def _stale(depth: int) -> Study:
-    """A model of the table of arXiv 1912.12675, with its learning rate, momentum and decay."""
+    """Return a study of the table of arXiv 1912.12675, with its rate, momentum and decay."""
     settings = {"model": "resnet", "depth": depth, "width": 4, "lr": 0.1, "weight_decay": 1e-4}
     asked = {**_IMAGES, **settings, "batch_size": 64, "test_samples": 1000}
     return Study(asked, 960, 0, (4,), ("1",), _HYBRID)
 
 
 STUDIES = {
-    # nanoGPT's small setting for characters, whose published validation loss is 1.88
+    # nanoGPT's small character-level setting; its published validation loss is 1.88
     "nanogpt": Study(
         {
             **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
@@ -242,7 +242,7 @@ STUDIES = {
         },
         400,
     ),
-    # of 360 test images: with two judges synchronous training's rate was .05 instead of .003
+    # 360 test images: with two judges the rate of synchronous training was .05 instead of .003
     "digits": Study({"data": "digits", "batch_size": 16, "warmup": 0, "lr": 0.0125}, 360, judges=8),
     "cifar10": Study(
         {
@@ -251,17 +251,17 @@ STUDIES = {
         },
         192,
     ),
-    # the paper's table in small; rates are the least power of two, times a start, with which the
-    # loss of sync is within 1 % of its best: by one seed nearer ones cannot be told apart
+    # the paper's table, scaled down; rates are the smallest power of two (times a start) at which
+    # the loss of sync is within 1 % of its best: one seed cannot distinguish closer ones
     "paper-vgg16": _paper("vgg16", 400, normalized=True, width=8, lr=0.01),
     "paper-resnet": _paper("resnet", 300, normalized=True, width=8, lr=0.02),
-    # in the paper by SGD as well: so narrow it does not leave chance with it in so few updates
+    # the paper uses SGD here too, with which so narrow a model stays at chance in these updates
     "paper-inception-v4": _paper(
         "inception-v4", 150, normalized=True, width=4, optimizer="adam", lr=0.004, weight_decay=0.0
     ),
     "paper-snn": _paper("snn", 1500, width=128, lr=0.01, weight_decay=0.0),
     "paper-transformer": _paper("gpt", 400, lr=0.004, weight_decay=0.01),
-    # in small: the paper's have 56 to 362 layers, of width 16, in two stages
+    # scaled down: the paper's have 56 to 362 layers of width 16 in two stages
     "stale-resnet-8": _stale(8),
     "stale-resnet-20": _stale(20),
     "stale-resnet-44": _stale(44),

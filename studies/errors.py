@@ -1,9 +1,9 @@
-"""What a command cannot do as it was asked to."""
+"""Errors in a command's options."""
 
 
 class OptionError(ValueError):
-    """An option that cannot be what it is; ``option`` is its name on the command line."""
+    """An option has an invalid value; ``option`` is its name on the command line."""
 
     def __init__(self, option: str, reason: str) -> None:
-        super().__init__(reason.removeprefix(f"{option}: "))  # which arguments' errors begin with
+        super().__init__(reason.removeprefix(f"{option}: "))  # the prefix of argument errors
         self.option = option

@@ -1,4 +1,4 @@
-"""Examples: the models of the presets, at their own sizes, as blocks with a batch of each."""
+"""Provides the presets' models at their own sizes as blocks with an example batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from .builtin import build_model
 from .presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
 
-_CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # of text, tiny Shakespeare's characters
+_CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # text: the characters of tiny Shakespeare
 _SAMPLE = {"digits": (64,), "cifar10": (3, 32, 32)}
-_LAYERS = {"vgg16": 16, "resnet": 10, "inception-v4": 21, "snn": 8}  # of others, two and the depth
+# other models: the depth plus two
+_LAYERS = {"vgg16": 16, "resnet": 10, "inception-v4": 21, "snn": 8}
 _DEPTH = 6
-_SAMPLES = 16  # of the microbatch that one is measured with
+_SAMPLES = 16  # size of the measured microbatch
 
 
 def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]:
-    """A model of ``presets.MODELS``, a block for every layer, and a batch that it takes.
+    """Return a model of ``presets.MODELS`` with one block per layer, and a batch for it.
 
-    A model of several data sets has the sizes of the one that it is the default of.
+    A model that fits several data sets gets the sizes of the one that it is the default of.
     """
     data = next(
         (data for data, usual in DEFAULT_MODEL.items() if usual == model),
@@ -46,7 +47,7 @@ def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]
 
 
 def _example(model: str) -> Callable[[], tuple[list[nn.Module], Tensor]]:
-    """For ``spectrain plan --model studies.examples:NAME``."""
+    """Return what ``spectrain plan --model studies.examples:NAME`` needs."""
     return partial(blocks_and_batch, model, _SAMPLES)
 
 

@@ -1,4 +1,4 @@
-"""Frontier: what a study found, against synchronous training, as a table, JSON and two pictures."""
+"""Compares a study's results with synchronous training: a table, JSON and two pictures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .workload import Maker
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
+_SHARES = (0.5, 0.75, 1.0)  # shares of the updates of synchronous training
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % confidence interval (Student's t); one seed has none."""
+    """A mean over seeds with its 95 % confidence interval (Student's t), infinite for one seed."""
 
     mean: float
     low: float
@@ -52,24 +52,26 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell at its best learning rate, or the workload's, against synchronous training at its.
+    """One cell at its best learning rate, compared with synchronous training at its own best.
+
+    Where rates are not searched, the learning rate is the workload's.
 
     Attributes:
         contender: its name.
         stages: N.
         microbatches: M.
-        delay: updates that stage 0 is late.
-        lr: the learning rate with the least loss, or the workload's.
-        losses: test losses after as many updates as synchronous training made, by seed; each the
-            mean of the last tests, over a fifth of it. Where rates decay the last test's, at the
-            end of a run.
-        accuracies: likewise, the shares of targets that were found.
-        gap: its loss over that of synchronous training, less 1, paired by seed.
-        updates: by share of synchronous training's updates, those that it takes to the least test
-            loss until there, over these: the median of the seeds, infinite for one that never does.
-            None where rates decay.
-        time: of a minibatch, over that without any bubble, as simulated; None: no pipeline has such
-            delays.
+        delay: delay of stage 0 in updates.
+        lr: the learning rate with the lowest loss, or the workload's.
+        losses: test loss per seed, after as many updates as synchronous training made: the mean
+            over the tests of the last fifth of these updates, or, where rates decay, the last test
+            of the run.
+        accuracies: fraction of targets predicted correctly per seed, averaged in the same way.
+        gap: loss divided by that of synchronous training, minus 1, paired by seed.
+        updates: for each share of the updates of synchronous training, the updates needed to reach
+            its lowest test loss within that share, divided by the updates in the share; the median
+            of the seeds, infinite for a seed that never reaches it. None where rates decay.
+        time: simulated time of a minibatch, divided by the time without a bubble. None if no
+            pipeline has these delays.
     """
 
     contender: str
@@ -87,10 +89,10 @@ class Row:
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
-    """Compare what was found, the best learning rate of every cell, by the seeds that there are.
+    """Compare the finished runs of every cell at its best learning rate, over the available seeds.
 
     Raises:
-        ValueError: a number of stages has no ``sync`` to compare with.
+        ValueError: a number of stages has no ``sync`` run to compare with.
     """
     curves = Curves(folder)
 
@@ -133,25 +135,24 @@ def rows_of(
 
 
 def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
-    """Those that the first of a pair takes to the second's least loss until there, over these."""
+    """Return the updates of a pair's first to its second's lowest loss, over ``until``."""
     return statistics.median(updates_to(a, least(b, until)) / until for a, b in pairs)
 
 
 def _at(curve: Curve, updates: int) -> tuple[float, float]:
-    """Loss and accuracy after so many updates."""
     for update, loss, accuracy in curve.points:
         if update >= updates:
             return loss, accuracy
-    return math.inf, 0.0  # it diverged before
+    return math.inf, 0.0  # the run diverged earlier
 
 
 def least(curve: Curve, updates: float) -> float:
-    """The least loss after at most so many updates."""
+    """Return the lowest loss within the first ``updates`` updates."""
     return min(loss for update, loss, _ in curve.points if update <= updates)
 
 
 def updates_to(curve: Curve, loss: float) -> float:
-    """Updates to a loss, interpolated between two points."""
+    """Return the updates to reach a loss, interpolated between two points."""
     last, before = 0, math.inf
     for update, value, _ in curve.points:
         if value <= loss:
@@ -163,10 +164,10 @@ def updates_to(curve: Curve, loss: float) -> float:
 
 
 def _time_of(cell: Cell, work: Work) -> float | None:
-    """The time of a minibatch in the schedule, over that of a device's work on it, at most.
+    """Return the simulated time of a minibatch over the slowest device's work on it.
 
-    What flushes has as many microbatches as stages here, which is how it would be run. A method
-    that changes does so halfway.
+    Methods that flush use as many microbatches as stages here, as they would in practice. A method
+    with two phases changes halfway.
     """
     asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
@@ -182,7 +183,7 @@ def _time_of(cell: Cell, work: Work) -> float | None:
 
 
 def _delay(cell: Cell) -> int:
-    """The most updates that a forward is late, in any phase."""
+    """Return the largest delay of a forward in any phase, in updates."""
     asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
     if asked.uniform:
@@ -194,11 +195,11 @@ def _delay(cell: Cell) -> int:
 
 
 def frontier_table(rows: Sequence[Row]) -> Table:
-    """One row per cell."""
+    """Return a table with one row per cell."""
     table = Table(
         title=f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
-        "own, over these (medians); simulated time of a minibatch",
+        "updates, relative to sync's (medians); simulated time of a minibatch",
         title_justify="left",
     )
     for heading in ("N", "M", "delay", "method", "lr", "test loss", "gap %", "updates", "time"):
@@ -223,7 +224,7 @@ def _ratio(value: float | None) -> str:
 
 
 def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
-    """Write the rows as JSON; what is not finite becomes null."""
+    """Write the rows as JSON; numbers that are not finite become null."""
     document = {**about, "rows": finite([asdict(row) for row in rows])}
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
@@ -236,7 +237,7 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
         for number, (name, look) in enumerate(looks(names).items()):
             mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
             mine = [row for row in mine if math.isfinite(row.gap.mean)]
-            beside = 1.3 ** (number / max(1, len(names) - 1) - 0.5)  # error bars do not overlap
+            beside = 1.3 ** (number / max(1, len(names) - 1) - 0.5)  # keeps error bars apart
             x = [row.delay * beside for row in mine]
             y = [100 * row.gap.mean for row in mine]
             error = [100 * (row.gap.high - row.gap.mean) for row in mine]
@@ -268,10 +269,10 @@ def draw_times(
     curves: Mapping[tuple[str, int, int], Sequence[Curve]],
     title: str,
 ) -> None:
-    """Draw mean test losses over the simulated time, bubbles included, a line for each row.
+    """Draw mean test losses over the simulated time, bubbles included, one line per row.
 
-    The rows are of one number of stages; ``curves`` are what runs are judged by, by contender,
-    stages and microbatches.
+    All rows have the same number of stages. ``curves`` holds the judged runs by contender, stages
+    and microbatches.
     """
     with _picture(path, title) as axes:
         timed = [(row, row.time) for row in rows if row.time is not None]
@@ -288,7 +289,7 @@ def draw_times(
                 [statistics.fmean(loss for _, loss, _ in column) for column in points],
                 color=look.color,
                 linestyle=look.dashes,
-                linewidth=1.5 + again,  # of a method with other microbatches
+                linewidth=1.5 + again,  # thicker for another number of microbatches
                 alpha=0.5 if again else 1.0,
                 label=f"{row.contender}, M = {row.microbatches if row.delay else row.stages}",
             )

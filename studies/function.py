@@ -1,4 +1,4 @@
-"""The function that ``--workload module:function`` names; and what runs depend on."""
+"""Finds the function of ``--workload module:function`` and what a run depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spectrain_ext.cli.options import imported, is_imported, method_of
 
 from .errors import OptionError
 
-#: Options that say what is trained: the function gets those that it has parameters for.
+#: Options that a workload function receives if it has parameters of these names.
 OFFERED = (
     *("data_dir", "batch_size", "width", "depth", "context", "train_samples", "test_samples"),
     *("augment", "optimizer", "momentum", "weight_decay", "nesterov", "lr_schedule", "warmup"),
@@ -23,10 +23,10 @@ ALWAYS = ("seed", "stages", "method", "epochs", "lr")
 
 @lru_cache
 def parameters_of(name: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the function ``module:function``.
+    """Return the parameters of the function ``module:function``.
 
     Raises:
-        OptionError: there is none; or it has a parameter that no option gives.
+        OptionError: the function does not exist, or no option provides one of its parameters.
     """
     function = function_of(name)
     found = inspect.signature(function).parameters
@@ -61,7 +61,7 @@ def function_of(name: str) -> Callable[..., object]:
 
 
 def start_rate(name: str) -> float | None:
-    """The default of the function's ``lr``; None: it has none.
+    """Return the default of the function's ``lr``, None if it has none.
 
     Raises:
         OptionError: as ``parameters_of``.
@@ -73,15 +73,15 @@ def start_rate(name: str) -> float | None:
 
 @lru_cache
 def source_of_function(name: str) -> str:
-    """The hash of the module's file, on which a run depends; what it imports is not seen."""
+    """Return the hash of the module's file; changes in modules that it imports are not detected."""
     function_of(name)
     return _hash_of(name)
 
 
 def source_of(method: str) -> dict[str, str]:
-    """What a run depends on besides its settings: a method's module; nothing if it is registered.
+    """Return the source hash of a method's module; empty for a registered method.
 
-    What the module itself imports is not seen.
+    Changes in modules that it imports are not detected.
     """
     if not is_imported(method):
         return {}

@@ -1,4 +1,4 @@
-"""Judging: what a comparison is judged by, as figures of a method's runs and as text."""
+"""Defines the metrics that comparisons rank methods by, and their text."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from .results import MethodResult
 
 @dataclass(frozen=True)
 class Metric:
-    """What a comparison is judged by.
+    """A metric of a comparison.
 
     Attributes:
         figure: its name in ``Run``.
-        scale: what it is multiplied with.
-        heading: for a table's column.
-        unit: behind a value in running text, "" for none.
-        digits: after the point.
-        higher_is_better: which way.
-        loss_unit: the unit of losses.
+        scale: factor from the figure to the displayed unit.
+        heading: heading of the table column.
+        unit: unit after a value in running text, "" for none.
+        digits: digits after the decimal point.
+        higher_is_better: whether higher values are better.
+        loss_unit: unit of the losses.
     """
 
     figure: str
@@ -31,15 +31,15 @@ class Metric:
     loss_unit: str
 
     def mean(self, result: MethodResult) -> float:
-        """Over the seeds, in the unit of the heading."""
+        """Return the mean over seeds in the unit of the heading."""
         return self.scale * result.mean(self.figure)
 
     def text(self, result: MethodResult) -> str:
-        """Mean, and deviation where there are several seeds; or how many of them diverged."""
+        """Return mean and, with several seeds, deviation, or the number of diverged seeds."""
         return in_words(result, self.figure, self.digits, self.scale)
 
     def best(self, results: Sequence[MethodResult]) -> float | None:
-        """The best mean of several methods; the reference, which overlaps nothing, is no rival."""
+        """Return the best mean of the methods, without the reference, which does not overlap."""
         means = [self.mean(result) for result in results if result.method != REFERENCE]
         finite = [mean for mean in means if math.isfinite(mean)]
         if len(means) < 2 or not finite:
@@ -48,7 +48,7 @@ class Metric:
 
 
 def in_words(result: MethodResult, figure: str, digits: int, scale: int = 1) -> str:
-    """``mean ± deviation``; or, for a mean that is not finite, how many seeds diverged."""
+    """Return ``mean ± deviation``, or the number of diverged seeds if the mean is not finite."""
     several = len(result.runs) > 1
     mean = scale * result.mean(figure)
     if not math.isfinite(mean):
@@ -85,5 +85,5 @@ LOSS = Metric(
     higher_is_better=False,
     loss_unit="of the workload",
 )
-#: By what a workload says that it is judged by.
+#: Metrics by the name that a workload gives in ``judged``.
 METRICS = {"accuracy": ACCURACY, "perplexity": PERPLEXITY, "loss": LOSS}

@@ -1,4 +1,4 @@
-"""Looks: a method has one colour and one dash in every picture."""
+"""Assigns each method one colour and one dash pattern, the same in every picture."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Dashes = str | tuple[int, tuple[float, ...]]
 
 REFERENCE = "sync"
 
-# Okabe and Ito's colours, distinguishable with any colour vision, and four more for methods that
-# are seldom compared; dashes tell the lines apart in print as well, and lines of the same colour.
-# Kin have the same colour: what flushes is black or grey.
+# The palette of Okabe and Ito, distinguishable with any colour vision, and four more colours for
+# methods that are rarely compared. Dashes distinguish the lines in print, and lines of the same
+# colour. Related methods share a colour; methods that flush are black or grey.
 _SOLID: Dashes = "solid"
 _LONG: Dashes = (0, (6, 1.5))
 _MIXED: Dashes = (0, (4, 1.2, 1, 1.2))
@@ -70,7 +70,7 @@ _COLORS = ("#882255", "#332288", "#44AA99", "#999933", "#CC79A7", "#56B4E9", "#E
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """How methods are drawn together: those with a name here always alike, others in turn."""
+    """Return the looks of methods in one picture: fixed for known ones, free ones for others."""
     wanted = list(dict.fromkeys(names))
     found = {name: _TABLE[name] for name in wanted if name in _TABLE}
     taken = set(found.values())
@@ -79,6 +79,6 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
 
 def _other(number: int) -> Look:
-    """The first 48 are all different."""
+    """Return look ``number`` of the other methods; the first 48 are distinct."""
     turn, color = divmod(number, len(_COLORS))
     return Look(_COLORS[color], _DASHES[(color + turn) % len(_DASHES)])

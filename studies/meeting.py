@@ -1,4 +1,4 @@
-"""Meeting: where replicas in one process leave messages for one another."""
+"""Exchanges messages between replicas in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spectrain_ext.transport import Buffer, Event, callers_stream
 
 
 class _Sent(NamedTuple):
-    """A message that another replica's stream may read once it has been written."""
+    """A message that another replica's stream may read once it is written."""
 
     message: Tensor
     buffer: Buffer
@@ -24,7 +24,7 @@ class _Sent(NamedTuple):
 
     @classmethod
     def of(cls, message: Tensor, name: str) -> _Sent:
-        """A copy of it, made on the current stream."""
+        """Copy a message on the current stream."""
         stream, buffer = callers_stream(message.device), Buffer(name)
         with stream.using(writes=(buffer,)):
             copy = message.clone()
@@ -33,8 +33,8 @@ class _Sent(NamedTuple):
         return cls(copy, buffer, written)
 
     def read_on(self, device: torch.device) -> Tensor:
-        """The message, for work that follows on the device's current stream."""
-        # A copy between devices is made by the current streams of both.
+        """Return the message for work on the device's current stream."""
+        # A copy between devices uses the current streams of both.
         streams = [callers_stream(each) for each in {self.message.device, device}]
         for stream in streams:
             stream.wait(self.written)
@@ -44,25 +44,25 @@ class _Sent(NamedTuple):
 
 
 class Meeting:
-    """Where replicas in one process leave messages for one another, be they threads or not.
+    """Exchanges messages between replicas in one process, in one or several threads.
 
     Args:
         replicas: their number.
 
     Attributes:
-        failure: why none of them goes on.
-        changed: notified where there may be something new.
+        failure: the reason why all replicas stopped, if any.
+        changed: notified when a message may have arrived.
     """
 
     def __init__(self, replicas: int) -> None:
         self.failure: BaseException | None = None
         self.changed = Condition()
         self._replicas = replicas
-        # (stage, number of the message) -> by replica, until all are there
+        # by (stage, message number), then by replica, until all have arrived
         self._sent: dict[tuple[int, int], dict[int, _Sent]] = {}
 
     def exchange(self, replica: int, stage: int) -> Exchange:
-        """What a replica of a stage sends by."""
+        """Return the exchange that a replica of a stage sends with."""
         numbers = count()
 
         def send(message: Tensor) -> Callable[[], Sequence[Tensor]]:
@@ -72,7 +72,7 @@ class Meeting:
                 sent = self._sent.setdefault(key, {})
                 sent[replica] = own
                 if len(sent) == self._replicas:
-                    del self._sent[key]  # who waits for it has it
+                    del self._sent[key]  # replicas that wait for it already hold a reference
                 self.changed.notify_all()
             return partial(self._arrived, sent, message.device)
 
@@ -86,7 +86,7 @@ class Meeting:
         return [sent[c].read_on(device) for c in range(self._replicas)]
 
     def fail(self, error: BaseException) -> None:
-        """Let nobody wait any more; the first cause stays."""
+        """Wake up all waiting replicas with an error; keep the first cause."""
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""Once: what several processes of one command have to say is said by one of them, in words."""
+"""Reports messages of several processes of one command once, in readable form."""
 
 import logging
 from collections.abc import Iterator
@@ -20,10 +20,9 @@ _logger = logging.getLogger(__name__)
 
 
 class OnceToldCommand(click.Command):
-    """Of several processes that were given the same, only the first complains of it."""
+    """A command that reports usage errors only on the first of several processes."""
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        """Parse the arguments."""
         try:
             return super().make_context(*args, **more)
         except click.UsageError as error:
@@ -34,7 +33,7 @@ class OnceToldCommand(click.Command):
 
 @contextmanager
 def joined(world: World, cuda: bool) -> Iterator[None]:
-    """``world.joined``, whose failures are those of a command."""
+    """Enter ``world.joined`` and report its failures as failures of the command."""
     with ExitStack() as stack:
         try:
             stack.enter_context(world.joined(cuda))
@@ -42,18 +41,18 @@ def joined(world: World, cuda: bool) -> Iterator[None]:
             raise click.ClickException(str(error)) from error
         try:
             yield
-        except ConnectionError as error:  # a rank that has ended has said why
+        except ConnectionError as error:  # from a rank that ended and reported why
             _logger.info("another process has ended: %s", error)
             raise click.exceptions.Exit(1) from error
 
 
 @contextmanager
 def agreed(world: World) -> Iterator[None]:
-    """What is inside fails on all ranks or on none, and every reason is told once.
+    """Make the block fail on all ranks or on none, and report every distinct reason once.
 
     Raises:
-        click.ClickException: this rank is the first one with that reason.
-        click.exceptions.Exit: another rank has failed, or says the same.
+        click.ClickException: this rank is the first with its reason.
+        click.exceptions.Exit: another rank failed, or reports the same reason.
     """
     error: click.ClickException | None = None
     cause: Exception | None = None
@@ -78,7 +77,7 @@ def agreed(world: World) -> Iterator[None]:
 
 @contextmanager
 def told(world: World, console: Console, folder: Path) -> Iterator[None]:
-    """Inside, failures of training are told in words, by the right rank."""
+    """Report training failures of the block in readable form, on the right rank."""
     try:
         yield
     except (StageError, RankError, CheckpointError) as error:
@@ -94,12 +93,12 @@ def told(world: World, console: Console, folder: Path) -> Iterator[None]:
 
 
 def _tells(world: World, error: BaseException) -> bool:
-    """Whether a failure in training is this rank's to report: its own, or the others' first.
+    """Return whether this rank reports a failure: its own, or, on the lowest rank left, another's.
 
-    The rank that failed may have been killed; any other may be killed by torchrun as soon as that
-    one has ended. Between them they tell it once or twice.
+    The failed rank may have been killed, and torchrun may kill any other rank as soon as it ended.
+    Together they report the failure once or twice.
     """
-    if isinstance(error, CheckpointError):  # all have the same
+    if isinstance(error, CheckpointError):  # the same on all ranks
         return world.first
     if not isinstance(error, RankError):
         return True
@@ -108,14 +107,14 @@ def _tells(world: World, error: BaseException) -> bool:
 
 def _in_words(error: StageError | RankError | CheckpointError) -> str:
     cause = error.__cause__
-    if cause is None or not isinstance(error, StageError):  # others have the cause in their words
+    if cause is None or not isinstance(error, StageError):  # other ranks hold the cause as text
         return str(error)
     return f"{error} ({type(cause).__name__}: {cause})"
 
 
 @contextmanager
 def logged(on: bool, console: Console, world: World) -> Iterator[None]:
-    """Inside, the log is shown: rank 0's around its progress bar, others' on stderr."""
+    """Show the log inside the block: rank 0's around its progress bar, the others' on stderr."""
     if not on:
         yield
         return

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rates of a preset, from its settings."""
+"""Makes the optimizer and the learning-rate scheduler of the settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make_optimizer(
 ) -> PredictingOptimizer:
     """Return the optimizer that the settings name.
 
-    A method whose momentum is an average gets an average, and a learning rate larger by
-    ``1 / (1 - momentum)``, with which an average makes the updates that a sum makes.
+    For a method whose momentum is an average, the optimizer averages and the learning rate is
+    larger by ``1 / (1 - momentum)``, which makes the same updates as a sum.
     """
     lr, decay = settings.lr, settings.weight_decay
     if settings.optimizer == "sgd":
@@ -47,10 +47,10 @@ def make_optimizer(
 def make_scheduler(
     settings: TrainSettings, updates: int
 ) -> Callable[[PredictingOptimizer], LambdaLR] | None:
-    """Return what makes a stage's learning-rate scheduler; None: the rate is constant.
+    """Return a factory of a stage's learning-rate scheduler, or None for a constant rate.
 
-    The rate rises linearly over ``warmup`` updates, then stays or falls as half a cosine to 0 at
-    the end of all ``updates``.
+    The rate rises linearly over ``warmup`` updates, then stays constant or falls as a half cosine
+    to 0 at the end of all ``updates``.
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
@@ -59,7 +59,7 @@ def make_scheduler(
 
 
 def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
-    """What the learning rate is multiplied by at each of so many updates."""
+    """Return the learning-rate factor of each of ``updates`` updates."""
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -75,7 +75,7 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
 def make_any_optimizer(
     settings: TrainSettings, method: Method, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> PredictingOptimizer:
-    """The settings' optimizer; muon and basis-rotation have AdamW for all but hidden matrices."""
+    """Return the settings' optimizer; muon and basis-rotation use AdamW outside hidden matrices."""
     if settings.optimizer == "muon":
         if settings.model == "speedrun":
             return _raced(settings, hidden, params)
@@ -85,23 +85,23 @@ def make_any_optimizer(
         return optim.Muon(params, *rates, adjust_lr_fn=fit, hidden=hidden, adamw=adamw)
     if settings.optimizer == "soap":
         return optim.SOAP(params, settings.lr, weight_decay=settings.weight_decay)
-    if settings.optimizer == "basis-rotation":  # as its public code has it
+    if settings.optimizer == "basis-rotation":  # as in its public code
         lr, decay = settings.lr, settings.weight_decay
         return optim.SOAP(params, lr, weight_decay=decay, precondition_frequency=10, hidden=hidden)
     return make_optimizer(settings, method, params)
 
 
-#: Of the baselines of Protocol NanoGPT, over the learning rate of their hidden matrices, 0.025.
+#: Rates of Protocol NanoGPT's baselines, divided by 0.025, the rate of their hidden matrices.
 _EMBEDDING, _HEAD, _VECTORS = 0.7 / 0.025, 0.004 / 0.025, 0.015 / 0.025
 
 
 def _raced(
     settings: TrainSettings, hidden: set[Tensor], params: list[nn.Parameter]
 ) -> PredictingOptimizer:
-    """Muon for matrices of blocks, AdamW for all others, with those baselines' numbers."""
+    """Use Muon for matrices of blocks and AdamW for the rest, with those baselines' settings."""
     lr = settings.lr
     rates = {p: _VECTORS if p.dim() < 2 else _HEAD for p in params if p not in hidden}
-    if params[0] in rates and params[0].dim() == 2:  # a stage begins with the embedding
+    if params[0] in rates and params[0].dim() == 2:  # the stage begins with the embedding
         rates[params[0]] = _EMBEDDING
     rest = {"use_muon": False, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.001}
     groups = [{"params": [p for p in params if p in hidden], "use_muon": True}]

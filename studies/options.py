@@ -1,4 +1,4 @@
-"""Options that both commands have."""
+"""Options of both commands."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ data_dir = click.option(
 workload = click.option(
     "--workload",
     metavar="MODULE:FUNCTION",
-    help="What is trained, of your own instead of --data: a function that returns a "
-    "studies.Workload, see docs/train.md.",
+    help="Your own workload instead of --data: a function that returns a studies.Workload, see "
+    "docs/studies.md.",
 )
 
 
 def numbers_listed(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> list[int] | None:
-    """Numbers of at least 1 with commas, or None where none were given."""
+    """Parse comma-separated numbers of at least 1; None if the option is not given."""
     if value is None:
         return None
     texts = names(context, parameter, value)
@@ -38,7 +38,7 @@ def numbers_listed(
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """A finite number that is not negative, or None where none was given."""
+    """Require a finite number of at least 0; None if the option is not given."""
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
     return value

@@ -1,4 +1,4 @@
-"""Own: the workload that a function of somebody else's makes, named as ``module:function``."""
+"""Makes the workload of a user's ``module:function``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .workload import Workload
 
 
 def own(settings: TrainSettings, method: Method, stages: int, seed: int) -> Workload:
-    """What the function of the settings' ``workload`` returns, called with what it has names for.
+    """Call the function of the settings' ``workload`` with the options it has parameters for.
 
-    Inside torch's random state is the seed's, and afterwards what it was.
+    It runs with torch's random state seeded by ``seed``; the previous state is restored afterwards.
 
     Raises:
-        OptionError: it is no workload, or as ``parameters_of``.
+        OptionError: the result is not a workload, or as ``parameters_of``.
     """
     name = settings.workload
     assert name is not None

@@ -1,4 +1,4 @@
-"""Pictures: training losses of methods, over minibatches and over simulated time."""
+"""Draws the training losses of methods over minibatches and over simulated time."""
 
 import math
 import statistics
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HIGHEST = 1e3
-_DIVERGED = 10.0  # times the first loss
+_DIVERGED = 10.0  # multiple of the first loss
 _WIDTH, _HEIGHT = 10.0, 5.4  # inches
-_BAND = 0.08  # of six methods' they remain apart
-# Of the axes' height: from label to label, and the highest one.
+_BAND = 0.08  # opacity; six overlapping bands stay distinguishable
+# In shares of the axes' height: the distance between labels, and the highest label.
 _GAP, _TOP = 0.048, 0.94
 
 
@@ -35,7 +35,7 @@ class _Line(NamedTuple):
 
 
 class _Label(NamedTuple):
-    """What is written beside the picture, and the point that it is about."""
+    """A text beside the picture, and the point that it labels."""
 
     text: str
     look: Look
@@ -54,9 +54,9 @@ def draw_losses(
     """Draw the training losses of ``results`` over updates into a PNG at ``path``.
 
     Each run is smoothed by a trailing mean over ``window`` minibatches. A line is the median of the
-    seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite;
-    what is above ten times the first losses is not seen.
-    The labels have the methods' ``metric``, in the order in which the lines end.
+    seeds, its band their range. Losses above 1,000 or not finite count as 1,000; the axis ends at
+    ten times the first losses. The labels show the methods' ``metric`` in the order in which the
+    lines end.
     """
     lines = _lines(results, window)
     labels = [
@@ -85,13 +85,13 @@ def draw_losses_over_time(
     window: int,
     metric: Metric = ACCURACY,
 ) -> None:
-    """Draw them over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
+    """Draw the losses over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
 
-    ``times`` are those of a minibatch, by method, in a common unit: ``times.relative_times``.
+    ``times`` are the times of a minibatch by method, in a common unit: ``times.relative_times``.
     """
     lines = _lines(results, window)
     ends = {line.result.method: len(line.median) * times[line.result.method] for line in lines}
-    # What takes several times as long as all others would leave them no room: it is cut off.
+    # A method several times slower than all others is cut off, to leave room for them.
     longest = max(ends.values(), default=1.0)
     second = max((end for end in ends.values() if end < longest), default=longest)
     until = longest if longest < 1.5 * second else 1.08 * second
@@ -169,7 +169,7 @@ def _picture(
         axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         axes.grid(True, which="major", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        # A run that diverges leaves the picture instead of taking it from the others.
+        # A diverging run leaves the picture; it does not compress the others.
         first = [float(line.get_ydata()[0]) for line in axes.lines if len(line.get_ydata())]
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, min(top, _DIVERGED * max(first, default=top)))
@@ -177,7 +177,7 @@ def _picture(
 
 
 def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
-    """Beside the picture, as high as their lines end where there is room, with a thread to them."""
+    """Write labels beside the picture where lines end, each with a connecting line."""
     to_axes = axes.transData + axes.transAxes.inverted()
     top = axes.get_ylim()[1]
     labels = [label._replace(y=min(label.y, top)) for label in labels]
@@ -187,7 +187,7 @@ def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
     at: dict[int, float] = {}
     above = _TOP + gap
     for rank, number in enumerate(order):
-        below = gap * (len(order) - 1 - rank)  # the room that those below it need
+        below = gap * (len(order) - 1 - rank)  # the room needed by the labels below
         at[number] = above = max(below, min(heights[number], above - gap))
     top = max(at.values(), default=_TOP) + gap
     axes.annotate(
@@ -211,7 +211,7 @@ def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
 
 
 def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values at every position; of all so far at the beginning."""
+    """Return the mean of the last ``window`` values at every position, or of all so far."""
     finite = [min(value, _HIGHEST) if math.isfinite(value) else _HIGHEST for value in values]
     means = []
     total = 0.0

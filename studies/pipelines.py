@@ -1,4 +1,4 @@
-"""The pipeline of a run, and which methods work with the settings."""
+"""Builds the pipeline of a run, and finds the methods that work with the settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .workload import Workload
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for CUDA devices, so that the clock sees work and not its launch."""
+    """Wait for CUDA devices, so that timing covers the work and not only its launch."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -38,12 +38,12 @@ def build_pipeline(
     devices: Sequence[str] | None = None,
     stage: int | None = None,
 ) -> Pipeline:
-    """Return the pipeline of a method, with everything that the settings say of it.
+    """Return the pipeline of a method with all options of the settings.
 
     Args:
-        stages: of the workload, all of them.
-        devices: one per stage; None: where the stages are.
-        stage: the one that is this process's; None: it has all of them.
+        stages: all stages of the workload.
+        devices: one per stage; None leaves the stages where they are.
+        stage: the stage of this process; None if it has all.
 
     Raises:
         ValueError: the method does not work with the settings.
@@ -53,7 +53,7 @@ def build_pipeline(
         "microbatches": microbatches_in(method, settings),
         "window": window_of(method, settings),
         "clip_norm": settings.clip_norm,
-        "clip_scope": "stage",  # under every method, so that they differ in nothing else
+        "clip_scope": "stage",  # for every method, so that they differ in nothing else
         "recompute": settings.recompute,
     }
     made = workload.optimizer, workload.loss, method
@@ -64,7 +64,7 @@ def build_pipeline(
 
 
 def _an_optimizer(settings: TrainSettings, method: Method) -> torch.optim.Optimizer:
-    """Such an optimizer as a stage's, of a parameter that is in no model."""
+    """Return an optimizer like a stage's, of a parameter outside any model."""
     lone = [nn.Parameter(torch.zeros(1))]
     if settings.workload is None:
         return make_optimizer(settings, method, lone)
@@ -72,10 +72,10 @@ def _an_optimizer(settings: TrainSettings, method: Method) -> torch.optim.Optimi
 
 
 def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings, dict[str, str]]:
-    """Return the settings with the methods that work with them, and why others do not.
+    """Return the settings with only the methods that work, and the reasons for the others.
 
     Raises:
-        ValueError: a method does not work and is not to be left out; or none is left.
+        ValueError: a method does not work and ``leave_out`` is false, or no method is left.
     """
     reasons = {name: _why_not(name, settings) for name in settings.methods}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -87,7 +87,7 @@ def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings,
 
 
 def choice(settings: TrainSettings) -> str:
-    """What the method ``auto`` does with these settings, in a line."""
+    """Return one line about what the method ``auto`` chose for these settings."""
     method = method_of(AUTO)
     parts = microbatches_in(method, settings)
     replicas = None if settings.replicas is None else Replicas(settings.replicas)
@@ -96,7 +96,7 @@ def choice(settings: TrainSettings) -> str:
 
 
 def _why_not(name: str, settings: TrainSettings) -> str | None:
-    """What keeps a method from working with these settings, None if nothing does."""
+    """Return why a method cannot work with these settings, None if it can."""
     method = method_of(name)
     count = stages_of(method, settings)
     try:
@@ -109,7 +109,7 @@ def _why_not(name: str, settings: TrainSettings) -> str | None:
                 replicas=settings.replicas if count == settings.stages else None,
                 optimizer=_an_optimizer(settings, method),
             )
-    except OptionError:  # the workload's, whatever the method
+    except OptionError:  # an error of the workload, the same for every method
         raise
     except ValueError as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""Sizes and rates of ``studies train`` for every data set and model, where none are asked for."""
+"""Default sizes and rates of ``studies train`` for each data set and model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon", "soap", "basis-rota
 
 @dataclass(frozen=True)
 class Preset:
-    """Defaults of the options of these names; None: all samples, or a model's own depth."""
+    """Defaults of the options of these names; None means all samples, or the model's own depth."""
 
     epochs: int
     batch_size: int
@@ -47,16 +47,16 @@ _PRESETS = {
     ("cifar10", "residual-mlp"): replace(_VISION, epochs=20, width=256, lr=0.02, weight_decay=0.0),
     ("cifar10", "vgg16"): _VISION,
     ("cifar10", "resnet"): _VISION,
-    # at its original width; a CIFAR-10 image is resized to 75 pixels
+    # at its original width; CIFAR-10 images are resized to 75 pixels
     ("cifar10", "inception-v4"): replace(_VISION, width=32),
     ("cifar10", "snn"): replace(_VISION, width=1024, lr=0.005, weight_decay=0.0),
     ("text", "gpt"): replace(_TEXT, lr=3e-4, optimizer="adamw", weight_decay=0.01),
     ("text", "lstm"): _TEXT,
-    # rates are multiples of that of hidden matrices, see ``make_any_optimizer``
+    # rates are relative to that of hidden matrices, see ``make_any_optimizer``
     ("text", "speedrun"): replace(_TEXT, depth=None, lr=0.025, optimizer="muon", weight_decay=0.05),
 }
 
-# What ends in minutes on two cores, all methods of the default together.
+# Sizes with which all default methods together take minutes on two cores.
 _SMALL_IMAGES = {
     **{"epochs": 2, "batch_size": 32, "width": 8, "lr": 0.02, "warmup": 30, "seeds": 1},
     **{"train_samples": 3072, "test_samples": 1000},
@@ -72,7 +72,7 @@ _QUICK: dict[tuple[str, str], dict[str, object]] = {
     ("cifar10", "resnet"): {**_SMALL_IMAGES},
     ("cifar10", "inception-v4"): {
         **{**_SMALL_IMAGES, "width": 4},
-        # by SGD it is still at chance then
+        # SGD is still at chance accuracy after this time
         **{"optimizer": "adam", "lr": 0.004, "weight_decay": 0.0},
     },
     ("cifar10", "snn"): {**_SMALL_IMAGES, "width": 128, "lr": 0.005},
@@ -87,11 +87,11 @@ DEFAULT_MODEL = {"digits": "residual-mlp", "cifar10": "resnet", "text": "gpt"}
 
 
 def models_for(data: str) -> tuple[str, ...]:
-    """The models that can be trained on a data set."""
+    """Return the models that can be trained on a data set."""
     return tuple(model for known, model in _PRESETS if known == data)
 
 
 def preset(data: str, model: str, *, quick: bool) -> Preset:
-    """The defaults for a data set and one of :func:`models_for` it."""
+    """Return the defaults for a data set and one of its models."""
     found = _PRESETS[data, model]
     return replace(found, **_QUICK[data, model]) if quick else found  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal; elsewhere, as in the log of a batch job, a line now and then."""
+"""Shows progress: a bar in a terminal, otherwise a line from time to time (as in batch logs)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rich.text import Text
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EVERY = 10.0  # seconds from line to line
+_EVERY = 10.0  # seconds between lines
 
 
 class Progress(ABC):
-    """How far a comparison is, told to whoever looks on; inside its ``with`` it is shown.
+    """The progress of a comparison, shown inside its ``with``.
 
     Args:
         per_run: minibatches of one run.
@@ -39,7 +39,7 @@ class Progress(ABC):
 
     @staticmethod
     def on(console: Console, per_run: int, runs: int, *, shown: bool) -> Progress:
-        """What suits the console; not ``shown``: it is another process that tells."""
+        """Return the form that suits the console; not ``shown`` if another process shows it."""
         if console.is_terminal or not shown:
             return Bar(per_run, runs, console, shown)
         return Lines(per_run, runs, lambda line: console.print(line, **_PLAIN))
@@ -52,15 +52,15 @@ class Progress(ABC):
 
     @abstractmethod
     def begin(self, method: str, seed: str) -> None:
-        """A run begins, with the seed that is the first, say, of so many: ``1/5``."""
+        """Begin a run; ``seed`` is its position among the seeds, for example ``1/5``."""
 
     @abstractmethod
     def skip(self, minibatches: int) -> None:
-        """So many minibatches were done before."""
+        """Count minibatches that were finished earlier."""
 
     @abstractmethod
     def advance(self, loss: Tensor | None) -> None:
-        """One more is done, with this loss; None: another process has it."""
+        """Count one minibatch with this loss; None if another process has the loss."""
 
 
 class Bar(Progress):
@@ -96,7 +96,7 @@ class Bar(Progress):
 
 
 class Lines(Progress):
-    """A plain line every ten seconds, which ``tell`` gets."""
+    """A plain line every ten seconds, passed to ``tell``."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Lines(Progress):
             return
         value = "" if loss is None else f" loss {loss.item():.4g},"
         rate = self._fresh / (now - self._told)
-        # methods differ in their pace: what is left will take as long as what was done
+        # methods differ in speed: assume that the rest takes as long per minibatch as the work done
         left = self._left * (now - self._began) / self._done
         self._tell(
             f"{self._label}: minibatch {self._here} of {self.per_run},{value} "
@@ -140,10 +140,8 @@ class Lines(Progress):
 
 
 class _Rate(ProgressColumn):
-    """Minibatches per second, of late."""
-
     def render(self, task: Task) -> Text:
-        """Return the rate, empty as long as it is not known."""
+        """Return the rate, empty until it is known."""
         return Text("" if task.speed is None else f"{task.speed:.0f}/s")
 
 

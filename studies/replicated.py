@@ -1,4 +1,4 @@
-"""Replicas in one process that are averaged, each of them trained a minibatch at a time."""
+"""Trains averaged replicas in one process, minibatch by minibatch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .meeting import Meeting
 
 
 class Replicated:
-    """Replicas that are averaged, as ``SideBySide`` has them.
+    """Averaged replicas, trained as ``SideBySide`` trains them.
 
     Args:
-        replicas: made alike.
-        averaging: how.
-        parts: into so many parts a minibatch is cut, which are dealt out.
+        replicas: identically built replicas.
+        averaging: the averaging method.
+        parts: number of parts of a minibatch, distributed among the replicas.
     """
 
     def __init__(self, replicas: Sequence[Delayed], averaging: Averaging, parts: int) -> None:
@@ -42,7 +42,7 @@ class Replicated:
                 each.moves = True
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
-        """One minibatch, dealt out; one update of every stage of each; the mean of their losses."""
+        """Train on a minibatch, one update per stage and replica; return their mean loss."""
         r = len(self._replicas)
         inputs, targets = value.tensor_split(self._parts), target.tensor_split(self._parts)
         losses = [
@@ -67,7 +67,7 @@ class Replicated:
 
     @contextmanager
     def true_weights(self) -> Iterator[nn.Module]:
-        """Inside, the whole model with the averages, and the first replica's module buffers."""
+        """Provide the whole model with the averages and the first replica's module buffers."""
         with self._replicas[0].true_weights() as model:
             kept = []
             for of_all in self._averaged:

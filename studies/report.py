@@ -1,4 +1,4 @@
-"""What a comparison ends in: a table, a picture of the losses, timelines and numbers."""
+"""Reports a comparison: a table, a picture of the losses, timelines and a JSON file."""
 
 import dataclasses
 import platform
@@ -24,7 +24,7 @@ from .times import relative_times
 from .workload import Maker, Workload
 from .world import World
 
-# A run knows its method and seed, and does not depend on where the data lay.
+# Every run records method and seed, and does not depend on the location of the data.
 _NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
 
 
@@ -38,7 +38,7 @@ def report(
     console: Console,
     world: World,
 ) -> None:
-    """Write results.json, the pictures and the methods' timelines, and print the table."""
+    """Write results.json, the pictures and the timelines, and print the table."""
     results = summarize(runs)
     seeds = len(settings.seeds)
     metric = METRICS[first.judged]
@@ -60,7 +60,7 @@ def report(
     draw_losses_over_time(
         folder / "losses-over-time.png", results, times, title=title, window=window, metric=metric
     )
-    # what trains the uncut model has no timeline of the pipeline
+    # methods that train the uncut model have no pipeline timeline
     found = [method_of(name) for name in settings.methods]
     drawn = [method for method in found if stages_of(method, settings) == settings.stages]
     if drawn:
@@ -113,8 +113,8 @@ def comparison_table(
 ) -> Table:
     """Return one row per method; with several seeds, mean and standard deviation.
 
-    ``test_samples``, if known, says what one is worth in the accuracy column, ``processes``
-    how many each stage had; none: one had all of them.
+    ``test_samples``, if known, gives the worth of one sample in the accuracy column. ``processes``
+    is the number of processes per stage; empty if one process has all stages.
     """
     seeds = len(results[0].runs) if results else 0
     table = Table(
@@ -124,7 +124,7 @@ def comparison_table(
         caption_justify="left",
     )
     table.add_column("method", style="bold", no_wrap=True)
-    # several lines each, so that five columns fit into a terminal of 80
+    # several lines each, so that five columns fit an 80-column terminal
     unit = metric.loss_unit.replace(" per ", "\nper ")
     for heading in (
         metric.heading,
@@ -153,8 +153,8 @@ def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Se
     if max(processes, default=1) > 1:
         share = f"{' + '.join(map(str, processes))} for the stages"
     sentences = [
-        "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
-        "what a method costs, not what its overlap gains on several devices."
+        "One process runs all stages in turn, so minibatches/s does not compare throughput: it "
+        "shows the cost of a method, not the gain of its overlap on several devices."
         if sum(processes) <= 1
         else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
         "stages ran on rank 0 alone.",
@@ -174,9 +174,9 @@ def _plural(seeds: int) -> str:
 
 
 def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[str, object]:
-    """What a run depends on besides its method and seed: settings, data, number of processes.
+    """Return what a run depends on apart from method and seed: settings, data, process count.
 
-    The last is for its throughput; losses are the same.
+    The process count affects only throughput; losses are the same.
     """
     values = dataclasses.asdict(settings)
     return {
@@ -187,7 +187,7 @@ def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[
 
 
 def versions() -> dict[str, str]:
-    """What else it depends on."""
+    """Return the versions that a run depends on."""
     return {
         "spectrain_ext": build_info()["version"],
         "python": platform.python_version(),

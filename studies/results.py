@@ -1,4 +1,4 @@
-"""Results of training runs: their means over seeds, and the JSON files that hold them."""
+"""Averages training runs over seeds, and reads and writes their JSON files."""
 
 import dataclasses
 import hashlib
@@ -12,16 +12,16 @@ from typing import Any
 
 from spectrain_ext.files import finite, read_json, replace_file
 
-_LARGEST_LOSS = 700.0  # beyond, its exponential is no float64
-_LARGEST = 1 << 28  # bytes of a run; a million losses have 20 million
+_LARGEST_LOSS = 700.0  # the exponential of more is not a float64
+_LARGEST = 1 << 28  # bytes of a run's file; a million losses take 20 million
 
 
 @dataclass(frozen=True)
 class Run:
     """One method trained with one seed.
 
-    ``test_accuracy`` is the fraction of targets (classes or next characters) that were found, from
-    0 to 1, ``test_loss`` the workload's mean loss, ``losses`` the training loss of every
+    ``test_accuracy`` is the fraction (0 to 1) of targets (classes or next characters) predicted
+    correctly, ``test_loss`` the workload's mean loss, ``losses`` the training loss of every
     minibatch in order, ``weight_version_bytes`` the pipeline's property of that name.
     """
 
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def perplexity(self) -> float:
-        """``exp(test_loss)``: among how many characters the model is as good as undecided."""
+        """Return ``exp(test_loss)``."""
         return math.exp(self.test_loss) if self.test_loss < _LARGEST_LOSS else math.inf
 
 
@@ -47,11 +47,11 @@ class MethodResult:
     runs: tuple[Run, ...]
 
     def mean(self, figure: str) -> float:
-        """Mean of a figure of the runs over seeds; not finite when a run diverged."""
+        """Return the mean of a figure over seeds; not finite if a run diverged."""
         return statistics.fmean(getattr(run, figure) for run in self.runs)
 
     def deviation(self, figure: str) -> float:
-        """Sample standard deviation over seeds; 0 for a single one."""
+        """Return the sample standard deviation over seeds, 0 for a single seed."""
         values = [getattr(run, figure) for run in self.runs]
         if not all(math.isfinite(value) for value in values):
             return math.nan
@@ -59,12 +59,12 @@ class MethodResult:
 
     @property
     def weight_version_bytes(self) -> int:
-        """Largest over seeds."""
+        """Return the largest value over seeds."""
         return max(run.weight_version_bytes for run in self.runs)
 
 
 def summarize(runs: Sequence[Run]) -> list[MethodResult]:
-    """Group ``runs`` by method, in the order in which the methods first appear."""
+    """Group ``runs`` by method, in order of first appearance."""
     methods = dict.fromkeys(run.method for run in runs)
     return [
         MethodResult(method, tuple(run for run in runs if run.method == method))
@@ -82,11 +82,11 @@ def write_results(
 ) -> None:
     """Write ``results`` to ``path`` as JSON.
 
-    ``methods`` lists one object per method: ``method``, ``test_accuracy`` (0..1), ``test_loss``,
-    ``minibatches_per_second`` and ``weight_version_bytes``, means over the seeds, then the standard
-    deviations, the perplexity, the simulated time of a minibatch (``times``: over the slowest
-    stage's work on it), and the single runs with their training losses. A number that is not finite
-    (a run that diverged) becomes null, which JSON can hold.
+    ``methods`` lists one object per method: ``method``, the means over seeds of ``test_accuracy``
+    (0 to 1), ``test_loss``, ``minibatches_per_second`` and ``weight_version_bytes``, the standard
+    deviations, the perplexity, the simulated time of a minibatch (``times``, relative to the
+    slowest stage's work), and the single runs with their training losses. Numbers that are not
+    finite (a run that diverged) become null.
     """
     document = {
         "methods": [finite(_as_json(result, times.get(result.method))) for result in results],
@@ -120,12 +120,12 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
 
 
 class RunStore:
-    """One JSON file per run, found again by method, seed and everything else that it depends on.
+    """One JSON file per run, identified by method, seed and all else that the run depends on.
 
     Args:
-        folder: where the files are; it is made when the first one is written.
-        settings: what the runs depend on besides method and seed, of values that JSON can hold.
-            Runs of other settings may be in the folder: they are neither found nor touched.
+        folder: folder of the files, created with the first file.
+        settings: JSON values that the runs depend on besides method and seed. The store ignores
+            runs of other settings in the folder.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
@@ -135,11 +135,11 @@ class RunStore:
         self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def path(self, method: str, seed: int) -> Path:
-        """The file of a run."""
+        """Return the path of a run's file."""
         return self._folder / f"{method}-seed{seed}-{self._key}.json"
 
     def find(self, method: str, seed: int) -> Run | None:
-        """Return the finished run, None if there is none, or its file is not what was written."""
+        """Return the finished run, or None if it does not exist or its file is damaged."""
         try:
             document = read_json(self.path(method, seed), _LARGEST)
             values = document["run"]
@@ -172,5 +172,5 @@ class RunStore:
 
 
 def as_json(value: float) -> float | str:
-    """A number for JSON, which has no inf and no nan, but strings; ``float`` reads both."""
+    """Return a number for JSON: inf and nan become strings, which ``float`` parses."""
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""What a comparison is asked for, filled in and checked."""
+"""Completes and validates the settings of a comparison."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,24 +26,24 @@ from .function import OFFERED, parameters_of, start_rate
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
-#: What is compared where no method is named: synchronous training, as it is and overlapped as far
-#: as it can be, one of each kind, the default.
+#: The default methods: synchronous training, plain and with the most overlap, one asynchronous
+#: method of each kind, and the package's default.
 DEFAULT_METHODS = ("sync", "1f1b", "vanilla", "pipedream", "spectrain", "spectrain-stash", "auto")
 ALL = "all"
-AUTO = "auto"  # the method that says what it chose
+AUTO = "auto"  # the method that reports its choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The same for every method and seed of one comparison.
+    """Settings shared by all methods and seeds of a comparison.
 
-    ``methods`` are names, or ``module:NAME``. ``devices`` has one entry per stage; ``replicas``
-    too, and is None where all have one. With ``microbatches="auto"`` every method has what is usual
-    for it. ``codec`` names what packs what crosses edges; ``rank`` is of the subspace that edges of
-    the model speedrun are in, None where they are dense. ``depth`` None is the model's own,
-    ``train_samples`` and ``test_samples`` None are all. ``workload`` is None, or
-    ``module:function``, which is called with what was ``given`` as well; what such a workload
-    decides by itself is empty or 0. ``updates`` None: so many as the epochs have.
+    ``methods`` are names or ``module:NAME``. ``devices`` has one entry per stage, and so has
+    ``replicas``, which is None if every stage has one. ``microbatches="auto"`` gives each method
+    its usual number. ``codec`` is the name of the edge codec. ``rank`` is the dimension of the
+    subspace on the edges of the model speedrun, None for dense edges. ``depth`` None is the model's
+    own, ``train_samples`` and ``test_samples`` None are all samples. ``workload`` is None or
+    ``module:function``, which is called with ``given`` as well; settings that a workload decides
+    itself are empty or 0. ``updates`` None is the number that the epochs have.
     """
 
     workload: str | None = None
@@ -85,29 +85,29 @@ class TrainSettings:
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether a run can go on where it was interrupted."""
+        """Return whether an interrupted run can be resumed."""
         return self.checkpoint_every is not None or self.checkpoint_seconds is not None
 
 
 def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> TrainSettings:
-    """Fill in what was not asked for, and check how it goes together.
+    """Complete the settings and check that they fit together.
 
     Args:
-        asked: fields of ``TrainSettings``; None, or missing: what is usual for data and model.
-            ``methods`` may have ``"all"``, ``devices`` fewer than stages, which take contiguous
-            runs of them each; ``seeds`` is their number or which ones, ``replicas`` a number for
-            all stages or one for each.
-        world: the processes that train; its replicas become those.
+        asked: fields of ``TrainSettings``; None or missing values get the default of data and
+            model. ``methods`` may contain ``"all"``. Fewer ``devices`` than stages each get a
+            contiguous run of stages. ``seeds`` is their number or the seeds themselves,
+            ``replicas`` one number for all stages or one per stage.
+        world: the processes that train; receives the replicas.
         quick: sizes that take minutes at most, and one seed.
 
     Raises:
-        OptionError: an option that cannot be, or that contradicts others.
+        OptionError: an option is invalid or contradicts others.
     """
     options = {name: value for name, value in asked.items() if value is not None}
     world.replicas = _replicas(options.get("replicas"), world)
     options["replicas"] = world.replicas.counts if world.replicas.dealt else None
     options["stages"] = stages = _stages(options.get("stages"), world)
-    try:  # of methods that have none to choose as well
+    try:  # also for methods with a fixed schedule
         numbers_of(options.get("window"), stages)
     except ValueError as error:
         raise OptionError("window", str(error)) from error
@@ -132,7 +132,7 @@ def _fill_preset(options: dict[str, Any], quick: bool) -> None:
 
 
 def _fill_own(options: dict[str, Any], quick: bool) -> None:
-    """What was asked for goes to the function, or is refused; the rest it decides by itself."""
+    """Pass the options to the function or reject them; the function decides the rest."""
     name = options["workload"]
     known = parameters_of(name)
     for option in ("data", "model"):
@@ -205,7 +205,7 @@ def _check_data_dir(data: str, path: Path | None) -> None:
 
 
 def _check_effects(options: Mapping[str, Any]) -> None:
-    """Refuse options that the chosen data, model and optimizer would leave without effect."""
+    """Reject options without effect for the data, model and optimizer."""
     optimizer, data = options["optimizer"], options["data"]
     if optimizer != "sgd":
         for option in ("momentum", "nesterov"):
@@ -222,11 +222,11 @@ def _check_effects(options: Mapping[str, Any]) -> None:
 def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tuple[str, ...]:
     """Return one device name per stage from at most ``stages`` names.
 
-    Fewer devices than stages take contiguous runs of stages each. ``local_rank`` is the number of
-    the CUDA device that is meant where none is given.
+    Fewer devices than stages each get a contiguous run of stages. ``local_rank`` is the number of
+    the CUDA device for names without one.
 
     Raises:
-        OptionError: a name torch does not know, a device that is not there, or too many.
+        OptionError: a name that torch does not know, a missing device, or too many names.
     """
     if not 1 <= len(names) <= stages:
         raise OptionError(
@@ -251,11 +251,11 @@ def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tu
 
 
 def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods that are named, each once; ``"all"`` is every one that has a name here.
+    """Return the named methods without duplicates; ``"all"`` means every registered method.
 
     Raises:
-        OptionError: a name that is no method, the message lists those that exist; or a module's
-            that cannot be had, or two of one name.
+        OptionError: an unknown name (the message lists the known ones), a module that cannot
+            provide its method, or two methods with one name.
     """
     known = methods()
     called: dict[str, str] = {}
@@ -283,12 +283,12 @@ def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def stages_of(method: Method, settings: TrainSettings) -> int:
-    """Stages that a method trains the model in: those of the settings, or the most it can have."""
+    """Return the number of stages of a method: the settings' or the largest it supports."""
     return min(settings.stages, method.max_stages or settings.stages)
 
 
 def microbatches_in(method: Method, settings: TrainSettings) -> int:
-    """The settings' microbatches, or what is usual for the method."""
+    """Return the settings' microbatches, or the method's usual number."""
     if settings.microbatches != "auto":
         return settings.microbatches
     stages = stages_of(method, settings)
@@ -297,6 +297,6 @@ def microbatches_in(method: Method, settings: TrainSettings) -> int:
 
 
 def window_of(method: Method, settings: TrainSettings) -> Window:
-    """The settings' window, where the method's schedule has one to choose."""
+    """Return the settings' window if the method's schedule lets you choose one."""
     chosen = any(takes_window(phase.schedule) for phase in phases_of(method))
     return settings.window if chosen else None

@@ -1,4 +1,4 @@
-"""SideBySide: replicas of a pipeline that are averaged, in one process, each in a thread."""
+"""Averages replicas of a pipeline in one process, each in a thread."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .meeting import Meeting
 
 
 class SideBySide:
-    """Pipelines that start from the same weights and are averaged, as replicas over processes are.
+    """Pipelines with the same initial weights that are averaged like distributed replicas.
 
-    What they compute has the bits of ``DistributedPipeline(..., replicas=r, averaging=...)`` with r
+    The results have the same bits as ``DistributedPipeline(..., replicas=r, averaging=...)`` with r
     times their microbatches, on a CPU with as many threads: replica c takes microbatches c, c + r,
     ... of every minibatch.
 
     Args:
-        pipes: one for each replica, made alike from stages of their own. A pipeline belongs to one
-            such group for good, and is run by nobody else.
+        pipes: one per replica, built identically from separate stages. A pipeline belongs to one
+            group permanently and must not be run elsewhere.
         averaging: one of ``spectrain_ext.averaging``.
 
     Attributes:
         pipes: as given.
 
     Raises:
-        ValueError: less than two pipelines, or stages or weights that are not the same.
+        ValueError: fewer than two pipelines, or stages or weights that differ.
     """
 
     def __init__(self, pipes: Sequence[Pipeline], averaging: Averaging) -> None:
@@ -49,27 +49,27 @@ class SideBySide:
             for stage in pipe._executor.stages:
                 stage.random = StageRandom(stage.index, stage.device, replica)
                 if pipe._clip_scope == "auto":
-                    stage.global_norm = None  # as over processes
+                    stage.global_norm = None  # as in distributed training
                 if stage.weights is not None:
                     exchange = meeting.exchange(replica, stage.index)
                     found[stage.index] = Averaged(stage, averaging, exchange)
             pipe._executor.connections.averaged = found
 
-    # Training.
+    # Training
 
     def run(self, batches: Iterable[object]) -> Iterator[list[Result]]:
         """Train on every batch.
 
         Args:
-            batches: as for ``Pipeline.run``; each has a sample for every replica at least.
+            batches: as for ``Pipeline.run``, each with at least one sample per replica.
 
         Yields:
-            Of every minibatch each replica's result, whose loss is that of its own microbatches.
-            Leaving the loop finishes what is in flight.
+            Every replica's result for each minibatch, with the loss of its own microbatches.
+            Leaving the loop finishes the work in flight.
 
         Raises:
-            What ``Pipeline.run`` raises, of the replica that failed first; then the replicas differ
-            in their updates, and none of them runs again.
+            The errors of ``Pipeline.run``, from the replica that failed first. The replicas'
+            updates then differ, and none of them runs again.
         """
         meeting = self._meeting
         if meeting.failure is not None:
@@ -110,11 +110,11 @@ class SideBySide:
         if meeting.failure is not None:
             raise meeting.failure
 
-    # Between runs.
+    # Between runs
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the parameters of all pipelines are what ``DistributedPipeline.averaged`` says.
+        """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``.
 
         Raises:
             RuntimeError: a run has not ended.
@@ -132,13 +132,13 @@ class SideBySide:
     def evaluate(
         self, batches: Iterable[object], metrics: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """As ``Pipeline.evaluate``: of the averages, with the first replica's module buffers."""
+        """Evaluate the averages, with the first replica's buffers, as ``Pipeline.evaluate``."""
         with self.averaged():
             return self.pipes[0].evaluate(batches, metrics)
 
 
 class _Dealer:
-    """Takes the caller's batches, one thread at a time, and deals out the microbatches of each."""
+    """Takes the caller's batches, one thread at a time, and distributes each one's microbatches."""
 
     def __init__(
         self, batches: Iterable[object], microbatches: Sequence[int], split_dim: SplitDim
@@ -164,7 +164,7 @@ class _Dealer:
             yield batch
 
     def _take(self) -> bool:
-        """Deal out the next batch; whether there was one."""
+        """Distribute the next batch; return whether there was one."""
         found = None if self._ended else next(self._source, None)
         if found is None:
             self._ended = True

@@ -1,8 +1,9 @@
-"""``studies slow-links``: methods and codecs where links are slow, by steps and seconds.
+"""``studies slow-links``: compares methods and codecs over slow links, in steps and seconds.
 
-A row's steps are measured: minibatches to the loss of synchronous training in bfloat16, by a small
-transformer in eight stages. Its seconds per step are simulated, at the sizes of the public
-benchmark for such links (Protocol NanoGPT, 2026). That the one holds for the other is assumed.
+A row's steps are measured: the minibatches in which a small transformer in eight stages reaches the
+loss of synchronous training in bfloat16. Its seconds per step are simulated at the sizes of the
+public benchmark for slow links (Protocol NanoGPT, 2026). The study assumes that the measured steps
+also hold at these sizes.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ from .study import Cell, Curve, Curves, run_one, smoothed
 from .world import World
 
 STAGES = 8
-#: Of the benchmark: tokens a step, bytes of a token's activation in bfloat16, and compute of a
-#: stage, forward and backward, of a step: its dense baseline's seconds without links, less bubbles.
+#: From the benchmark: tokens per step, bytes of a token's activation in bfloat16, and a stage's
+#: compute per step (forward and backward): its dense baseline's seconds without links, less
+#: bubbles.
 TOKENS, TOKEN_BYTES = 512 * 1024, 2 * 1024
 COMPUTE = 0.538 * 64 / (64 + STAGES - 1)
-#: Of its subspace of rank 160, with the token; and the rank in that proportion of a residual of 64.
+#: Bytes in its subspace of rank 160, with the token; and the rank in this proportion for a residual
+#: of width 64.
 SUBSPACE_BYTES, SUBSPACE_RANK = 2 * 161, 10
-#: Updates of synchronous training; and how long runs are, in these.
+#: Updates of synchronous training, and the length of runs in multiples of it.
 UPDATES, LENGTH = {"adamw": 500, "muon": 300}, 1.2
-SHARE = 0.8  # of its updates, after which its loss is what others have to reach
+SHARE = 0.8  # share of its updates whose loss the others must reach
 TEXT: Mapping[str, Any] = {
     **{"data": "text", "width": 64, "context": 32, "batch_size": 32, "warmup": 30},
     **{"lr_schedule": "constant", "test_samples": 512, "epochs": 1000, "stages": STAGES},
@@ -60,7 +63,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 FIRST = "bfloat16"
 CODECS = (FIRST, "int8", "int4-hadamard")
-#: What is trained: methods, and the numbers of microbatches with which their updates differ.
+#: Trained methods, with the numbers of microbatches that change their updates.
 TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
     "adamw": {
         "sync": {1: CODECS},
@@ -75,7 +78,7 @@ TRAINED: Mapping[str, Mapping[str, Mapping[int, Sequence[str]]]] = {
         "vanilla": {8: (FIRST,)},
     },
 }
-#: What the table has. What flushes makes the updates of ``sync`` with any M.
+#: Rows of the table. A method that flushes makes the updates of ``sync`` with any M.
 SHOWN = {
     "1f1b": (4, 8, 16, 32, 64),
     "zb-h1": (8, 16, 32, 64),
@@ -86,7 +89,7 @@ SHOWN = {
 
 
 class Way(NamedTuple):
-    """What is trained; edges are dense where ``rank`` is None."""
+    """One training; edges are dense if ``rank`` is None."""
 
     setting: str
     method: str
@@ -96,12 +99,12 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of what crosses its edges."""
+        """The name of the edge format."""
         return self.codec if self.rank is None else "subspace"
 
     @property
     def token_bytes(self) -> float:
-        """Of a token's activation, and of its gradient, at the benchmark's sizes."""
+        """Bytes of a token's activation, and of its gradient, at the benchmark's sizes."""
         if self.rank is not None:
             return SUBSPACE_BYTES
         return packed_bytes(NAMES[self.codec], TOKEN_BYTES, torch.bfloat16)
@@ -116,7 +119,7 @@ class Way(NamedTuple):
 
 
 def chains_of(setting: str) -> Iterator[list[Way]]:
-    """Ways whose learning rates are sought one after another, each from the last one's on."""
+    """Return ways in chains: each search of a learning rate starts at the previous one's result."""
     for method, numbers in TRAINED[setting].items():
         for m, codecs in numbers.items():
             yield [Way(setting, method, m, codec) for codec in codecs]
@@ -126,7 +129,7 @@ def chains_of(setting: str) -> Iterator[list[Way]]:
 
 
 def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, float]:
-    """The learning rate of each with the least loss among its neighbours, a factor of two apart."""
+    """Find each way's learning rate with the least loss among neighbours, a factor of two apart."""
     found: dict[Way, float] = {}
     power = 0
     for way in ways:
@@ -142,9 +145,9 @@ def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, fl
     return found
 
 
-@cache  # rows of the table share them
+@cache  # rows of the table share the results
 def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> float:
-    """Seconds of a step of eight stages at the benchmark's sizes, over its links, simulated."""
+    """Return simulated seconds per step of eight stages at the benchmark's sizes over its links."""
     link, part = LINKS["wan200"], COMPUTE / microbatches
     spans = simulate_method(
         method,
@@ -160,18 +163,19 @@ def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> floa
 
 
 class Row(NamedTuple):
-    """A method with a codec, at its best learning rate, as the benchmark would have it.
+    """A method with a codec at its best learning rate, at the benchmark's sizes.
 
     Attributes:
-        way: what was trained; of methods that flush synchronous training.
+        way: the training; synchronous training for methods that flush.
         method: its name.
-        microbatches: M, of the simulation.
+        microbatches: M of the simulation.
         lr: the learning rate.
-        steps: steps to the loss that synchronous training in bfloat16 has after 80 % of its own,
-            over these, by seed; infinite for one that did not get there.
+        steps: by seed, steps to the loss that synchronous training in bfloat16 has after 80 % of
+            its updates, divided by that number; infinite if the run did not reach it.
         interval: their mean with its 95 % interval.
-        seconds: per step, simulated.
-        time: mean steps times seconds, over those of 1F1B in bfloat16 with its best M.
+        seconds: simulated seconds per step.
+        time: mean steps times seconds, divided by the same product of 1F1B in bfloat16 with its
+            best M.
     """
 
     way: Way
@@ -191,13 +195,13 @@ class Row(NamedTuple):
 
 
 def runs_of(folder: Path, data: Path | None, way: Way, lr: float, seeds: int) -> dict[int, Curve]:
-    """The finished runs, smoothed, by seed."""
+    """Return the finished runs, smoothed, by seed."""
     read = {seed: Curves(folder).find(way.cell(data), lr, seed) for seed in range(seeds)}
     return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
 
 
 def rows_of(folder: Path, data: Path | None, found: Mapping[Way, float], seeds: int) -> list[Row]:
-    """Every method and number of microbatches with every codec that was measured for it."""
+    """Return a row for every method, number of microbatches and codec that was measured."""
     rows: list[Row] = []
     for setting in dict.fromkeys(way.setting for way in found):
         runs = {w: runs_of(folder, data, w, found[w], seeds) for w in found if w.setting == setting}
@@ -219,15 +223,15 @@ def rows_of(folder: Path, data: Path | None, found: Mapping[Way, float], seeds: 
 
 
 def _stands_for(way: Way, method: str, m: int) -> bool:
-    """Whether a method with so many microbatches makes the updates that were trained so."""
+    """Return whether a method with ``m`` microbatches makes the updates of a trained way."""
     if method in ("1f1b", "zb-h1"):
         return way.method == "sync"
-    # 2BW makes the same ones with any M that it is defined for.
+    # 2BW makes the same updates with any M that it is defined for.
     return way.method == method and (way.microbatches == m or method == "pipedream-2bw")
 
 
 def best_of(rows: Iterable[Row]) -> list[Row]:
-    """Of every setting, method and codec the row with the least time."""
+    """Return the fastest row for each setting, method and codec."""
     found: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.way.setting, row.method, row.way.name
@@ -245,7 +249,7 @@ _DASHES: Mapping[str, Any] = {
 
 
 def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
-    """Draw mean test losses over the time on these links, a line for each row."""
+    """Draw mean test losses over the time on these links, one line per row."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         drawn = looks(row.method for row in curves)
@@ -266,9 +270,9 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
 
 
 def table_of(rows: Iterable[Row]) -> Table:
-    """The rows, for a terminal."""
+    """Return the rows as a table for the terminal."""
     table = Table(title="Against 1f1b in bfloat16 with its best M", title_justify="left")
-    for heading in ("", "method", "codec", "M", "lr", "steps", "seeds", "s a step", "time"):
+    for heading in ("", "method", "codec", "M", "lr", "steps", "seeds", "s per step", "time"):
         table.add_column(heading, no_wrap=True)
     for row in rows:
         reached = math.isfinite(row.time)
@@ -284,10 +288,10 @@ def table_of(rows: Iterable[Row]) -> Table:
     "slow-links",
     short_help="Compare methods and codecs where links are slow.",
     context_settings={"show_default": True},
-    epilog="Every run is a file in --out: the same command goes on where it was interrupted.",
+    epilog="Every run is a file in --out: the same command resumes an interrupted study.",
 )
 @data_dir
-@click.option("--seeds", type=POSITIVE, default=3, help="Of the rows that matter; others have one.")
+@click.option("--seeds", type=POSITIVE, default=3, help="Seeds of the main rows; others have one.")
 @click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--setting",
@@ -295,7 +299,7 @@ def table_of(rows: Iterable[Row]) -> Table:
     type=click.Choice(tuple(SETTINGS)),
     multiple=True,
     default=tuple(SETTINGS),
-    help="Optimizer and transformer.",
+    help="Optimizer and transformer; may be repeated.",
 )
 @click.option(
     "--out",
@@ -308,7 +312,7 @@ def slow_links(
 ) -> None:
     """Find which method and codec reach a loss first over links of 200 Mb/s and 50 ms.
 
-    Steps are measured by training a small transformer on --data-dir's text, in eight stages, with
+    Steps are measured: a small transformer trains on the text of --data-dir, in eight stages, with
     the codec on its edges. Seconds per step are simulated at the sizes of a public benchmark.
     """
     require_matplotlib()
@@ -336,7 +340,7 @@ def slow_links(
 
 
 def write(out: Path, data: Path | None, rows: Sequence[Row], seeds: int) -> None:
-    """Write slow-links.json and a picture of each setting."""
+    """Write slow-links.json and one picture per setting."""
     settings = dict.fromkeys(row.way.setting for row in rows)
     document = {
         **{"date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": cpu_name()},

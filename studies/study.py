@@ -1,7 +1,7 @@
-"""Study: how well methods train at every depth and delay, each at its own best learning rate, or
-all at one.
+"""Trains methods at every depth and delay, at each one's best learning rate or a common one.
 
-One JSON file per run, so that a study goes on where it stopped, and grows by asking for more.
+Each run is one JSON file, so that a study can resume after an interruption and grow with new
+options.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from .settings import TrainSettings, microbatches_in, settle
 from .workload import Maker, Workload, epochs_of, stages_in, tested
 from .world import World
 
-_LARGEST = 1 << 24  # bytes of a run
-_POINTS = 20  # of a curve, per length of a synchronous run
-_SMOOTHED = 4  # of these
-_ENDLESS = 1000  # epochs; a run is as long as its cell says
+_LARGEST = 1 << 24  # bytes of a run's file
+_POINTS = 20  # points of a curve per synchronous run
+_SMOOTHED = 4  # points that are averaged
+_ENDLESS = 1000  # upper bound of epochs; the cell sets the length of a run
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender at one depth and number of microbatches.
+    """One contender with one number of stages and of microbatches.
 
-    ``length`` is in synchronous runs, each of ``updates`` updates.
+    ``length`` is in synchronous runs of ``updates`` updates each.
     """
 
     contender: str
@@ -65,7 +65,7 @@ class Cell:
 
     @property
     def decays(self) -> bool:
-        """Whether rates fall to 0 at the end of a run, and nothing but its end is a figure."""
+        """Whether rates fall to 0 at the end of a run, so that only the end is comparable."""
         return self.settings.lr_schedule == "cosine"
 
     def with_rate(self, lr: float) -> TrainSettings:
@@ -81,21 +81,21 @@ def cells_of(
     contenders: Sequence[str],
     length: float | None = None,
 ) -> list[Cell]:
-    """Every contender at every depth and number of microbatches that it is defined for.
+    """Return a cell per contender, number of stages and of microbatches for which it is defined.
 
     Args:
-        work: what is trained.
+        work: the study's workload.
         data_dir: its file or folder.
         stages: numbers of stages.
-        microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
-        contenders: names; what flushes is trained once, whatever the microbatches, and what
-            has microbatches of its own with those.
-        length: of runs that are late, in synchronous runs; None: 1.5 where delays are above 1 and
-            rates are sought and constant, to see how many updates it takes, else 1.
+        microbatches: numbers, or ``"N"`` and ``"2N"`` for the number of stages and twice that.
+        contenders: names. A contender that flushes is trained once for all numbers of microbatches;
+            one with its own number of microbatches is trained with that.
+        length: length of delayed runs in synchronous runs. None: 1.5 if delays exceed 1 and the
+            rate is searched and constant, to see how many updates it takes; otherwise 1.
 
     Raises:
-        ValueError: an unknown name; or no contender is defined for what is asked.
-        OptionError: settings that cannot be.
+        ValueError: an unknown name, or no contender is defined for these numbers.
+        OptionError: invalid settings.
     """
     found: dict[tuple[str, int, int], Cell] = {}
     why = ValueError("contenders: expected at least one")
@@ -104,7 +104,7 @@ def cells_of(
         if "workload" not in usual:
             usual = {"lr_schedule": "constant", "epochs": _ENDLESS, **usual}
             if usual["data"] == "text":
-                usual.setdefault("depth", max(1, n - 2))  # a block for every stage
+                usual.setdefault("depth", max(1, n - 2))  # one block per stage
         for text in microbatches:
             m = _microbatches(text, n)
             for name in contenders:
@@ -144,19 +144,19 @@ def _microbatches(text: str, stages: int) -> int:
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: (updates, test loss, test accuracy) from time to time, and the seconds it took."""
+    """The (updates, test loss, test accuracy) points of a run, and its duration in seconds."""
 
     points: tuple[tuple[int, float, float], ...]
     seconds: float
 
     @property
     def loss(self) -> float:
-        """At the end."""
+        """Loss at the end."""
         return self.points[-1][1]
 
 
 def smoothed(curve: Curve) -> Curve:
-    """The same with trailing means: at a constant rate two tests differ by 1 % from noise alone."""
+    """Return trailing means: at a constant rate, noise alone moves two tests by 1 %."""
     points = []
     for end in range(1, len(curve.points) + 1):
         last = curve.points[max(0, end - _SMOOTHED) : end]
@@ -166,12 +166,12 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def judged(cell: Cell, curve: Curve) -> Curve:
-    """What a run is judged by: its tests, which are smoothed at a constant rate."""
+    """Return the tests that a run is judged by, smoothed if the rate is constant."""
     return curve if cell.decays else smoothed(curve)
 
 
 def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, list[Delayed]]:
-    """What a run of a cell trains, and what with, by replica.
+    """Return what a run of a cell trains and its optimizers, by replica.
 
     Raises:
         ValueError: the method cannot work with the optimizer.
@@ -254,7 +254,7 @@ class Curves:
         return folder / name, asked
 
     def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
-        """The finished run, None if there is none, or its file is not what was written."""
+        """Return the finished run, or None if it does not exist or its file is damaged."""
         path, asked = self._path(cell, lr, seed)
         try:
             document = read_json(path, _LARGEST)
@@ -280,22 +280,22 @@ def _loaded(settings: TrainSettings, folder: Path) -> Maker:
 
 
 def maker_in(settings: TrainSettings, folder: Path) -> Maker:
-    """What makes the workloads of a cell; decoded images are kept below the folder.
+    """Return the factory of a cell's workloads; decoded images are cached below the folder.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing or not what it should be.
+        FileNotFoundError, ValueError: a file is missing or invalid.
     """
-    # the same for all cells, so that a process reads it once
+    # equal for all cells, so that a process reads the data once
     alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
     return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
 
 
 def own_study(workload: str, epochs: int) -> Study:
-    """The study of a workload that ``module:function`` makes.
+    """Return the study of a workload made by ``module:function``.
 
     Raises:
-        OptionError: it cannot be had, or its function has no learning rate to begin with.
-        ValueError: what it has to train with cannot be counted.
+        OptionError: the workload is unavailable, or its function has no initial learning rate.
+        ValueError: its training minibatches cannot be counted.
     """
     if start_rate(workload) is None:
         raise OptionError(
@@ -310,7 +310,7 @@ def own_study(workload: str, epochs: int) -> Study:
 
 
 def run_one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
-    """The run of a cell with this rate and seed, made if the folder has none."""
+    """Return the run of a cell with this rate and seed; train it if the folder does not have it."""
     curves = Curves(folder)
     found = curves.find(cell, lr, seed)
     if found is None:
@@ -329,13 +329,14 @@ def search(
     *,
     fine: bool = False,
 ) -> float:
-    """The learning rate with the least loss, among ``start`` times powers of two, and its runs.
+    """Return the learning rate with the lowest loss, among ``start`` times powers of two.
 
-    It goes downhill from the start until two rates on either side are worse, judged by the
-    ``first`` seeds, and then trains the others at the best. Without judges the start is the best.
-    ``fine`` has the best times and over the square root of two tried as well, in the end.
-    With a neighbour on either side ``vanilla`` and ``pipemare-t2`` stopped short of lower losses on
-    digits, eight stages deep: losses over rates have more than one valley.
+    The search descends from the start until two rates on either side are worse, judged by the
+    ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
+    start is the result. ``fine`` also tries the best rate times and divided by the square root of
+    two at the end. With only one neighbour on either side the search missed lower losses of
+    ``vanilla`` and ``pipemare-t2`` (digits, eight stages): the loss has several minima over the
+    rate.
     """
 
     def rate(power: float) -> float:
@@ -368,9 +369,9 @@ def search_all(
     fine: bool = False,
     jobs: int = 1,
 ) -> Iterator[tuple[Cell, float]]:
-    """Search every cell, from its settings' learning rate on; yields each when it is done.
+    """Search every cell, starting at its settings' learning rate; yield each result when done.
 
-    Several ``jobs`` are processes of their own, with one thread each.
+    With several ``jobs``, each is a process with one thread.
     """
     if jobs == 1:
         for cell in cells:

@@ -29,7 +29,7 @@ from .report import versions
 from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
 from .workload import Workload, stages_in
 
-_TABLE = 120  # columns that the table has
+_TABLE = 120  # columns of the table
 _DATA = "digits"
 _EPOCHS = 3
 
@@ -37,16 +37,16 @@ _EPOCHS = 3
 @click.command(
     short_help="Compare methods at every depth and delay.",
     context_settings={"show_default": True},
-    epilog="Every run is a file in --out: the same command with the same --out goes on where it "
-    "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
-    "down by factors of two until two on either side of the best are worse, by the first seeds. "
-    "The paper-* are the paper's models in small, in 4 stages, all methods at one learning rate: "
-    "see docs/train.md.",
+    epilog="Every run is a file in --out: the same command with the same --out resumes an "
+    "interrupted study and trains added seeds, stages or methods. The search tries learning rates "
+    "a factor of two apart until two on either side of the best are worse, judged by the first "
+    "seeds. paper-* are small forms of the paper's models in 4 stages, with one learning rate for "
+    "all methods: see docs/studies.md.",
 )
 @click.option(
     "--data",
     type=click.Choice(tuple(STUDIES)),
-    help="What is trained, each with a small model; what is not digits is read from --data-dir.  "
+    help="The data set, each with a small model; all but digits are read from --data-dir.  "
     "[default: digits]",
 )
 @data_dir
@@ -54,21 +54,21 @@ _EPOCHS = 3
 @click.option(
     "--epochs",
     type=POSITIVE,
-    help="Passes over the training data of --workload.  [default: 3; of --data as many updates as "
-    "docs/frontier.md says]",
+    help="Passes over the training data of --workload.  [default: 3; for --data the updates in "
+    "docs/frontier.md]",
 )
 @click.option(
     "--stages",
     metavar="NUMBERS",
     callback=numbers_listed,
-    help="Numbers of stages, with commas.  [default: 4,8; of paper-* and --workload 4]",
+    help="Numbers of stages, with commas.  [default: 4,8; for paper-* and --workload 4]",
 )
 @click.option(
     "--microbatches",
     metavar="NUMBERS",
     callback=names,
-    help="Numbers of microbatches, with commas; N is as many as stages, 2N twice that.  [default: "
-    "1,N; of paper-* 1]",
+    help="Numbers of microbatches, with commas; N is the number of stages, 2N twice that.  "
+    "[default: 1,N; for paper-* 1]",
 )
 @click.option(
     "--method",
@@ -77,46 +77,45 @@ _EPOCHS = 3
     multiple=True,
     metavar="NAME",
     callback=names,
-    help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
-    f"are only compared with: see docs/frontier.md.  [default: {', '.join(USUAL)}; of "
-    "paper-* the paper's and more]",
+    help="Methods, with commas; module:NAME for your own; sync is always added. docs/frontier.md "
+    f"lists more that only studies have.  [default: {', '.join(USUAL)}; for paper-* the paper's "
+    "and more]",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(get_args(Optimizer)),
-    help="What updates the weights under all methods, sync too; muon and basis-rotation "
-    "hidden matrices, soap all, and AdamW the rest.  [default: adamw for text, else sgd]",
+    help="The optimizer of all methods, including sync. muon and basis-rotation update hidden "
+    "matrices, and AdamW the rest; soap updates all.  [default: adamw for text, else sgd]",
 )
 @click.option(
     "--lr-schedule",
     type=click.Choice(["constant", "cosine"]),
-    help="What learning rates do: stay, or fall as half a cosine to 0 at the end of each run, and "
-    "nothing but that end is compared.  [default: constant; of nanogpt and paper-* cosine]",
+    help="Learning rates: constant, or falling as a half cosine to 0 at the end of each run, where "
+    "only the end is compared.  [default: constant; for nanogpt and paper-* cosine]",
 )
 @click.option(
     "--updates",
     type=POSITIVE,
-    help="Updates of a run of sync.  [default: as docs/frontier.md says, or as --epochs have]",
+    help="Updates of a sync run.  [default: those in docs/frontier.md, or those of --epochs]",
 )
 @click.option(
     "--length",
     type=click.FloatRange(min=1),
     callback=finite,
-    help="Updates of a run that is late, over those of sync.  [default: 1; at constant rates where "
-    "M < N - 1 1.5]",
+    help="Updates of a delayed run, relative to sync.  [default: 1; at constant rates 1.5 where "
+    "M < N - 1]",
 )
-@click.option("--seeds", type=POSITIVE, default=5, help="How many seeds, from 0 on.")
+@click.option("--seeds", type=POSITIVE, default=5, help="Number of seeds, from 0 on.")
 @click.option(
     "--fine",
     is_flag=True,
-    help="Try learning rates half a factor of two from the best as well.",
+    help="Also try the best learning rate times and divided by the square root of two.",
 )
 @click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the runs, frontier.json and pictures.  [default: runs/study- and what is "
-    "trained]",
+    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-NAME]",
 )
 def study(
     data: str | None,
@@ -137,7 +136,7 @@ def study(
 ) -> None:
     """Find how well methods train at every depth and delay, against synchronous training.
 
-    Runs by `spectrain_ext.Delayed`, which gives the pipeline's numbers and takes far fewer calls.
+    Runs use `spectrain_ext.Delayed`, which gives the pipeline's numbers with far fewer calls.
     """
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy", REMEDY)
@@ -158,7 +157,7 @@ def study(
                 length,
             )
             make = maker_in(cells[0].settings, folder)
-            # each once, as some cannot work with every optimizer
+            # once per number of stages: some cells cannot work with every optimizer
             prepared = ((c.settings.stages, prepare(c, c.settings.lr, 0, make)) for c in cells)
             examples = {n: example for n, (example, _) in prepared}
             sizes = {n: _sizes(example, n) for n, example in examples.items()}
@@ -237,7 +236,7 @@ def _work(data: str | None, workload: str | None, epochs: int | None, updates: i
 
 
 def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
-    """The study with these settings where they are not None."""
+    """Return the study with the settings that are not None."""
     settings = {name: value for name, value in chosen.items() if value is not None}
     if "workload" in work.settings and "lr_schedule" in settings:
         raise OptionError("lr-schedule", "is of --data; the function of --workload makes its own")
@@ -250,5 +249,4 @@ def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
 
 
 def _sizes(workload: Workload, stages: int) -> list[int]:
-    """Parameters of each stage."""
     return [sum(p.numel() for p in stage.parameters()) for stage in stages_in(workload, stages)]

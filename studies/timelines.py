@@ -1,4 +1,4 @@
-"""Timelines of several methods one below the other, on one axis of time."""
+"""Draws timelines of several methods below each other on one time axis."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spectrain_ext.schedule import Kind, Span, takes_window
 from spectrain_ext.timelines import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
 
-_ROUNDING = 1.0 + 1e-9  # of sums of durations
-_TALLEST = 30.0  # inches of rows, where there are very many
+_ROUNDING = 1.0 + 1e-9  # tolerance for sums of durations
+_TALLEST = 30.0  # inches of rows at most
 
 
 def draw_methods_together(
@@ -25,19 +25,19 @@ def draw_methods_together(
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
 ) -> None:
-    """Draw what methods do in the same time, one below the other, into ``path``.
+    """Draw the schedules of several methods below each other on one time axis into ``path``.
 
-    A minibatch's forward takes one unit on every stage and its backward two, a microbatch's its
-    share of that; updates and predictions take no time.
+    A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
+    share. Updates and predictions take no time.
 
     Args:
         path: the picture.
         methods: each with the colour of its name.
         stages: their number.
-        microbatches: parts per minibatch; ``"auto"``: what is usual for each method.
-        window: as for ``Pipeline``; it does not concern methods that flush.
+        microbatches: parts per minibatch; ``"auto"``: each method's usual number.
+        window: as for ``Pipeline``; ignored for methods that flush.
     """
-    until = 6.0 * max(stages, 4)  # two minibatches of what does not overlap at all
+    until = 6.0 * max(stages, 4)  # two minibatches without any overlap
     runs, devices = [], []
     for name, color in methods:
         method = find_method(name)
@@ -74,17 +74,18 @@ def draw_timelines(
     unit: str = "time",
     devices: Sequence[Sequence[int] | None] | None = None,
 ) -> None:
-    """Draw the beginnings of several simulations one below the other, on one axis of time.
+    """Draw the start of several simulations below each other on one time axis.
 
-    Beside its name stands how many minibatches each has ended, and how long its stages were idle.
+    Each name is followed by the number of finished minibatches and the idle share of its stages.
 
     Args:
         path: the picture, a PNG or an SVG.
-        runs: of each the name, the name's colour, and its spans, at least as long as the picture.
-        until: the length of the picture; all begin at 0.
-        title: above it.
-        unit: of the time axis.
-        devices: of each run, of every stage, counted from 0; None: each stage has its own.
+        runs: name, colour of the name, and spans of each; the spans must cover the picture.
+        until: end of the time axis; all begin at 0.
+        title: title above the picture.
+        unit: unit of the time axis.
+        devices: for each run, the device of every stage, counted from 0; None: each stage has its
+            own.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
@@ -123,7 +124,7 @@ def draw_timelines(
 
 
 def _ended(drawn: Sequence[Span], until: float) -> int:
-    """Minibatches that all stages have updated with."""
+    """Return the minibatches that all stages have updated with."""
     stages = 1 + max(span.stage for span in drawn)
     updates = Counter(
         s.stage for s in drawn if s.kind is Kind.UPDATE and s.end <= until * _ROUNDING

@@ -1,4 +1,4 @@
-"""Times: how long a minibatch takes in a method's schedule, with its bubbles, as simulated."""
+"""Simulates how long a minibatch takes in a method's schedule, bubbles included."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from .pipelines import synchronize
 from .settings import TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Maker, stages_in
 
-_TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
-_ENOUGH = 1.0  # seconds for one stage
+# measurements per stage; the fastest counts, because other processes may use the machine
+_TIMED = 9
+_ENOUGH = 1.0  # seconds per stage
 _SIMULATED = 12  # minibatches
 
 
 class Work(NamedTuple):
-    """Seconds of each stage's forward and backward of a minibatch, by stage."""
+    """Seconds of a minibatch's forward and backward, by stage."""
 
     forward: Sequence[float]
     backward: Sequence[float]
 
     @property
     def slowest(self) -> float:
-        """Of the stage that takes longest: a minibatch cannot take less in any schedule."""
+        """Seconds of the slowest stage, the least that a minibatch takes in any schedule."""
         return max(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
 
 def measured_work(
     settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
-    """What stages take for a minibatch here, one after the other, with the settings' threads."""
+    """Measure each stage's work for a minibatch in turn, with the settings' threads."""
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
     places = [torch.device(name) for name in devices]
@@ -75,15 +76,14 @@ def measured_work(
 
 
 def minibatch_time(method: Method, microbatches: int, work: Work, window: Window = None) -> float:
-    """Seconds of a minibatch in a method's schedule, every stage on a device of its own.
+    """Return the seconds of a minibatch in a method's schedule, with one device per stage.
 
-    Or on as many devices fewer as the method has stages (``chunks``) on each.
-
-    A microbatch takes its share of a minibatch's work; updates, predictions and copies take no
-    time. ``window`` is as for ``Pipeline``.
+    A method with several stages per device (``chunks``) has fewer devices by that factor. A
+    microbatch takes its share of a minibatch's work; updates, predictions and copies take no time.
+    ``window`` is as for ``Pipeline``.
 
     Raises:
-        ValueError: the method is not defined for these.
+        ValueError: the method is not defined for these arguments.
     """
     stages = len(work.forward)
     spans = simulate_method(
@@ -101,9 +101,9 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
 def relative_times(
     settings: TrainSettings, make: Maker, devices: Sequence[str]
 ) -> dict[str, float]:
-    """By method, the time of a minibatch over the slowest stage's work on it: 1 has no bubble.
+    """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble.
 
-    Where a device has several stages, over that of as many.
+    If a device has several stages, the work of as many stages counts.
     """
     works: dict[int, Work] = {}
 

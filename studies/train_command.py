@@ -1,4 +1,4 @@
-"""``python -m studies train``: several methods on the same data, then a table and a picture."""
+"""``studies train``: trains several methods on the same data and prints a table and a picture."""
 
 import time
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.command(
     cls=OnceToldCommand,
     context_settings={"show_default": True},
-    epilog="What has no default here depends on --data, --model and --quick; results.json has what "
-    "was used. Finished runs are kept in --out: the same command with the same --out goes on "
-    "where it was interrupted, and trains what more seeds or methods add.",
+    epilog="Defaults that are not shown depend on --data, --model and --quick; results.json "
+    "records the values used. Finished runs are kept in --out: the same command with the "
+    "same --out resumes an interrupted comparison and trains added seeds or methods.",
 )
 @click.option(
     "--data",
     type=click.Choice(DATA_SETS),
-    help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.  "
+    help="The data set; digits come with scikit-learn, the others are read from --data-dir.  "
     "[default: digits]",
 )
 @data_dir
@@ -46,12 +46,12 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--model",
     type=click.Choice(MODELS),
-    help="What is trained.  [default: residual-mlp for digits, resnet for cifar10, gpt for text]",
+    help="The model.  [default: residual-mlp for digits, resnet for cifar10, gpt for text]",
 )
 @click.option(
     "--stages",
     type=POSITIVE,
-    help="Parts the model is cut into; under torchrun as many as there are processes.  "
+    help="Number of stages; under torchrun the number of processes.  "
     f"[default: {TrainSettings.stages}]",
 )
 @click.option(
@@ -61,8 +61,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     multiple=True,
     metavar="NAME",
     callback=names,
-    help="A method, or several with commas, or all; may be repeated. module:NAME is one of your "
-    "own, or a function that gives it, from the working directory or PYTHONPATH.  "
+    help="A method, or several with commas, or all; may be repeated. module:NAME is your own "
+    "method or a function that returns it, from the working directory or PYTHONPATH.  "
     f"[default: {', '.join(DEFAULT_METHODS)}]",
 )
 @click.option(
@@ -70,25 +70,25 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     default="cpu",
     callback=names,
     metavar="NAMES",
-    help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
-    "torchrun cuda is the one of the process's local rank.",
+    help="One device, or several with commas (cuda:0,cuda:1): each gets contiguous stages. Under "
+    "torchrun, cuda is the device of the process's local rank.",
 )
-@click.option("--seeds", type=POSITIVE, help="How many seeds, from 0 on.")
+@click.option("--seeds", type=POSITIVE, help="Number of seeds, from 0 on.")
 @click.option("--seed", type=int, multiple=True, help="Exactly this seed; may be repeated.")
 @click.option("--epochs", type=POSITIVE, help="Passes over the training data.")
 @click.option("--batch-size", type=POSITIVE, help="Samples of a minibatch.")
 @click.option(
     "--microbatches",
     type=POSITIVE,
-    help="Parts of every minibatch.  [default: 1; one per stage for auto, pipedream-2bw, "
+    help="Microbatches per minibatch.  [default: 1; one per stage for auto, pipedream-2bw, "
     "error-feedback, gpipe, 1f1b]",
 )
 @click.option(
     "--replicas",
     metavar="NUMBERS",
     callback=numbers(),
-    help="Processes of each stage under torchrun, one number or one per stage with commas, which "
-    "deal the microbatches out among themselves.  [default: 1]",
+    help="Processes per stage under torchrun, one number or one per stage with commas; they share "
+    "the microbatches.  [default: 1]",
 )
 @click.option(
     "--window",
@@ -105,7 +105,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--recompute",
     is_flag=True,
-    help="Keep only inputs, and run a stage's forward again before its backward.",
+    help="Keep only a stage's inputs, and repeat its forward before its backward.",
 )
 @click.option("--width", type=POSITIVE, help="Width of the model.")
 @click.option(
@@ -114,14 +114,13 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet, layers for snn.",
 )
 @click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
-@click.option("--train-samples", type=POSITIVE, help="Train on so many samples.")
-@click.option("--test-samples", type=POSITIVE, help="Test with so many samples.")
+@click.option("--train-samples", type=POSITIVE, help="Number of training samples.")
+@click.option("--test-samples", type=POSITIVE, help="Number of test samples.")
 @click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
 @click.option(
     "--optimizer",
     type=click.Choice(_OPTIMIZERS),
-    help="What updates the weights.  [default: adamw for gpt, adam for inception-v4 with --quick, "
-    "else sgd]",
+    help="The optimizer.  [default: adamw for gpt, adam for inception-v4 with --quick, else sgd]",
 )
 @click.option("--lr", type=float, callback=finite, help="Learning rate.")
 @click.option("--momentum", type=float, callback=finite, help="Momentum of SGD.  [default: 0.9]")
@@ -129,16 +128,18 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     "--weight-decay",
     type=float,
     callback=finite,
-    help="An L2 penalty, of adamw and nadam decoupled weight decay.",
+    help="L2 penalty; for adamw and nadam decoupled weight decay.",
 )
-@click.option("--nesterov", is_flag=True, help="Nesterov momentum, of SGD.")
+@click.option("--nesterov", is_flag=True, help="Use Nesterov momentum with SGD.")
 @click.option(
     "--lr-schedule",
     type=click.Choice(["constant", "cosine"]),
-    help="What the learning rate does after --warmup: stay, or fall as half a cosine to 0.",
+    help="Learning rate after --warmup: constant, or falling as a half cosine to 0.",
 )
 @click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
-@click.option("--threads", type=POSITIVE, default=1, help="CPU threads; small models want one.")
+@click.option(
+    "--threads", type=POSITIVE, default=1, help="CPU threads; small models run best with one."
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -147,26 +148,26 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for decoded images.  [default: data-cache beside --out]",
+    help="Folder for decoded images.  [default: data-cache next to --out]",
 )
 @click.option(
     "--checkpoint-every",
     type=POSITIVE,
     metavar="MINIBATCHES",
-    help="Drain and save after so many; an interrupted run then goes on from there. Needs --out.",
+    help="Drain and save every so many minibatches, to resume after an interruption. Needs --out.",
 )
 @click.option(
     "--checkpoint-seconds",
     type=click.FloatRange(min=0, min_open=True),
-    help="Drain and save after so many seconds; then the clock decides what is computed.",
+    help="Drain and save every so many seconds; results then depend on the clock.",
 )
-@click.option("--metrics", is_flag=True, help="Write figures of every stage to metrics.jsonl.")
+@click.option("--metrics", is_flag=True, help="Write every stage's metrics to metrics.jsonl.")
 @click.option(
     "--tensorboard",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write the figures of --metrics for TensorBoard into this folder.",
+    help="Write the metrics of --metrics for TensorBoard into this folder.",
 )
-@click.option("--verbose", "-v", is_flag=True, help="Show the log: what begins, ends, fails.")
+@click.option("--verbose", "-v", is_flag=True, help="Show the log.")
 @click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")
 def train(
     out: Path | None,
@@ -180,7 +181,8 @@ def train(
 ) -> None:
     """Train a pipeline with several methods and compare them.
 
-    All methods start from the same weights and see the same minibatches under the same settings.
+    All methods start from the same weights and train on the same minibatches with the same
+    settings.
     """
     world = World.of_environment()
     console = plain_console(quiet=not world.first)
@@ -216,7 +218,7 @@ def train(
 
 
 def _load(settings: TrainSettings, cache: Path, world: World) -> tuple[Maker, Workload]:
-    """Read the data on every rank, the first of a machine before others, and try the model."""
+    """Read the data on every rank, first on one rank of each machine, and build the model once."""
     found = None
     for turn in (True, False):
         with agreed(world):
@@ -230,7 +232,7 @@ def _load(settings: TrainSettings, cache: Path, world: World) -> tuple[Maker, Wo
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder to write to; found out before training, not after it."""
+    """Create the output folder, so that errors appear before training."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

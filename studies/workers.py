@@ -1,8 +1,9 @@
-"""Workers: asynchronous data parallelism under one master, its times drawn, its gradients real.
+"""Simulates asynchronous data parallelism with one master: real gradients, random timing.
 
-A worker computes a gradient with the weights that it was sent last, while others' gradients
-arrive; the master updates by every one that comes and sends new weights back. No processes: who is
-through next is drawn, as in DANA's own simulation (Hakimi et al., arXiv 1907.11612).
+A worker computes a gradient with the weights that it received last while gradients of other workers
+arrive. The master updates with every gradient and sends new weights back. Everything runs in one
+process: the next worker to finish is drawn at random, as in DANA's own simulation (Hakimi et al.,
+arXiv 1907.11612).
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from spectrain_ext.operators import sgd_step_
 from .data.split import Split
 from .workload import mean_loss, tested
 
-#: A gradient: of which weights, on which minibatch.
+#: A gradient function of weights and a minibatch.
 Gradient = Callable[[Tensor, int], Tensor]
-_SLOW = 0.999  # of gap-aware's average
+_SLOW = 0.999  # decay of gap-aware's average
 
 
 class Master(Protocol):
-    """What all workers share; theta is updated in place."""
+    """The state shared by all workers; theta is updated in place."""
 
     def update(self, message: Tensor, stale: Tensor, lr: float) -> None:
-        """Take in a worker's message, whose gradient is of the ``stale`` weights."""
+        """Process a worker's message, whose gradient used the ``stale`` weights."""
 
     def sends(self, lr: float) -> Tensor:
-        """The weights that the worker computes with next."""
+        """Return the weights for the worker's next gradient."""
 
 
 class Rule(Protocol):
-    """How workers and the master train: a value."""
+    """A training rule of workers and master, as a value."""
 
     def master(self, theta: Tensor, workers: int, lr: float) -> Master:
-        """A master of these weights, for so many workers; ``lr`` is the largest that will come."""
+        """Return a master of these weights; ``lr`` is the largest rate that will occur."""
 
     def message(self, gradient: Tensor, buffer: Tensor) -> Tensor:
-        """What a worker sends; the buffer is its own, zeros at first."""
+        """Return a worker's message; the buffer belongs to the worker and starts at zero."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Asgd:
         return gradient
 
     def corrected(self, gradient: Tensor, moved: Tensor, master: _Sgd) -> Tensor:
-        """What the master steps with, of weights from which it has ``moved``."""
+        """Return the gradient for the master's step, given how far weights have ``moved``."""
         return gradient
 
 
@@ -83,19 +84,19 @@ class DcAsgd(Asgd):
 class GapAware(Asgd):
     """Gap-aware: g / (1 + |theta - theta_stale| / (eta_max*(sqrt(A_hat) + 1e-8))) for g.
 
-    A <- .999*A + .001*v^2 after every step, A_hat is A without its bias to zero (Barkai, Hakimi,
+    A <- .999*A + .001*v^2 after every step; A_hat is A with bias correction (Barkai, Hakimi,
     Schuster, arXiv 1909.10802).
     """
 
     def corrected(self, gradient: Tensor, moved: Tensor, master: _Sgd) -> Tensor:
-        if not master.updates:  # nothing has moved yet
+        if not master.updates:  # no movement yet
             return gradient
         hat = master.average / (1 - _SLOW**master.updates)
         return gradient / (1 + moved.abs() / (master.largest * (hat.sqrt() + 1e-8)))
 
 
 class _Sgd:
-    """A master that makes SGD's step, and sends its weights as they are."""
+    """A master that makes SGD's step and sends its weights unchanged."""
 
     def __init__(self, rule: Asgd, theta: Tensor, largest: float) -> None:
         self._rule, self._theta, self.largest, self.updates = rule, theta, largest, 0
@@ -116,8 +117,8 @@ class _Sgd:
 class DanaSlim:
     """DANA-Slim: a worker v <- gamma*v + g sends gamma*v + g; the master theta <- theta - eta*u.
 
-    Hakimi et al., arXiv 1907.11612: momentum is the workers', so that the master's weights are
-    already those that the momentum of all will have moved them to.
+    Hakimi et al., arXiv 1907.11612. The workers hold the momentum, so the master's weights are
+    already those to which everyone's momentum moves them.
     """
 
     momentum: float = 0.9
@@ -132,11 +133,11 @@ class DanaSlim:
 
 @dataclass(frozen=True)
 class Smega2:
-    """SMEGA2: a single momentum for all, of whole cycles of n gradients, n workers.
+    """SMEGA2: one momentum for all, from complete cycles of n gradients of n workers.
 
-    G <- G + g; theta <- theta - eta*(g + gamma*m); every n steps m <- gamma*m + G/n and G <- 0. c
-    steps into a cycle theta - eta*gamma*((c/n)*G + (n + c*(gamma - 1))*m) is sent: where the next n
-    steps will have come to (Cohen, Hakimi, Schuster, ICPP 2022).
+    G <- G + g; theta <- theta - eta*(g + gamma*m); every n steps m <- gamma*m + G/n and G <- 0.
+    After c steps of a cycle the master sends theta - eta*gamma*((c/n)*G + (n + c*(gamma - 1))*m),
+    the prediction for the next n steps (Cohen, Hakimi, Schuster, ICPP 2022).
     """
 
     momentum: float = 0.9
@@ -167,7 +168,7 @@ class _Smega2:
         return self.theta - lr * self.momentum * to_come
 
 
-#: By name, as a study calls them.
+#: Rules by the name that a study uses.
 RULES: dict[str, Rule] = {
     "asgd": Asgd(momentum=0.0),
     "nag-asgd": Asgd(),
@@ -179,12 +180,12 @@ RULES: dict[str, Rule] = {
 
 
 def order_of(workers: int, variation: float, seed: int) -> Iterator[int]:
-    """Which worker is through next, for ever: times are gamma-distributed, of mean 1.
+    """Yield which worker finishes next, endlessly; times follow a gamma distribution of mean 1.
 
     Args:
         workers: their number.
-        variation: standard deviation of a time, over its mean; DANA's is 0.1.
-        seed: of the times.
+        variation: standard deviation of a time over its mean; 0.1 in DANA.
+        seed: seed of the times.
     """
     draw = random.Random(seed)
     shape = 1 / variation**2
@@ -204,19 +205,19 @@ def run_rule(
     workers: int,
     rates: Sequence[float],
 ) -> Iterator[tuple[int, float]]:
-    """Train ``theta`` in place, an update for every rate, on minibatches 0, 1, 2, ...
+    """Train ``theta`` in place, one update per rate, on minibatches 0, 1, 2, ...
 
     Args:
-        rule: how.
+        rule: the training rule.
         theta: the master's weights, one flat tensor.
-        gradient: of given weights on a minibatch.
-        order: which worker is through next.
-        workers: their number; all are sent theta first.
+        gradient: the gradient of given weights on a minibatch.
+        order: the sequence of workers that finish.
+        workers: their number; all receive theta first.
         rates: the learning rate of every update.
 
     Yields:
-        Of every update its lag (updates that the master made since it sent those weights), and the
-        gap: the root mean square of theta - theta_stale, before it.
+        For every update, the lag (the master's updates since it sent those weights) and the gap
+        (the root mean square of theta - theta_stale before the update).
     """
     master = rule.master(theta, workers, max(rates))
     sent = [(0, theta.clone()) for _ in range(workers)]
@@ -231,10 +232,10 @@ def run_rule(
 
 
 class Trained(NamedTuple):
-    """The end of a training.
+    """The result of a training.
 
     Attributes:
-        accuracy, loss: of the test part.
+        accuracy, loss: on the test part.
         lag, gap: means over all updates, see ``run_rule``.
     """
 
@@ -255,25 +256,26 @@ def train(
     batch_size: int,
     seed: int = 0,
 ) -> Trained | None:
-    """Train a copy of a model by a rule; None: it diverged.
+    """Train a copy of a model by a rule; return None if it diverges.
 
-    The rate falls linearly from ``lr`` to zero. Minibatches are those of shuffled epochs, the same
-    for all rules and numbers of workers; an update has one of them, whoever computes it.
+    The rate falls linearly from ``lr`` to zero. The minibatches come from shuffled epochs and are
+    the same for all rules and numbers of workers. An update uses one minibatch, whichever worker
+    computes it.
 
     Args:
-        rule: how.
-        model: where all begin.
-        data: what is trained and tested on.
+        rule: the training rule.
+        model: the initial model.
+        data: training and test data.
         workers: their number.
         lr: the first learning rate.
-        updates: of the master.
+        updates: number of the master's updates.
         batch_size: samples of a gradient.
-        seed: of the order of samples, and of the times, which vary by 0.1.
+        seed: seed of the sample order and of the times (variation 0.1).
     """
     model = copy.deepcopy(model)
     params = list(model.parameters())
     theta = torch.cat([p.detach().reshape(-1) for p in params])
-    computed = torch.empty_like(theta)  # where a worker's weights lie while it computes
+    computed = torch.empty_like(theta)  # a worker's weights during its computation
     for p, view in zip(params, computed.split([p.numel() for p in params]), strict=True):
         p.data = view.view_as(p)
     draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Workload: what one run trains and is tested with, whoever made it."""
+"""Defines a workload: the model, data and optimizer of one run."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Batch = tuple[Any, Tensor]
 
 
 class Epoch(Sized, Iterable[Batch], Protocol):
-    """Minibatches ``(input, target)``, counted; a ``DataLoader`` is one."""
+    """Minibatches ``(input, target)`` with a length; a ``DataLoader`` is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What one run trains.
+    """The model, data and optimizer of one run.
 
     Attributes:
-        model: layers that are called one after another, of which stages get equal numbers.
-        optimizer: makes the optimizer of a stage's parameters, as ``Pipeline`` wants it.
-        loss: of the model's output and a minibatch's target: their mean.
-        train: minibatches ``(input, target)`` of one epoch, gone through again for each: they are
-            shuffled by the seed, and not by torch's global random state. Each is one update.
-        test: minibatches to test with, gone through several times.
-        name: in tables and pictures.
-        scheduler: makes a learning-rate scheduler of an optimizer; None: rates are constant.
-        judged: by which figure of the tests. For an accuracy the output is ``(..., classes)``, the
-            target int64 ``(...)``; a perplexity is the exponential of the loss.
-        about: what the run depends on besides the settings, of JSON's types.
+        model: layers called in sequence; stages get equal numbers of them.
+        optimizer: makes the optimizer of a stage's parameters, as for ``Pipeline``.
+        loss: the mean loss of the model's output and a minibatch's target.
+        train: minibatches ``(input, target)`` of one epoch, iterated again for each epoch; the seed
+            shuffles them, not torch's global random state. Each is one update.
+        test: test minibatches, iterated several times.
+        name: name in tables and pictures.
+        scheduler: makes the learning-rate scheduler of an optimizer; None: rates are constant.
+        judged: the test figure for comparisons. For an accuracy the output is ``(..., classes)``
+            and the target int64 ``(...)``; a perplexity is the exponential of the loss.
+        about: JSON values that the run depends on besides the settings.
     """
 
     model: Sequence[nn.Module] | nn.Sequential
@@ -53,26 +53,26 @@ class Workload:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: Makes the workload of a run: of settings, method, number of stages and seed.
+#: Makes the workload of a run from settings, method, number of stages and seed.
 Maker = Callable[[TrainSettings, Method, int, int], Workload]
 
 
 def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
-    """The model in so many stages.
+    """Return the model cut into stages.
 
     Raises:
-        ValueError: it has fewer layers.
+        ValueError: it has fewer layers than stages.
     """
     return cut_evenly(list(workload.model), stages)
 
 
 def epochs_of(train: Epoch, epochs: int, begin: int = 0) -> Iterator[Batch]:
-    """The minibatches of several epochs, without the first ``begin``."""
+    """Return the minibatches of several epochs, without the first ``begin``."""
     return islice(chain.from_iterable(repeat(train, epochs)), begin, None)
 
 
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats per target: ``(..., classes)`` against int64 ``(...)``."""
+    """Return the cross entropy in nats per target: ``(..., classes)`` against int64 ``(...)``."""
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
@@ -83,13 +83,13 @@ def tested(
     device: torch.device | str = "cpu",
     told: Callable[..., None] = lambda *words: None,
 ) -> tuple[float, float]:
-    """Accuracy and mean loss over all targets; leaves the model in evaluation.
+    """Return accuracy and mean loss over all targets; leave the model in evaluation mode.
 
-    The accuracy is nan where targets are no classes. ``told`` hears from time to time how far it
-    is.
+    The accuracy is nan if targets are not classes. ``told`` is called with the progress from time
+    to time.
 
     Raises:
-        ValueError: there is nothing to test with.
+        ValueError: there are no test minibatches.
     """
     model.eval()
     total, correct, count = 0.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""World: the processes that train one comparison together, as torchrun started them."""
+"""Connects the processes that train one comparison under torchrun."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.schedule import Replicas
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How long ranks wait for what another does before training, such as decoding 60,000 images.
+# Limit of the ranks' wait for each other before training, for example to decode 60,000 images.
 _PATIENCE = timedelta(hours=1)
-# And, with a board, for a rank that does not get on with what it does alone.
+# With a board, also the limit for a rank that makes no progress in its own work.
 _STUCK = 300.0
 
 
 def _to_nobody(*what: object) -> None:
-    """Nobody waits."""
+    """Do nothing: no rank waits."""
 
 
 class World:
-    """One process of those that train together; alone, it is rank 0 of 1.
+    """One of the processes that train together; a single process is rank 0 of 1.
 
     Args:
-        rank: of this process.
-        size: how many processes there are.
+        rank: this process's rank.
+        size: number of processes.
         local_rank: this process's number on its machine.
-        tell_others: told what it does, where it works alone and others wait.
+        tell_others: receives this process's current activity while others wait for it.
 
     Attributes:
         rank, size, local_rank, tell_others: as given.
-        replicas: which stage every process trains; one each, until ``settle`` says otherwise.
+        replicas: the stage that every process trains; one process per stage until ``settle``
+            changes it.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class World:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> World:
-        """What torchrun says; without it, and with one process, this process alone."""
+        """Return the world of torchrun's variables, or of this process alone."""
         if any(name not in environment for name in _VARIABLES):
             return World()
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -72,7 +73,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that talks and writes."""
+        """Whether this process writes files and output."""
         return self.rank == 0
 
     @property
@@ -81,7 +82,7 @@ class World:
         return self.replicas.stage_and_replica(self.rank)[0]
 
     def device(self, name: str) -> str:
-        """The device of this process that a name means: cuda is the one of its local rank."""
+        """Return the device of a name in this process; cuda is the device of the local rank."""
         if name != "cuda" or not self.together:
             return name
         there = torch.cuda.device_count()
@@ -89,10 +90,10 @@ class World:
 
     @contextmanager
     def joined(self, cuda: bool) -> Iterator[None]:
-        """Inside there is a process group of all ranks, of gloo: pipelines make those of NCCL.
+        """Provide a gloo process group of all ranks; pipelines make the NCCL groups.
 
         Args:
-            cuda: whether its ranks use the GPU of their number.
+            cuda: whether each rank uses the GPU of its local rank.
         """
         if not self.together:
             yield
@@ -101,20 +102,20 @@ class World:
             torch.cuda.set_device(self.device("cuda"))
         self._join()
         yield
-        # Not after a failure: what is in flight would be waited for.
+        # Not after a failure: it would wait for messages in flight.
         dist.destroy_process_group()
 
     def _join(self) -> None:
         join_ranks(timeout=_PATIENCE)
         store = PrefixStore("studies", _get_default_store())
         self._board = Board(store, self.rank, self.size, _STUCK)
-        with self._board.run(starts=True):  # until all have come
+        with self._board.run(starts=True):  # until all have arrived
             pass
 
     def renew(self) -> None:
-        """Leave all groups and make a new one: those of an earlier pipeline hold their sockets.
+        """Leave all groups and make a new one: groups of earlier pipelines hold their sockets.
 
-        A pipeline of four ranks leaves 16 open files and 10 threads in each of the middle ones.
+        A pipeline of four ranks leaves 16 open files and 10 threads in each middle rank.
         """
         if self.together:
             dist.destroy_process_group()
@@ -122,14 +123,14 @@ class World:
 
     @contextmanager
     def alone(self, what: str) -> Iterator[Callable[..., None]]:
-        """Inside, rank 0 works and the others, which have nothing to do there, wait for it.
+        """Let rank 0 work while the other ranks wait for it.
 
         Yields:
-            What rank 0 calls with what it does next, a few words: as long as it gets on it is
-            waited for.
+            A function for rank 0 to call with a short description of each step; the others wait as
+            long as it makes progress.
 
         Raises:
-            RankError: a rank has gone, or rank 0 does not get on.
+            RankError: a rank has ended, or rank 0 makes no progress.
         """
         if self._board is None:
             yield self.tell_others
@@ -143,10 +144,10 @@ class World:
 
     @contextmanager
     def part(self, all_ranks: bool, what: str) -> Iterator[World | None]:
-        """Inside, the processes that this one works with: all, or rank 0 by itself.
+        """Provide the processes that work on the block: all of them, or rank 0 alone.
 
         Yields:
-            None on a rank that has no part in it, and waits.
+            The world of these processes; None on a rank that only waits.
 
         Raises:
             RankError: as ``alone``.
@@ -158,18 +159,18 @@ class World:
             yield World(tell_others=told) if self.first else None
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what every rank gives, by rank: JSON's types.
+        """Return every rank's value (JSON types), by rank.
 
         Raises:
-            ConnectionError: a rank has gone.
+            ConnectionError: a rank has ended.
         """
         return Peers().tell(value) if self.together else [value]
 
     def collect(self, stages: list[nn.Module]) -> None:
-        """Give rank 0, which has all stages as they were made, the state that each rank trained.
+        """Send every rank's trained state to rank 0.
 
         Args:
-            stages: on every rank its own one is the trained one.
+            stages: all stages; on each rank its own one is trained.
         """
         if self._board is None:
             return
@@ -177,7 +178,7 @@ class World:
             try:
                 for k in range(1, self.replicas.stages):
                     self._collect(k, stages[k], self._board)
-            except RuntimeError as error:  # of gloo: who is missed here has gone
+            except RuntimeError as error:  # from gloo: the missing rank has ended
                 raise ConnectionError(str(error)) from error
 
     def _collect(self, k: int, stage: nn.Module, board: Board) -> None:

@@ -1,4 +1,4 @@
-"""What tests share: hypothesis profiles, the cuda skip, a fixed start, marks that are true."""
+"""Shared fixtures: hypothesis profiles, the cuda skip, fixed seeds, checked markers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from helpers.campaign import Campaign
 from hypothesis import HealthCheck, settings
 
-# At the end: beside studies/ are the package's sources, and what is tested is installed.
+# At the end: the package's sources are next to studies/, and the tests use the installed package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
-# "default" is derandomized: the same examples everywhere, so that a red run is red for everybody.
+# "default" is derandomized: every machine runs the same examples.
 settings.register_profile(
     "default",
     max_examples=100,
@@ -35,7 +35,7 @@ settings.load_profile(os.environ.get("SPECTRAIN_HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With SPECTRAIN_CAMPAIGN=FILE, count there the random faults of test_failures.py."""
+    """Count the random faults of test_failures.py in SPECTRAIN_CAMPAIGN=FILE, if set."""
     path = os.environ.get("SPECTRAIN_CAMPAIGN")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Campaign(Path(path)))
@@ -50,9 +50,9 @@ def _why_no_cuda() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked cuda, with the reason, where no device can be used; processes come first.
+    """Skip tests marked cuda, with the reason, without a usable device; run process tests first.
 
-    Their tests wait more than they compute: beside others, that is, and not at the end, alone.
+    They mostly wait, so that they should run together with other tests and not alone at the end.
     """
     reason = _why_no_cuda()
     for item in items if reason else ():
@@ -64,17 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_there_stays() -> None:
-    """Modules and collected tests need not be looked through whenever a test collects garbage."""
+    """Exclude modules and collected tests from the garbage collections of later tests."""
     gc.collect()
     gc.freeze()
 
 
 def _starts_something(item: pytest.Item) -> bool:
-    names = ("processes", "compiler", "nightly", "cuda")  # `make check` leaves the former two out
+    names = ("processes", "compiler", "nightly", "cuda")  # `make check` leaves out the first two
     return any(item.get_closest_marker(name) for name in names)
 
 
-#: The test that runs and may start no process, or None.
+#: The running test if it must not start a process, or None.
 _alone: str | None = None
 
 
@@ -96,14 +96,15 @@ for _owner, _name in (
 
 @pytest.fixture(autouse=True)
 def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test starts from the same seed and leaves the number of threads as it found it."""
+    """Start every test from the same seed, and restore the number of threads."""
     global _alone
     threads = torch.get_num_threads()
-    # On machines of one core and of many alike; only operators are wide enough for two.
+    # The same on machines with one core and with many; only operators are large enough for two.
     torch.set_num_threads(2 if request.node.path.parent.name == "operators" else 1)
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # without a stack trace for every kind of device there might be: 1 ms of 7,000 tests
+    # without a stack trace for every possible device type, which costs each of 7,000 tests 1 ms
+    else:
         torch.default_generator.manual_seed(0)
     _alone = None if _starts_something(request.node) else request.node.nodeid
     yield

@@ -1,3 +1,3 @@
-"""What gpu_suite.py is made of: its plan, its steps, the parts that measure, the report."""
+"""The parts of gpu_suite.py: plan, steps, measurements, report."""
 
 import root  # noqa: F401  # finds studies

@@ -1,4 +1,4 @@
-"""What `make gpu-wheel` made beforehand, and whether it is of these very sources."""
+"""Finds the files of `make gpu-wheel` and checks that they match these sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".txt", ".tom
 
 
 def fingerprint() -> str:
-    """Of all that the package and the probe are made from."""
+    """Return a hash of all sources of the package and the probe."""
     digest = hashlib.sha256()
     own = ("CMakeLists.txt", "pyproject.toml", "setup.py", "bench/gpu/probe.cu")
     paths = [ROOT / name for name in own]
@@ -24,10 +24,10 @@ def fingerprint() -> str:
 
 
 def carried(pattern: str) -> Path:
-    """A file that was carried along.
+    """Return a file that was built beforehand.
 
     Raises:
-        FileNotFoundError: there is none, or it was made from other sources.
+        FileNotFoundError: there is none, or it was built from other sources.
     """
     found = sorted(FOLDER.glob(pattern))
     if not found:

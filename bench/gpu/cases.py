@@ -1,4 +1,4 @@
-"""A part's results: one JSON file, written after every case; a kill leaves what was measured."""
+"""Stores a part's results in one JSON file after every case, so that a kill loses none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: A part ends with it when the device can no longer be used in its process.
+#: Exit status of a part whose process can no longer use the device.
 POISONED = 77
 
 
 class Cases:
-    """Runs cases by name and keeps what became of each.
+    """Runs cases by name and stores their results.
 
-    A case that fails is recorded, and the next one runs. Where the device is lost with it, or the
-    process, the part is started again and goes on behind it: what was done is not done again. So it
-    is where a case takes longer than `limit_s` seconds: it says where it is, and ends its process.
+    A failing case is recorded, and the next one runs. If a case loses the device or the process,
+    the part restarts after that case and does not repeat finished ones. If a case takes longer than
+    `limit_s` seconds, its process prints its stack and ends, with the same effect.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Cases:
         path: Path,
         until: float,
         alive: Callable[[], None] = lambda: None,
-        limit_s: float = 0.0,  # 0: none
+        limit_s: float = 0.0,  # 0: no limit
     ) -> None:
         self._path, self.until, self._alive, self._limit_s = path, until, alive, limit_s
         self.data: dict[str, dict[str, Any]] = {}
@@ -42,13 +42,13 @@ class Cases:
 
     @property
     def left_s(self) -> float:
-        """Seconds until no further case is begun."""
+        """Seconds in which further cases may start."""
         return self.until - time.time()
 
     def run(self, name: str, measure: Callable[[], Any], reserve_s: float = 0.0) -> Any:
-        """What `measure` returned, now or in an earlier process; None where there is nothing.
+        """Return the result of `measure`, from now or an earlier process; None if there is none.
 
-        With less than `reserve_s` seconds left it is not begun.
+        A case with less than `reserve_s` seconds left does not start.
         """
         known = self.data.get(name)
         if known is not None and known["status"] != "no time left":
@@ -77,7 +77,7 @@ class Cases:
 
     @property
     def slowest_s(self) -> float:
-        """What the slowest case so far took: without as much time the next one is not begun."""
+        """Seconds of the slowest case so far, which the next one needs to start."""
         return max((case.get("seconds", 0.0) for case in self.data.values()), default=0.0)
 
     @contextmanager
@@ -85,7 +85,7 @@ class Cases:
         if not self._limit_s:
             yield
             return
-        # A signal that nobody handles ends the process whatever it hangs in.
+        # The default action of the signal ends the process wherever it hangs.
         faulthandler.dump_traceback_later(max(0.1, self._limit_s - 1))
         signal.setitimer(signal.ITIMER_REAL, self._limit_s)
         try:
@@ -103,7 +103,7 @@ class Cases:
 
 
 def write(path: Path, text: str | bytes) -> None:
-    """Write a file whole: who reads it meanwhile reads the old one."""
+    """Write a file atomically: readers see the old or the new one."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(text.encode() if isinstance(text, str) else text)
     os.replace(new, path)

@@ -1,4 +1,4 @@
-"""The tests marked cuda: a process per file, so that a lost device costs the rest of one file."""
+"""Runs the tests marked cuda, one process per file, so that a lost device affects one file only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .cases import Cases
 from .scale import Scale
 
 _AT_ONCE = 6
-#: Seconds of one test; the first one of a process makes a context and loads kernels.
+#: Seconds of one test; the first one of a process creates a context and loads kernels.
 _TEST_S = 100
 
 
 def run_tests(cases: Cases, scale: Scale, tests: Path, out: Path) -> None:
-    """A case per file, on the GPUs in turn; its log is `tests-NAME.log`."""
+    """Run a case per file, on the GPUs in turn; its log is `tests-NAME.log`."""
     waiting, gpus = marked(tests)[: scale.few], itertools.cycle(_visible())
     if not waiting:
         cases.put("tests", "failed", error=f"no file of {tests.name} has a test marked cuda")
@@ -48,37 +48,35 @@ def run_tests(cases: Cases, scale: Scale, tests: Path, out: Path) -> None:
 
 
 def marked(tests: Path) -> list[Path]:
-    """Files with tests marked cuda, those that are about it first."""
+    """Return the files with tests marked cuda, those about CUDA first."""
     files = [p for p in sorted(tests.rglob("test_*.py")) if "mark.cuda" in p.read_text()]
     return sorted(files, key=lambda p: ("cuda" not in p.name, str(p)))
 
 
 def _visible() -> list[str | None]:
-    """All GPUs, each of them first in turn; None alone, where there is one or none."""
+    """Return CUDA_VISIBLE_DEVICES with each GPU first in turn; only None without several GPUs."""
     count = machine.gpus()
     if count < 2:
         return [None]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",")[:count] if given else [str(k) for k in range(count)]
-    # The others stay: some tests want two.
+    # The other GPUs remain visible: some tests need two.
     return [",".join(names[k:] + names[:k]) for k in range(count)]
 
 
 @dataclass
 class _File:
-    """A file whose tests are running."""
-
     path: Path
     tests: Path
     out: Path
-    gpus: str | None = None  # for CUDA_VISIBLE_DEVICES; None: as it is
+    gpus: str | None = None  # for CUDA_VISIBLE_DEVICES; None: unchanged
     ended: bool = False
 
     def __post_init__(self) -> None:
         self.start = time.time()
         self.name = str(self.path.relative_to(self.tests))
         self.log = self.out / f"tests-{self.name.removesuffix('.py').replace('/', '-')}.log"
-        # Strict options would stop at a plugin that is missing.
+        # Strict options would fail on a missing plugin.
         command = [sys.executable, "-m", "pytest", str(self.path), "-v", "--tb=short"]
         command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "cuda and not nightly"]
         command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
@@ -96,12 +94,12 @@ class _File:
             )
 
     def outcome(self, code: int) -> dict[str, Any]:
-        """What became of it; pytest's 5 says that no test was left to run."""
+        """Return the result; pytest's status 5 means that no test was left to run."""
         text = self.log.read_text(errors="replace")
         status = "no time left" if self.ended else "ok" if code in (0, 5) else "failed"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*)$", text, re.MULTILINE)
         found = {"code": code, "seconds": round(time.time() - self.start, 1), **counts(text)}
-        # Where the process was ended, its last test did it.
+        # The process ended in its last test.
         begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
         if code < 0 and begun:
             found["last"] = begun[-1]
@@ -109,7 +107,7 @@ class _File:
 
 
 def counts(text: str) -> dict[str, int]:
-    """Tests passed, failed and so on, from pytest's last line, or else from its lines so far."""
+    """Return the numbers of passed, failed and other tests, from pytest's output so far."""
     found: dict[str, int] = {}
     last = re.findall(r"^=+ (.*) in [\d.]+s.*=+$", text, re.MULTILINE)
     for word in ("passed", "failed", "skipped", "error", "deselected"):

@@ -1,4 +1,4 @@
-"""Several GPUs in one process: what crosses from one to another, and the CPU's bits."""
+"""Tests transfers between several GPUs in one process, and pipelines against the CPU's bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _METHODS = ("auto", "spectrain", "1f1b", "pipedream")
 
 
 def devices(cases: Cases, scale: Scale) -> None:
-    """Copies both ways, then pipelines over two devices and over more, some of them late."""
+    """Run copies both ways, then pipelines over two and more devices, some with delays."""
     delays = Delays(scale)
     cases.run("peer access", lambda: _access(scale))
     for a, b in _pairs(scale.gpus)[: scale.few]:
@@ -40,14 +40,14 @@ def devices(cases: Cases, scale: Scale) -> None:
 
 
 def _pairs(count: int) -> list[tuple[int, int]]:
-    """Both ways between the first two, then between all neighbours, then the ends."""
+    """Return both directions between the first two devices, all neighbours, then the ends."""
     found = [(k, k + 1) for k in range(count - 1)] + [(0, count - 1)]
     both = [pair for a, b in found for pair in ((a, b), (b, a))]
     return list(dict.fromkeys(both))
 
 
 def _access(scale: Scale) -> dict[str, Any]:
-    """From which device which other one's memory is reached without the host."""
+    """Return which devices reach each other's memory without going through the CPU."""
     every = range(scale.gpus)
     if not scale.on_gpu:
         return {"reaches": [[True] * len(every)] * len(every)}
@@ -56,7 +56,7 @@ def _access(scale: Scale) -> dict[str, Any]:
 
 
 def _copies(a: int, b: int, scale: Scale) -> dict[str, float]:
-    """Every byte arrives; how fast, where it is large."""
+    """Check that every byte arrives, and measure the speed of large copies."""
     source, target = _two(a, b, scale)
     stream = new_stream("copies", source, target)
     best = float("inf")
@@ -76,7 +76,7 @@ def _copies(a: int, b: int, scale: Scale) -> dict[str, float]:
 
 
 def _order(a: int, b: int, delays: Delays, scale: Scale) -> dict[str, int]:
-    """An edge's messages arrive in order and whole, though writer, copy and reader are late."""
+    """Check that messages arrive whole and in order, even if writer, copy or reader is delayed."""
     source, target = _two(a, b, scale)
     writer, reader = new_stream("writer", source), new_stream("reader", target)
     depth, elements = 3, scale.message[0] * scale.message[1] // 4
@@ -129,7 +129,7 @@ def _two(a: int, b: int, scale: Scale) -> tuple[torch.device, torch.device]:
 def _pipeline(
     method: str, count: int, late: int | None, delays: Delays, scale: Scale
 ) -> dict[str, Any]:
-    """Stages on devices in turn, so that every message crosses; of two devices each has two."""
+    """Place stages on devices in turn, so that every message crosses; two devices have two each."""
     stages, several = max(4, count), method in ("auto", "1f1b")
     minibatches = 24 if scale.on_gpu else 6
     exact = Exact(method, stages, microbatches=stages if several else 1, minibatches=minibatches)

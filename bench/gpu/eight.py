@@ -1,4 +1,4 @@
-"""Eight stages: `auto`, the default, against `1f1b`, in one process and in a process per GPU."""
+"""Compares `auto`, the default, with `1f1b` in eight stages: in one process and one per GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = ("auto", "1f1b")
 
 
 def eight(cases: Cases, scale: Scale) -> None:
-    """One process with all devices; then 2, 4 and 8 processes, with several stages on each."""
+    """Run one process with all devices, then 2, 4 and 8 processes with several stages each."""
     for ranks in (1, *scale.processes)[: scale.few]:
         case = f"{ranks} process{'es' * (ranks > 1)}"
         if fits(cases, case, ranks, scale):
@@ -31,21 +31,22 @@ def eight(cases: Cases, scale: Scale) -> None:
 
 
 def stages(scale: Scale) -> list[nn.Module]:
-    """Equal ones; the same numbers each time."""
+    """Return equal stages with fixed weights."""
     torch.manual_seed(0)
     width = scale.eight[1]
     linears = [nn.Linear(width, width) for _ in range(STAGES)]
-    for linear in linears:  # eight of torch's own would leave next to nothing of the input
+    # eight of torch's default layers would leave almost nothing of the input
+    for linear in linears:
         nn.init.xavier_uniform_(linear.weight)
     return [nn.Sequential(linear, nn.Tanh()) for linear in linears]
 
 
 def batch(scale: Scale) -> tuple[Tensor, Tensor]:
-    """One minibatch, which is trained on again and again."""
+    """Return one minibatch, which is used repeatedly."""
     _, width, examples = scale.eight
     gen = torch.Generator().manual_seed(1)
     x, y = (torch.randn(examples * STAGES, width, generator=gen) for _ in "xy")
-    return x, y.mul_(0.1).add_(0.5)  # at any width the biases learn that much at once
+    return x, y.mul_(0.1).add_(0.5)  # at any width the biases learn this much at once
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Any:
@@ -58,12 +59,12 @@ def measured(
     scale: Scale,
     lossy: bool,  # whether this process has the losses
 ) -> dict[str, Any]:
-    """Minibatches per second of each, in turn, and its first and last loss."""
+    """Return minibatches per second of each, in turn, and its first and last loss."""
     minibatches = scale.eight[0]
     speeds: dict[str, list[float]] = {name: [] for name in pipes}
     losses: dict[str, list[float]] = {name: [] for name in pipes}
     given: Any = None if data is None else [data] * minibatches
-    for _ in range(1 + min(5, scale.rounds)):  # the first warms up
+    for _ in range(1 + min(5, scale.rounds)):  # the first one is warm-up
         for name, pipe in pipes.items():
             dist.barrier()
             scale.wait()
@@ -85,11 +86,11 @@ def measured(
 def throughput(
     ranks: int, scale: Scale, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Of so many processes, each with as many of the eight stages; of one with all devices."""
+    """Measure several processes with equal shares of the eight stages, or one with all devices."""
     found: Sequence[dict[str, Any]] = run_all(
         rank_main, ranks, scale, limit_s=LIMIT_S, environment=environment
     )
-    # The last rank has the losses. Rank 0 begins every minibatch, and ends with the last of all.
+    # The last rank has the losses. Rank 0 starts every minibatch and finishes its last backward.
     mine, last = found[0], found[-1]
     for method in METHODS:
         before, after = mine[method]["losses"] = last[method]["losses"]
@@ -100,11 +101,10 @@ def throughput(
 
 
 def rank_main(rank: int, ranks: int, scale: Scale) -> dict[str, Any]:
-    """In every rank."""
     x, y = batch(scale)
     with own_groups():
         pipes: dict[str, st.Pipeline] = {}
-        # In one process as in several: a stage's neighbours are on other devices.
+        # In one process, too, a stage's neighbours are on other devices.
         places = scale.devices(STAGES) if ranks == 1 else [scale.devices(rank + 1)[-1]]
         for method in METHODS:
             if ranks == 1:

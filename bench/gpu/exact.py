@@ -1,9 +1,9 @@
-"""Pipelines whose every element is computed alone: the same bits on CPUs and on GPUs.
+"""Defines pipelines with only elementwise operations: the same bits on CPUs and GPUs.
 
-A stage multiplies by a tensor of weights as large as its input, adds another one, and cuts off
-what is negative: nothing is summed, and nothing rounds in another way elsewhere, as matrix products
-and transcendental functions do. The loss is a sum, but its gradient is exact. Where a weight's last
-bit differs from the CPU's, a stage has met another version or another message.
+A stage multiplies its input elementwise by a weight tensor of the same size, adds another one, and
+clips negative values. Nothing is summed, and nothing rounds differently elsewhere, as matrix
+products and transcendental functions do. The loss is a sum, but its gradient is exact. If a
+weight's last bit differs from the CPU's, a stage used another weight version or another message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import spectrain_ext as st
 
 
 class Elements(nn.Module):
-    """One stage, for microbatches of this very shape."""
+    """One stage for microbatches of a fixed shape."""
 
     def __init__(self, number: int, shape: tuple[int, int], last: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Elements(nn.Module):
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """Half a row's sum of squares, where rows are a power of two: no gradient is rounded."""
+    """Half the mean of the rows' sums of squares; 2^n rows leave every gradient exact."""
     d = output - target
     return (d * d).sum() / (2 * len(output))
 
@@ -54,11 +54,11 @@ class Exact:
     minibatches: int = 12
 
     def stage(self, k: int) -> nn.Module:
-        """Stage k, on the CPU."""
+        """Return stage k on the CPU."""
         return Elements(k, self.shape, k == self.stages - 1)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same numbers each time."""
+        """Return the same batches every time."""
         gen = torch.Generator().manual_seed(5)
         rows, columns = self.shape
         for _ in range(self.minibatches):
@@ -66,7 +66,7 @@ class Exact:
             yield x, y
 
     def pipeline(self, devices: Sequence[str]) -> st.Pipeline:
-        """In one process."""
+        """Return an in-process pipeline."""
         return st.Pipeline(
             [self.stage(k) for k in range(self.stages)],
             optimizer=sgd,
@@ -77,7 +77,7 @@ class Exact:
         )
 
     def train(self, devices: Sequence[str]) -> dict[str, Tensor]:
-        """The weights that one process ends with, on the CPU."""
+        """Train in one process; return the final weights on the CPU."""
         pipe = self.pipeline(devices)
         for _ in pipe.run(self.batches()):
             pass
@@ -86,12 +86,12 @@ class Exact:
         return state
 
     def on_cpu(self) -> dict[str, Tensor]:
-        """What everything is compared with."""
+        """Return the reference for all comparisons."""
         return self.train(["cpu"] * self.stages)
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raises AssertionError where a bit differs, or nothing has been computed."""
+    """Raise AssertionError if a bit differs or nothing was computed."""
     if found.keys() != expected.keys():
         raise AssertionError(f"expected {sorted(expected)}, got {sorted(found)}")
     wrong = [k for k in expected if not torch.equal(found[k], expected[k])]
@@ -100,6 +100,6 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         raise AssertionError(
             f"{len(wrong)} of {len(expected)} tensors differ, by up to {worst:.3g}: {wrong[:8]}"
         )
-    # NaN differs from itself, so it is found above; zeros would agree whatever happened.
+    # NaN differs from itself, so the loop finds it; zeros would agree in any case.
     if not all(bool(v.any()) for v in expected.values()):
         raise AssertionError("a tensor has zeros alone: nothing was compared")

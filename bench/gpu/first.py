@@ -1,4 +1,4 @@
-"""The smallest run there is: an operator, a step and a pipeline, each against the CPU."""
+"""Runs the smallest case of each kind against the CPU: an operator, a step and a pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .scale import Scale
 
 
 def first(cases: Cases, scale: Scale) -> None:
-    """Nothing else can work where these do not."""
+    """Run the cases that everything else depends on."""
     cases.run("build", _C.build_info)
     cases.run("predict_", lambda: _predict(scale.device))
     cases.run("SGD step + 1 prediction", lambda: _sgd(scale.device))
@@ -24,7 +24,6 @@ def first(cases: Cases, scale: Scale) -> None:
 
 
 def _lists(count: int, device: str) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Lists of tensors on the CPU and the same on the device."""
     torch.manual_seed(0)
     host = [[torch.randn(n) for n in (1, 37, 4096, 10007)] for _ in range(count)]
     return host, [[t.clone().to(device) for t in each] for each in host]

@@ -1,4 +1,4 @@
-"""Four stages on one GPU: the host's own cost per action, with no GPU work worth mentioning."""
+"""Measures the CPU cost per action of four stages on one GPU, with negligible GPU work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH = 16
 
 
 def host_cost(cases: Cases, scale: Scale) -> None:
-    """A case per method, after the modules driven by hand."""
+    """Run a case per method, after the modules alone."""
     batches = bp.make_batches(_WIDTH, scale.device)
 
     def times(call: Callable[[], object]) -> list[float]:
@@ -48,7 +48,7 @@ def host_cost(cases: Cases, scale: Scale) -> None:
             result["own_cost_us_per_action"] = (median - base["median_us"]) / actions
         return result
 
-    # Beginning with the ones that are compared most.
+    # The most important comparisons first.
     chosen = sorted(bp.METHODS, key=lambda m: m not in ("spectrain", "pipedream", "vanilla"))
     for method in chosen[: scale.few]:
         cases.run(method, lambda m=method: of(m))  # type: ignore[misc]

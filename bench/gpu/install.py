@@ -1,4 +1,4 @@
-"""The package for the Python that runs the suite: as it is, from a carried wheel, or compiled."""
+"""Provides the package to the suite's Python: the present one, a prebuilt wheel, or compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .carried import FOLDER, carried
 from .cases import Cases
 from .scale import ROOT, Scale
 
-#: What tests need, by module and by name of the package.
+#: The tests' dependencies, by module name and package name.
 _TOOLS = {
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
@@ -29,7 +29,7 @@ _TOOLS = {
     "safetensors": "safetensors",
 }
 _KINDS = ("sm", "compute")  # machine code, and PTX, which the driver compiles
-#: Imports what is to be used, asks for devices, and launches a kernel on each of them.
+#: Imports the package, queries the devices, and launches a kernel on each.
 _CHECK = """
 import json
 from spectrain_ext import _C
@@ -49,7 +49,7 @@ print(json.dumps(about))
 
 
 def install(cases: Cases, scale: Scale, out: Path) -> None:
-    """Leaves a package that can be imported, and whose kernels this driver runs on every GPU."""
+    """Provide an importable package whose kernels this driver runs on every GPU."""
     site = out / "site"
 
     def usable() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def install(cases: Cases, scale: Scale, out: Path) -> None:
 
     def unpacked() -> dict[str, Any]:
         tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-        # Its program apart, a wheel is an archive of what is to be imported.
+        # A wheel is an archive of importable files.
         with zipfile.ZipFile(carried(f"spectrain_ext-*-{tag}-*.whl")) as wheel:
             wheel.extractall(site)
         return usable()
@@ -72,7 +72,7 @@ def install(cases: Cases, scale: Scale, out: Path) -> None:
         if scale.on_gpu:
             check_compiler(driver())
         os.environ.setdefault("SPECTRAIN_CUDA", "1" if scale.on_gpu else "0")
-        # What builds it comes from where pip finds it, if it is not here.
+        # pip downloads build requirements that are not installed.
         here = importlib.util.find_spec("pybind11") is not None and shutil.which("ninja")
         isolation = ["--no-build-isolation"] if here else []
         _pip(*isolation, "--no-deps", "--target", str(site), str(ROOT))
@@ -81,7 +81,7 @@ def install(cases: Cases, scale: Scale, out: Path) -> None:
     ways = {"as it is": usable, "the wheel": unpacked, "from source": compiled}
     for name, way in ways.items():
         if cases.run(name, way) is not None:
-            for earlier in list(ways)[: list(ways).index(name)]:  # no failure any more
+            for earlier in list(ways)[: list(ways).index(name)]:  # no longer a failure
                 cases.put(earlier, **{**cases.data[earlier], "status": "passed over"})
             break
     for module, package in _TOOLS.items():
@@ -95,10 +95,10 @@ def refused(
     runs: Sequence[int] | None,  # the newest CUDA that the driver runs
     capabilities: Sequence[Sequence[int]],
 ) -> str | None:
-    """Why this driver cannot run a build on these GPUs; None: it can.
+    """Return why this driver cannot run a build on these GPUs, None if it can.
 
-    Within one major version of CUDA a driver runs what a newer toolkit has compiled for its GPU,
-    but does not compile a newer toolkit's PTX.
+    Within one major version of CUDA, a driver runs machine code from a newer toolkit, but does not
+    compile a newer toolkit's PTX.
     """
     if not build["cuda"]:
         return "it has no CUDA half"
@@ -121,19 +121,19 @@ def refused(
 
 
 def _covers(architecture: str, capability: tuple[int, ...], kind: str) -> bool:
-    """Whether code of that kind runs there."""
+    """Return whether code of this kind runs on this device."""
     mine, _, digits = architecture.partition("_")
     built = divmod(int("".join(filter(str.isdigit, digits))), 10)
     if mine != kind or built > capability:
         return False
     if kind == "compute" or built == capability:
         return True
-    # Later minor versions run it, but for the integrated GPUs, which only run what is their own.
+    # Later minor versions run it, except integrated GPUs, which only run code for themselves.
     return built[0] == capability[0] and capability not in ((8, 7), (11, 0))
 
 
 def driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs; None where there is no driver."""
+    """Return the newest CUDA that the driver runs, None without a driver."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -143,7 +143,7 @@ def driver() -> tuple[int, int] | None:
 
 
 def check_compiler(runs: tuple[int, int] | None) -> None:
-    """RuntimeError where there is no nvcc, or one whose code this driver does not run."""
+    """Raise RuntimeError if there is no nvcc, or this driver does not run its code."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     places = [os.path.join(home, "bin") for home in homes] + [os.environ.get("PATH", os.defpath)]
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
@@ -167,7 +167,7 @@ def _pip(*arguments: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    # Not the root: what is installed is looked at, not the source tree.
+    # Not the root: import the installed package, not the source tree.
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "bench")
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout)[-1500:])

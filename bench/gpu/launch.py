@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one run: started, watched with a deadline, and all ended."""
+"""Starts the ranks of a run as processes, watches them with a deadline, and ends them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from .scale import ROOT, Scale
 
-#: The folder for what a rank leaves, in its own process.
+#: The folder for a rank's files, in its own process.
 _FOLDER = "SPECTRAIN_SUITE_FOLDER"
 _PRELOADED = ("torch.distributed", "spectrain_ext", "gpu.ranks")
 
@@ -29,12 +29,12 @@ _PRELOADED = ("torch.distributed", "spectrain_ext", "gpu.ranks")
 class Ended:
     """How a rank ended."""
 
-    code: int | None = None  # negative: the signal; None: it hung, and was killed
-    value: Any = None  # what it returned
-    error: str = ""  # what it raised
+    code: int | None = None  # negative: the signal; None: it hung and was killed
+    value: Any = None  # return value
+    error: str = ""  # exception
     at: float = 0.0  # time.time() of its end
-    marked: float = 0.0  # that of its last `mark`
-    said: str = ""  # on stdout and stderr
+    marked: float = 0.0  # time of its last `mark`
+    said: str = ""  # stdout and stderr
 
 
 def launch(
@@ -45,9 +45,9 @@ def launch(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run `program(rank, ranks, scale, *arguments)` on so many ranks; whoever hangs is killed.
+    """Run `program(rank, ranks, scale, *arguments)` on all ranks; kill ranks that hang.
 
-    Ranks are forks of a server that has imported torch, and has never used a GPU.
+    Ranks are forks of a server that has imported torch but never used a GPU.
     """
     import torch.distributed as dist
 
@@ -81,7 +81,7 @@ def run_all(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What every rank returned; AssertionError if one of them did not."""
+    """Return every rank's result; raise AssertionError if a rank has none."""
     ended = launch(program, ranks, scale, *arguments, limit_s=limit_s, environment=environment)
     for rank, end in enumerate(ended):
         if end.code != 0:
@@ -90,13 +90,13 @@ def run_all(
 
 
 def how(end: Ended) -> str:
-    """How it ended, and the last that it said."""
+    """Describe how a rank ended, with the end of its output."""
     code = "hung" if end.code is None else f"ended with {end.code}"
     return f"{code}: {end.error or end.said[-1500:]}"
 
 
 def mark(rank: int) -> None:
-    """In a rank: note when something happened to it."""
+    """Record the time of an event in a rank."""
     Path(os.environ[_FOLDER], f"{rank}.mark").write_text(repr(time.time()))
 
 
@@ -111,7 +111,7 @@ def _watch(processes: Sequence[Any], ended: Sequence[Ended], until: float) -> No
         if running and time.time() > until:
             for process in running.values():
                 with suppress(ProcessLookupError):
-                    # First it says where it is, then it ends.
+                    # The first signal prints its stack, the second ends it.
                     os.kill(process.pid, signal.SIGKILL if asked else signal.SIGUSR1)
             if asked:
                 for rank, process in running.items():
@@ -132,7 +132,7 @@ def _collect(folder: Path, rank: int, end: Ended) -> None:
     if noted.exists():
         end.marked = float(noted.read_text())
     if value.exists():
-        end.value = pickle.loads(value.read_bytes())  # written by this very program
+        end.value = pickle.loads(value.read_bytes())  # written by this program
     elif end.code == 0:
         end.code, end.error = None, "it ended without a result"
 
@@ -152,7 +152,7 @@ def _main(
     os.dup2(out, 2)
     sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1, closefd=False)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    # Nothing has asked the driver or NCCL for anything yet, so that they find it.
+    # Neither the driver nor NCCL has been initialized, so that both see the variables.
     os.environ.update({_FOLDER: folder, **environment})
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")

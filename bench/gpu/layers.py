@@ -1,4 +1,4 @@
-"""Layer times of whole models on one GPU: what `spectrain plan --profile` reads elsewhere."""
+"""Measures layer times of whole models on one GPU, for `spectrain plan --profile` elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODELS = ("vgg16", "resnet", "gpt")
 
 
 def layers(cases: Cases, scale: Scale) -> None:
-    """A case per model: the profile as JSON."""
+    """Run a case per model; the result is the profile as JSON."""
 
     def of(model: str) -> dict[str, Any]:
         blocks, batch = blocks_and_batch(model, 64 if scale.on_gpu else 1)

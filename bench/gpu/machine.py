@@ -1,4 +1,4 @@
-"""Device, driver, versions, date: without them a figure means nothing."""
+"""Records device, driver, versions and date, which figures are meaningless without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from .scale import ROOT
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "pytest", "hypothesis")
-#: What changes figures, and is recorded with them.
+#: Variables that change figures, recorded with them.
 _VARIABLES = (
     *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES"),
     *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -33,7 +33,7 @@ _TOOLS = {
 
 
 def environment() -> dict[str, Any]:
-    """What can be found out without the package and without touching the device."""
+    """Return what is available without the package and without using the device."""
     info: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": platform.machine(),
@@ -53,7 +53,7 @@ def environment() -> dict[str, Any]:
 
 
 def gpus() -> int:
-    """How many a driver lists that this process may use, before there is any torch to ask."""
+    """Return the number of GPUs that the driver shows to this process, without torch."""
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
@@ -77,7 +77,7 @@ def _says(tool: str, arguments: Sequence[str]) -> str | None:
 
 
 def gpu() -> dict[str, Any]:
-    """What torch sees of the devices; the first one stands for all."""
+    """Return torch's properties of the devices; the first one stands for all."""
     import torch
 
     info: dict[str, Any] = {"torch_cuda": torch.version.cuda, "count": torch.cuda.device_count()}

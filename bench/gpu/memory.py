@@ -1,4 +1,4 @@
-"""Memory after many runs and evaluations: that of tensors, of the allocator, of the driver."""
+"""Checks that memory stops growing over many runs: tensors, allocator, driver."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .ranks import LIMIT_S, own_groups
 from .scale import Scale
 
 _STAGES = 4
-#: After so many rounds everything has been made that stays.
+#: Rounds after which all permanent memory is allocated.
 _SETTLED = 2
-#: Bytes that tensors may grow by, and all that the driver has given: others may use the GPU too.
+#: Allowed growth in bytes, of tensors and of the driver's total (others may use the GPU).
 _TENSORS, _DRIVER = 2**20, 256 * 2**20
 
 
 def memory(cases: Cases, scale: Scale) -> None:
-    """One process on one device, and on all; then two processes."""
+    """Run one process on one device and on all, then two processes."""
     for method in ("auto", "spectrain"):
         places = ["one"] if scale.gpus < 2 else ["one", "all"]
         for where in places:
@@ -52,7 +52,6 @@ def _apart(scale: Scale) -> dict[str, Any]:
 
 
 def rank_main(rank: int, ranks: int, scale: Scale) -> list[dict[str, int]]:
-    """In every rank."""
     with own_groups():
         pipe = st.DistributedPipeline(
             _modules(scale)[rank::ranks],
@@ -67,7 +66,7 @@ def rank_main(rank: int, ranks: int, scale: Scale) -> list[dict[str, int]]:
 
 
 def rounds(pipe: st.Pipeline, rank: int, scale: Scale) -> list[dict[str, int]]:
-    """Train and evaluate again and again; bytes after every evaluation."""
+    """Train and evaluate repeatedly; return bytes after every evaluation."""
     _, width, examples = scale.stress
     batches = [(torch.randn(examples, max(8, width)),) * 2 for _ in range(3)]
     given: Any = None if rank else batches
@@ -82,7 +81,6 @@ def rounds(pipe: st.Pipeline, rank: int, scale: Scale) -> list[dict[str, int]]:
 
 
 def _bytes(scale: Scale) -> dict[str, int]:
-    """Of all devices together."""
     if not scale.on_gpu:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"driver": pages * os.sysconf("SC_PAGE_SIZE")}
@@ -96,7 +94,7 @@ def _bytes(scale: Scale) -> dict[str, int]:
 
 
 def settled(found: list[dict[str, int]]) -> dict[str, Any]:
-    """First, settled and last; AssertionError where it still grows."""
+    """Return first, settled and last bytes; raise AssertionError if they still grow."""
     before, after = found[_SETTLED], found[-1]
     limits = {"allocated": _TENSORS, "reserved": _DRIVER, "driver": _DRIVER}
     grown = {k: after[k] - before[k] for k in after}

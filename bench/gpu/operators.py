@@ -1,6 +1,6 @@
-"""Every operator and its rivals on rotating buffers: the largest first, torch.compile last.
+"""Measures every operator and its rivals on rotating buffers, the largest first.
 
-Four large launches for ncu, too, and what it said of them.
+torch.compile comes last. Also provides four large launches for ncu and parses its output.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .cases import Cases
 from .scale import Scale
 
 _MAIN = [SGD_2, ADAMW_2, STAGE]
-#: Seconds that are kept for torch.compile.
+#: Seconds reserved for torch.compile.
 _COMPILING_S = 25.0
 
 
 def run_operators(cases: Cases, scale: Scale) -> None:
-    """A case per operation, workload and types."""
+    """Run a case per operation, workload and types."""
     cases.run("environment", lambda: environment(scale.device))
     for operation, work in _cases(scale):
         name = f"{operation.name}, {work.name}, {work.precision.name}"
@@ -47,7 +47,6 @@ def run_operators(cases: Cases, scale: Scale) -> None:
 
 
 def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
-    """What matters most comes first."""
     every = operations.OPERATIONS[-(scale.few or 0) :]
     rest = [o for o in every if o not in _MAIN]
     largest = scale.large[::-1]
@@ -73,7 +72,7 @@ def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
 def _rows(
     operation: Operation, work: Workload, scale: Scale, compiles: bool
 ) -> list[dict[str, Any]]:
-    """Entries as pytest-benchmark's JSON has them."""
+    """Return entries in the format of pytest-benchmark's JSON."""
     settings = Settings(scale.device, scale.case_s, scale.sample_s, compiles and scale.compiles)
     found = contest(operation, work, settings)
     chosen = found.items() if not compiles else [("torch.compile", found.get("torch.compile"))]
@@ -89,7 +88,7 @@ def _host(scale: Scale) -> list[dict[str, Any]]:
 
 
 def document_of(found: dict[str, Any]) -> dict[str, Any]:
-    """What the part has recorded so far, as pytest-benchmark's JSON is made."""
+    """Return the part's results so far in the format of pytest-benchmark's JSON."""
     about = dict(found.get("environment", {}).get("result") or {"device": "cuda"})
     document: dict[str, Any] = {"machine_info": about, "benchmarks": [], "left_out": []}
     for name, case in found.items():
@@ -100,11 +99,11 @@ def document_of(found: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-# For ncu.
+# For ncu
 
 
 def large_launches(cases: Cases, scale: Scale) -> None:
-    """One launch of each."""
+    """Launch each operator once."""
     for operation, precision in ((PREDICT, FP32), (SGD_2, FP32), (ADAMW_2, FP32), (ADAMW_1, MIXED)):
         work = synthetic((1,), scale.large[:1], precision)[0]
 
@@ -116,7 +115,7 @@ def large_launches(cases: Cases, scale: Scale) -> None:
 
 
 def counters(text: str) -> list[dict[str, Any]]:
-    """Kernels and their metrics, in the order of launches, from `ncu --csv --page details`."""
+    """Return kernels and their metrics in launch order, from `ncu --csv --page details`."""
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     kernels: dict[str, dict[str, Any]] = {}

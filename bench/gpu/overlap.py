@@ -1,4 +1,4 @@
-"""What really ran at the same time: a profiler's trace of wide stages."""
+"""Measures from a profiler's trace what really overlaps in wide stages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .ranks import LIMIT_S, backend_of_bodies, own_groups
 from .scale import Scale
 from .stress import Setup
 
-#: (begin, end, device/stream, kind) of something that ran on a device, in microseconds.
+#: (begin, end, device/stream, kind) of an activity on a device, in microseconds.
 Span = tuple[float, float, str, str]
-#: Bytes of all traces together; what is larger is no result that travels.
+#: Bytes of all traces together; more is too large to transfer.
 _LARGEST = 14 * 2**20
 
 
 def traced(cases: Cases, scale: Scale, out: Path) -> None:
-    """Stages of one device, of two, of two processes; the traces themselves go to traces.tar."""
+    """Trace stages on one device, on two, and in two processes; the traces go to traces.tar."""
     for devices in (1, 2):
         for count in (2, 4):
             name = f"{count} stages" + f" on {devices} devices" * (devices > 1)
@@ -58,13 +58,12 @@ def _together(count: int, devices: int, scale: Scale, out: Path) -> dict[str, An
 
 
 def _apart(ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
-    """What each rank's device did; the messages are NCCL's kernels, or copies to the host."""
+    """Trace each rank's device; the messages are NCCL kernels or copies to host memory."""
     found = run_all(rank_main, ranks, scale, out, limit_s=LIMIT_S)
     return {"backend": found[0]["backend"], **found[1], "rank 0": found[0]}
 
 
 def rank_main(rank: int, ranks: int, scale: Scale, out: Path) -> dict[str, Any]:
-    """In every rank."""
     device = scale.devices(rank + 1)[-1]
     setup = _setup([device] * ranks, ranks, scale)
     with own_groups():
@@ -87,7 +86,7 @@ def _setup(devices: list[str], count: int, scale: Scale) -> Setup:
 
 
 def _profiled(pipe: st.Pipeline, places: Sequence[str], feeds: bool, scale: Scale) -> bytes:
-    """A trace of the second of two runs."""
+    """Return a trace of the second of two runs."""
     minibatches, width, examples = scale.traced
     x = torch.randn(examples, width, device=places[0])
     y = torch.randint(0, 10, (examples,), device=places[-1])
@@ -113,7 +112,7 @@ def _told(text: bytes, name: str, scale: Scale, out: Path) -> dict[str, Any]:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """What a trace says ran on the device."""
+    """Return a trace's activities on the device."""
     found = []
     for event in events:
         category = str(event.get("cat", "")).lower()
@@ -130,14 +129,14 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
             kind = "prediction" if "Predict" in name else "update"
         begin = float(event["ts"])
         about = event.get("args", {})
-        # Streams of two devices may have one number.
+        # Streams of two devices may have the same number.
         stream = f"{about.get('device', event.get('pid'))}/{about.get('stream', event.get('tid'))}"
         found.append((begin, begin + float(event.get("dur", 0.0)), stream, kind))
     return found
 
 
 def overlap(ran: list[Span]) -> dict[str, Any]:
-    """Times in microseconds, and shares of the time in which the device did anything."""
+    """Return times in microseconds, and shares of the time in which the device was active."""
     if not ran:
         return {"kernels": 0}
     changes = sorted(

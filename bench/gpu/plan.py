@@ -1,4 +1,4 @@
-"""What is run, in order of importance: what matters most has run when time is up."""
+"""Lists the steps in order of importance, because time may run out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .scale import ROOT
 from .steps import Step
 
 SUITE = ROOT / "bench" / "gpu_suite.py"
-#: Only this package's kernels are looked at: what torch leaves uninitialized is its own business.
+#: Check only this package's kernels, not memory that torch leaves uninitialized.
 _KERNELS = "spectrain"
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy")
-#: Seconds that the limits of `plan` add up to.
+#: Sum of the limits in `plan`, in seconds.
 TOTAL_S = 570.0
 
 
@@ -24,10 +24,10 @@ def plan(
     gpus: int = 1,
     only: Collection[str] = (),
 ) -> list[list[Step]]:
-    """Groups of steps that run side by side, one group after the other.
+    """Return groups of steps that run side by side, one group after the other.
 
-    Those that need more GPUs than there are stay in it, without any time. With `only` there are
-    these, after what all others need.
+    Steps that need more GPUs than available remain, without any time. `only` limits the plan to
+    these steps and those that all others need.
     """
     several = gpus > 1
 
@@ -37,7 +37,7 @@ def plan(
         return Step(record or name, command, limit_s, gpus=gpus)
 
     def sanitizer(tool: str, limit_s: float) -> Step:
-        # Every tensor an allocation of its own: what leaves one is found.
+        # One allocation per tensor, so that the tool finds accesses beyond it.
         start = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", tool]
         start += ["--error-exitcode", "17"]
         step = part("small", limit_s, tool)
@@ -53,7 +53,7 @@ def plan(
     ncu += [word for section in _SECTIONS for word in ("--section", section)]
     counters.command, counters.needs = [*ncu, *counters.command], "ncu"
     install = part("install", 20)
-    install.essential, install.patience_s = True, 240.0  # to compile, where no wheel fits
+    install.essential, install.patience_s = True, 240.0  # to compile, if no wheel fits
     stress = [part(f"stress-{name}", 70) for name in ("methods", "options", "plans")]
     groups = [
         [install],
@@ -64,7 +64,7 @@ def plan(
             part("tests", 140),
             sanitizer("memcheck", 140),
             sanitizer("synccheck", 140),
-            part("probe-build", 140),  # nothing is timed yet
+            part("probe-build", 140),  # no timed step runs yet
         ],
         [*stress, part("stress-devices", 70, gpus=2)],
         [part("eight", 45 if several else 20)],

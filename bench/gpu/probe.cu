@@ -1,11 +1,11 @@
-// How the kernels' choices do on this device: elements of a vector, blocks per multiprocessor,
-// vectors in flight, grid, cache hints, conversions to 16 bits, bytes of parameters. Prints a line
-// of JSON per choice, so that what was measured survives a failure; probe.py reads them.
+// Measures the kernels' choices on this device: elements of a vector, blocks per multiprocessor,
+// vectors in flight, grid, cache hints, conversions to 16 bits, bytes of parameters. Prints one line
+// of JSON per choice, so that results survive a failure; probe.py reads them.
 //
 //   nvcc -std=c++17 -arch=sm_90 -fmad=false -Icsrc -o probe bench/gpu/probe.cu && ./probe 26 11
 //
-// It asks of body.h no more than Body<Rule, Policy>, LaunchPolicy, VectorOf and (but for
-// -DPROBE_OWN_PACKS=0) what a Pack is.
+// From body.h it uses only Body<Rule, Policy>, LaunchPolicy, VectorOf and (except with
+// -DPROBE_OWN_PACKS=0) the definition of Pack.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@
 namespace spectrain {
 
 #if PROBE_OWN_PACKS
-// An element of a stream that is not used again soon: loads and stores say so.
+// An element of a stream that is not reused soon, with hints on loads and stores.
 template <class T>
 struct Passing {
   T value;
@@ -43,7 +43,7 @@ struct Narrow<Passing<T>> {
   SPECTRAIN_HD static Passing<T> from(acc_t<T> x) { return {Narrow<T>::from(x)}; }
 };
 #if defined(__CUDA_ARCH__)
-// An access, as the type that loads and stores with hints take.
+// The type of an access for loads and stores with hints.
 template <int Bytes>
 using Hinted = std::conditional_t<Bytes == 16, uint4, uint2>;
 #endif
@@ -78,7 +78,7 @@ struct Pack<Passing<T>, 1> {
   SPECTRAIN_HD void store(Passing<T>* to) const { *to = element[0]; }
 };
 
-// bfloat16 that the hardware converts, one element at a time.
+// bfloat16 with a hardware conversion per element.
 struct Converted {
   uint16_t bits;
 };
@@ -93,7 +93,7 @@ struct Narrow<Converted> {
   }
 };
 
-// bfloat16 that stays float until two elements are converted by one instruction.
+// bfloat16 that stays float until one instruction converts two elements.
 struct Paired {
   uint16_t bits;
 };
@@ -127,7 +127,7 @@ struct Pack<Paired, 1> {
 };
 #endif
 
-// Whatever arguments body.h asks its policy with.
+// Accepts any arguments with which body.h calls its policy.
 template <int Blocks, int InFlight, VectorOf Of>
 struct Tuned : LaunchPolicy {
   static constexpr VectorOf vector_of = Of;
@@ -175,7 +175,7 @@ namespace {
 int samples = 11;
 int multiprocessors = 1;
 int64_t elements = 1 << 26;
-// Two sets of streams, so that neither is in the L2 cache when its turn comes.
+// Two sets of streams, so that neither is in the L2 cache when used.
 std::vector<void*> sets[2];
 
 bool failed(cudaError_t error, const char* name) {
@@ -204,7 +204,7 @@ Summary summary(std::vector<float> milliseconds) {
   return {1e3 * milliseconds[milliseconds.size() / 2], 1e3 * milliseconds[0]};
 }
 
-// Calls launch(set) in turn between two events each.
+// Calls launch(set) for each set in turn, timed by two events.
 template <class Launch>
 bool measure(const char* name, Launch launch, Summary* found) {
   cudaEvent_t start, end;
@@ -231,13 +231,13 @@ Setting setting(bool adam, int outs) {
   s.gain = adam ? 0.1 : 1.0;
   s.decay2 = 0.999;
   s.eps = 1e-8;
-  s.step.momentum = 1e-6;  // so little that numbers stay normal however often it runs
+  s.step.momentum = 1e-6;  // small, so that numbers stay normal after many runs
   s.n_outs = outs;
   for (int j = 0; j < outs; ++j) {
     s.out_end[j] = j + 1;
     s.terms[j].momentum = 1e-6 * (j + 1);
   }
-  if (outs == 0) s.terms[0].momentum = 1e-6;  // a rule that is nothing but a prediction
+  if (outs == 0) s.terms[0].momentum = 1e-6;  // a rule with only a prediction
   return s;
 }
 
@@ -272,7 +272,7 @@ Parameters<typename Rule::Args, Bytes> parameters(int set, int outs, int64_t n) 
   return p;
 }
 
-// A policy of a rule: with a persistent grid and with a block for every chunk.
+// A rule's policy with a persistent grid and with one block per chunk.
 template <class Rule, int Blocks, int InFlight, VectorOf Of = LaunchPolicy::vector_of>
 void policy(const char* name, const char* variant, int outs) {
   using Policy = Tuned<Blocks, InFlight, Of>;
@@ -324,7 +324,7 @@ void policies(const char* name, int outs) {
   policy<Rule, 6, 2, Of>(name, "plain", outs);
 }
 
-// What mixes widths, by the widest stream and by the narrowest.
+// Rules with mixed widths, by the widest stream and by the narrowest.
 template <class Rule>
 void mixed_policies(const char* name, int outs) {
   static_assert(mixed<Rule>, "else both are the same");
@@ -332,14 +332,14 @@ void mixed_policies(const char* name, int outs) {
   policies<Rule, VectorOf::narrowest>(name, outs);
 }
 
-// The same with another way of access, where registers allow two or four blocks.
+// The same with another access, where registers allow two or four blocks.
 template <class Rule>
 void variants(const char* name, const char* variant, int outs) {
   policy<Rule, 2, 1>(name, variant, outs);
   policy<Rule, 4, 1>(name, variant, outs);
 }
 
-// Launches of one block, one behind the other: what parameters cost the device and the host.
+// Consecutive launches of one block: the cost of parameters on the device and on the CPU.
 template <size_t Bytes>
 void launches(const char* name) {
   using Rule = SgdPredict<float, float, float>;

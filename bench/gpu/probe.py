@@ -1,4 +1,4 @@
-"""Builds and runs probe.cu: what the launch policies do on this device."""
+"""Builds and runs probe.cu, which compares launch policies on this device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = ROOT / "bench" / "gpu" / "probe.cu"
 
 
 def build(target: Path, arch: str = "sm_90") -> str:
-    """Compile it, without the accesses of its own where body.h has changed too much for them."""
+    """Compile it, without its own access functions if body.h has changed too much for them."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     command = [nvcc, "-std=c++17", f"-arch={arch}", "-fmad=false", f"-I{ROOT / 'csrc'}"]
     said = ""
@@ -32,7 +32,7 @@ def build(target: Path, arch: str = "sm_90") -> str:
 
 
 def prepare(cases: Cases, out: Path, arch: str = "sm_90") -> None:
-    """Take the program that was carried along, or compile it here."""
+    """Use the prebuilt program, or compile it here."""
     target = out / "probe"
 
     def make() -> str:
@@ -47,7 +47,7 @@ def prepare(cases: Cases, out: Path, arch: str = "sm_90") -> None:
 
 
 def run(cases: Cases, scale: Scale, out: Path) -> None:
-    """A case per choice, as the program prints them."""
+    """Run a case per choice that the program prints."""
     program = out / "probe"
     if not program.exists():
         cases.put("probe", "failed", error="it was neither carried along nor compiled")

@@ -1,6 +1,6 @@
-"""Pipelines over processes, by NCCL where each has a GPU of its own: bits, slow hosts, failures.
+"""Tests distributed pipelines, over NCCL with one GPU per process: bits, slow hosts, failures.
 
-With one GPU two processes share it, and send by gloo through the hosts' memory.
+With one GPU, two processes share it and send over gloo through host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .exact import Exact, same, sgd, squares
 from .launch import Ended, how, launch, mark, run_all
 from .scale import Scale
 
-#: Seconds that one launch of ranks may take: NCCL connects each edge, one after the other.
+#: Seconds for one launch of ranks: NCCL connects the edges one after the other.
 LIMIT_S = 90.0
 _FAULT_AT = 5  # the forward in which a rank fails
 #: Seconds that ranks may take beyond the deadline: five to raise, the rest to end their processes.
@@ -37,17 +37,17 @@ _GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Run:
-    """What ranks train."""
+    """A training of the ranks."""
 
     exact: Exact
     replicas: int = 1
-    slow_s: float = 0.0  # hosts sleep up to so many seconds, at random
+    slow_s: float = 0.0  # processes sleep up to so many seconds, at random
     timeout_s: float = 30.0
-    digests: bool = False  # of weights, instead of the weights themselves
+    digests: bool = False  # compare digests of the weights, not the weights
 
 
 def ranks(cases: Cases, scale: Scale) -> None:
-    """A case per number of processes and kind of run, each launched anew."""
+    """Run a case per number of processes and kind of run, each with a new launch."""
     jobs: dict[str, Callable[[int], Any]] = {
         "the CPU's bits": lambda n: _bits(scale, _plain(n)),
         "a rank is killed": lambda n: _failure(scale, n, "kill"),
@@ -58,7 +58,7 @@ def ranks(cases: Cases, scale: Scale) -> None:
         "a rank raises": lambda n: _failure(scale, n, "exception"),
     }
     for k, (name, job) in enumerate(jobs.items()):
-        # A rehearsal has every kind, and every number of processes in the first.
+        # A rehearsal runs every kind, and every number of processes for the first kind.
         for count in scale.processes if scale.few is None or k == 0 else scale.processes[:1]:
             case = f"{count} processes, {name}"
             if fits(cases, case, count, scale):
@@ -66,7 +66,7 @@ def ranks(cases: Cases, scale: Scale) -> None:
 
 
 def fits(cases: Cases, case: str, count: int, scale: Scale) -> bool:
-    """Whether each process has a GPU, or there are two that share the only one."""
+    """Return whether each process has a GPU, or two share the only one."""
     if count <= max(2, scale.gpus):
         return True
     cases.put(case, "skipped", error=f"it needs {count} GPUs, and {scale.gpus} can be used")
@@ -87,20 +87,20 @@ def _slow(run: Run) -> Run:
 
 
 def _replicated(count: int) -> Run:
-    # Two of each stage: the sum of two gradients is the same in either order.
+    # Two replicas per stage: the sum of two gradients is the same in either order.
     return Run(Exact("1f1b", count // 2, microbatches=2), replicas=2)
 
 
 def _large(scale: Scale, count: int) -> dict[str, Any]:
-    """Activations of 64 MB, against one process on one device."""
+    """Compare activations of 64 MB with one process on one device."""
     run = Run(Exact("spectrain", count, scale.message, minibatches=8), digests=True)
     found = run_all(train, count, scale, [run], limit_s=LIMIT_S)
     expected = {k: _digest(v) for k, v in run.exact.train(scale.devices(1) * count).items()}
     if scale.on_gpu:
-        torch.cuda.empty_cache()  # the next ranks need it
+        torch.cuda.empty_cache()  # the next ranks need the memory
     _compare(run, [each["states"][0] for each in found], expected)
     seconds = max(each["seconds"][0] for each in found)
-    # Activations, gradients, and targets, which are as large; filling the pipeline is in it.
+    # Activations, gradients, and targets of the same size; includes filling the pipeline.
     rows, columns = scale.message
     sent = (2 * count - 1) * run.exact.minibatches * rows * columns * 4
     return {
@@ -130,7 +130,7 @@ def _expected(exact: Exact) -> dict[str, Tensor]:
 
 
 def _compare(run: Run, states: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Every rank's weights against those of one process."""
+    """Compare every rank's weights with those of one process."""
     seen: set[str] = set()
     for rank, state in enumerate(states):
         seen |= state.keys()
@@ -152,18 +152,18 @@ def _digest(tensor: Tensor) -> str:
     return sha256(tensor.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
-# In every rank.
+# In every rank
 
 
 def train(rank: int, ranks: int, scale: Scale, runs: list[Run]) -> dict[str, Any]:
-    """Train one after the other; weights, seconds, and what bodies travelled by."""
+    """Train the runs in turn; return weights, seconds, and the backend of the tensors."""
     states, seconds, backend = [], [], ""
     for run in runs:
         with own_groups():
             pipe, stage = _pipeline(rank, scale, run)
             if run.slow_s:
                 _sleep_at_random(stage, rank, run.slow_s)
-            # From the host's memory, but for what is to be timed.
+            # From host memory, except for timed runs.
             place = scale.devices(1)[0] if run.digests else "cpu"
             data = [] if rank else [(x.to(place), y.to(place)) for x, y in run.exact.batches()]
             dist.barrier()
@@ -200,7 +200,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Inside, groups are made that end with it."""
+    """Make process groups that end with the block."""
     before = set(distributed_c10d._world.pg_map)
     yield
     dist.barrier()
@@ -209,15 +209,15 @@ def own_groups() -> Iterator[None]:
 
 
 def backend_of_bodies() -> str:
-    """What tensors travel by, while a pipeline has its groups."""
+    """Return the backend that tensors use, while a pipeline has its groups."""
     used = {dist.get_backend(group) for group in distributed_c10d._world.pg_map}
     return "nccl" if "nccl" in used else "gloo"
 
 
 def _sleep_at_random(stage: nn.Module, rank: int, longest_s: float) -> None:
-    """Half of the forwards and backwards begin late on the host, one rank's much more so."""
+    """Delay half of the forwards and backwards on the CPU, one rank's much longer."""
     chance = random.Random(rank)
-    # The second rank has neighbours on both sides wherever there are three.
+    # With three or more ranks, the second has neighbours on both sides.
     longest = longest_s if rank == 1 else longest_s / 10
 
     def late() -> None:
@@ -230,11 +230,11 @@ def _sleep_at_random(stage: nn.Module, rank: int, longest_s: float) -> None:
     )
 
 
-# Failures.
+# Failures
 
 
 def _failure(scale: Scale, count: int, fault: str) -> dict[str, Any]:
-    """All others raise a RankError that names the rank, and every process ends."""
+    """Check that all other ranks raise a RankError with the failed rank, and all processes end."""
     culprit = count // 2
     ended = launch(fail, count, scale, fault, culprit, limit_s=LIMIT_S)
     codes = {rank: end.code for rank, end in enumerate(ended)}
@@ -260,12 +260,12 @@ def _failure(scale: Scale, count: int, fault: str) -> dict[str, Any]:
 
 
 def _timeout_of(fault: str, scale: Scale) -> float:
-    # The deadline is what a hang is found by; the other failures are known at once.
+    # Only the deadline detects a hang; other failures are noticed immediately.
     return scale.timeout_s if fault == "hang" else Run.timeout_s
 
 
 def _blames(end: Ended, culprit: int) -> bool:
-    """By its exception, or by its watchdog, which prints the report and ends the process."""
+    """Return whether a rank blames the culprit: by exception, or by its watchdog's report."""
     words = f"first cause: rank {culprit},"
     return (end.error.startswith("RankError") and words in end.error) or words in end.said
 

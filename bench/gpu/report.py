@@ -1,4 +1,4 @@
-"""summary.md: what ran, what failed, and tables of what the parts really measured."""
+"""Writes summary.md: what ran, what failed, and tables of the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Part = dict[str, Any]
 def markdown(
     environment: dict[str, Any], outcomes: Sequence[Outcome], parts: dict[str, Part]
 ) -> str:
-    """The whole summary. A table that cannot be made says why and costs no other one."""
+    """Return the whole summary. A table that cannot be made is replaced by the reason."""
     device = environment.get("gpu", {}).get("name", "no GPU")
     lines = [f"# {device}, {environment['date']}", ""]
     lines += [f"- {k}: {v}" for k, v in environment.items() if k not in ("date", "gpu")]
@@ -34,7 +34,7 @@ def markdown(
             continue
         try:
             lines += table(parts[name])
-        except Exception:  # the figures are in the other files all the same
+        except Exception:  # the other files still have the figures
             lines.append(f"No table: {traceback.format_exc(limit=-2)}")
     if environment.get("gpu", {}).get("count", 0) < 2:
         lines += ["", "Two GPUs: not measured."]
@@ -42,7 +42,7 @@ def markdown(
 
 
 def operators_json(found: Part) -> str | None:
-    """operators.json, as pytest-benchmark's; None where it cannot be made."""
+    """Return operators.json in pytest-benchmark's format, None if it cannot be made."""
     try:
         from .operators import document_of
 
@@ -71,7 +71,7 @@ def _failed(parts: dict[str, Part]) -> list[str]:
 
 
 def _left_out(outcomes: Sequence[Outcome], parts: dict[str, Part]) -> list[str]:
-    """Steps and cases without a result, each with its reason."""
+    """Return steps and cases without a result, each with its reason."""
     ended = ("ok", "failed")
     lines = [f"- {o.name}: {o.status}, {o.detail}" for o in outcomes if o.status not in ended]
     lines = [" ".join(line.split())[:400] for line in lines]
@@ -120,7 +120,7 @@ def _probe(part: Part) -> list[str]:
         "| median us | best us | GB/s |",
         "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
-    # The fastest first, of every rule.
+    # The fastest of every rule first.
     names = list(dict.fromkeys(row["name"] for row in rows))
     for row in sorted(rows, key=lambda r: (names.index(r["name"]), r.get("median_us", 0.0))):
         if "median_us" not in row:
@@ -255,10 +255,10 @@ _SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
     "Host": ("host-cost", _host_cost),
     "Overlap": ("overlap", _overlap),
 }
-#: Steps whose findings are what failed, and figures that nobody reads in a table.
+#: Steps that report only failures, and figures that no table needs.
 WITHOUT_TABLE = (
     *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck", "probe-build", "ncu"),
     *("stress-methods", "stress-options", "stress-plans", "stress-devices", "layers"),
 )
-#: Steps with one.
+#: Steps with a table.
 WITH_TABLE = tuple(name for name, _ in _SECTIONS.values())

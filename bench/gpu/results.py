@@ -1,4 +1,4 @@
-"""The folder of results: few files, of bounded size, always as new as two seconds ago."""
+"""Maintains the folder of results: few files of bounded size, at most two seconds old."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .cases import write
 from .report import markdown, operators_json
 from .steps import Outcome, Step
 
-#: Nothing in the folder becomes larger.
+#: Maximum size of a file in the folder.
 LARGEST = 15 * 2**20
 _LOG_HEAD, _LOG_TAIL = 100_000, 500_000
-#: All that there is in the end.
+#: All files at the end.
 FILES = ("summary.md", "summary.json", "parts.json", "operators.json", "logs.txt", "traces.tar")
 
 
@@ -30,21 +30,22 @@ class Results:
         self.outcomes: list[Outcome] = []
 
     def log_of(self, step: Step) -> Path:
-        """Where its output goes."""
+        """Return the file of a step's output."""
         return self.work / f"{step.name}.log"
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """What every part has recorded so far, by its name."""
+        """Return every part's results so far, by name."""
         found = {}
         for path in sorted(self.work.glob("*.json")):
             try:
                 found[path.stem] = json.loads(path.read_text())
-            except (OSError, ValueError):  # it is being replaced, or is a trace of something else
+            # the file is being replaced, or is a trace of something else
+            except (OSError, ValueError):
                 continue
         return found
 
     def publish(self) -> None:
-        """Everything but the summary."""
+        """Write everything except the summary."""
         parts = self.parts()
         operators = parts.pop("operators", None)
         if operators is not None:
@@ -61,7 +62,7 @@ class Results:
             shutil.copy(traces, self.out / traces.name)
 
     def _logs(self) -> None:
-        """All logs, one behind the other, each with the middle left out where it is long."""
+        """Return all logs in sequence; long ones lose their middle."""
         text = ""
         order = {step.name: k for k, step in enumerate(self.steps)}
         logs = self.work.glob("*.log")
@@ -76,7 +77,7 @@ class Results:
             write(self.out / "logs.txt", text.encode()[:LARGEST])
 
     def summarize(self) -> str:
-        """Everything, and the summary of it."""
+        """Write everything, including the summary."""
         self.publish()
         done = {o.name: o for o in self.outcomes}
         outcomes = [done.get(s.name, Outcome(s.name, "not run")) for s in self.steps]
@@ -89,7 +90,7 @@ class Results:
 
 
 def clean(outcomes: Sequence[Outcome]) -> bool:
-    """Whether what was to be run did, and found nothing wrong; tools and GPUs may be missing."""
+    """Return whether all steps ran without errors; tools and GPUs may be missing."""
     tools = ("memcheck", "synccheck", "racecheck", "initcheck", "ncu", "probe-build", "probe")
     found = any(o.facts.get(k) for o in outcomes for k in ("sanitizer_errors", "hazards"))
     return not found and all(o.status in ("ok", "skipped") for o in outcomes if o.name not in tools)

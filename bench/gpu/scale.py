@@ -1,4 +1,4 @@
-"""How large everything is: on the GPU, and in a rehearsal on the CPU, where every line runs too."""
+"""Defines the sizes on the GPU, and in a rehearsal on the CPU, which runs every line too."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ class Scale:
     """Sizes; exponents are of two."""
 
     device: str
-    large: tuple[int, ...]  # elements that operators are measured on, the first for ncu too
-    many: tuple[tuple[int, int], ...]  # tensors, and the exponent of their elements
+    large: tuple[int, ...]  # elements for the operators, the first also for ncu
+    many: tuple[tuple[int, int], ...]  # numbers of tensors, and the exponent of their elements
     models: tuple[str, ...]
     case_s: float
     sample_s: float
-    stress: tuple[int, int, int]  # minibatches, width, examples
+    stress: tuple[int, int, int]  # minibatches, width, samples
     traced: tuple[int, int, int]
     seeds: int
-    few: int | None  # only so many methods and operations
+    few: int | None  # limit on methods and operations
     churned: int  # plans made and dropped
     delay_s: float
     rounds: int
     compiles: bool
-    processes: tuple[int, ...]  # ranks of a run, those first that tell most
-    message: tuple[int, int]  # rows and columns of an activation that is sent
-    eight: tuple[int, int, int]  # minibatches, width, examples of a microbatch; in 8 stages
+    processes: tuple[int, ...]  # ranks of a run, the most important first
+    message: tuple[int, int]  # rows and columns of a sent activation
+    eight: tuple[int, int, int]  # minibatches, width, samples of a microbatch; in 8 stages
     evaluations: int
-    timeout_s: float  # after which ranks that wait give up
-    stand_ins: int = 0  # for GPUs, where there are none
+    timeout_s: float  # timeout of waiting ranks
+    stand_ins: int = 0  # substitutes for GPUs, where there are none
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is anything to wait for."""
+        """Whether there are devices to wait for."""
         return self.device != "cpu"
 
     @property
     def gpus(self) -> int:
-        """How many there are, or stand-ins for them."""
-        import torch  # what only plans or installs does not need it
+        """Number of GPUs, or of their substitutes."""
+        import torch  # not needed for planning and installing
 
         return torch.cuda.device_count() if self.on_gpu else self.stand_ins
 
     def devices(self, count: int) -> list[str]:
-        """So many devices, in turn those that there are."""
+        """Return ``count`` devices, cycling through the existing ones."""
         if not self.on_gpu:
             return [self.device] * count
         return [f"{self.device}:{k % self.gpus}" for k in range(count)]
 
     def wait(self) -> None:
-        """Until the devices have done everything."""
+        """Wait for all work on the devices."""
         if self.on_gpu:
             import torch
 
-            # A device that this process has not used would get a context of its memory's cost.
+            # Synchronizing an unused device would create a context, which costs memory.
             for index in range(self.gpus):
                 if index == torch.cuda.current_device() or torch.cuda.memory_reserved(index):
                     torch.cuda.synchronize(index)

@@ -1,7 +1,7 @@
-"""Every kernel once, on sizes and alignments that walk its tails: for the sanitizers.
+"""Runs every kernel once, with sizes and alignments that cover its tails, for the sanitizers.
 
-All memory is written by copies from the host: what torch's kernels write is not seen by a tool
-that looks at this package's kernels only, and would be called uninitialized.
+All memory is written by copies from the host: a tool limited to this package's kernels does not see
+writes of torch's kernels, and would report the memory as uninitialized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 
 
 def small(cases: Cases, scale: Scale) -> None:
-    """A case per pair of element types, then more rows than fit a launch's parameters."""
+    """Run a case per pair of element types, then more rows than a launch's parameters hold."""
     torch.manual_seed(0)
     for wt, vt in _TYPES:
         for offset in (0, 1):
@@ -50,7 +50,7 @@ def _kernels(wt: torch.dtype, vt: torch.dtype, offset: int, scale: Scale) -> Non
     plan.sgd_step_(lr=0.1, momentum=0.9, nesterov=True, ema=True, predict=[geometric])
     plan.sgd_step_(lr=0.1, momentum=0.0, weight_decay=0.1)
     _adam(w, v, u, g, [out0, out1])
-    if wt in (torch.float16, torch.bfloat16) and vt == torch.float32:  # a float32 master
+    if wt in (torch.float16, torch.bfloat16) and vt == torch.float32:  # a float32 master weight
         master = stream(torch.float32)
         _adam(master, v, u, g, [out0, out1])
         mixed = st.Plan(master, momentum_buffers=v, grads=g, outs=[out0, out1])
@@ -61,7 +61,7 @@ def _kernels(wt: torch.dtype, vt: torch.dtype, offset: int, scale: Scale) -> Non
 
 
 def _adam(w: list[Tensor], m: list[Tensor], u: list[Tensor], g: list[Tensor], outs: Any) -> None:
-    """AdamW and NAdam with predictions under the linear law and Adam's loop."""
+    """Run AdamW and NAdam with predictions by the linear law and by Adam's loop."""
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
     adamw = Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, 1, True)
     nadam = Adam(1e-3, (0.9, 0.999), 1e-8, 0.0, 2, momentum_decay=4e-3, mu_product=0.8)

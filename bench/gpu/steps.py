@@ -1,4 +1,4 @@
-"""Steps of the suite: commands that may take so long and no longer, some of them side by side."""
+"""Runs the suite's steps, commands with a time limit, some of them side by side."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Step:
     name: str
     command: list[str]
     limit_s: float
-    needs: str | None = None  # a program without which the step is not tried
-    gpus: int = 1  # without so many it is skipped
-    unfiltered: list[str] | None = None  # tried where the tool refuses the filter by kernel name
-    essential: bool = False  # without it the rest is not tried
-    patience_s: float = 0.0  # so much more it may take, at the cost of what comes last
+    needs: str | None = None  # a program that the step requires
+    gpus: int = 1  # GPUs that the step requires
+    unfiltered: list[str] | None = None  # used if the tool rejects the filter by kernel name
+    essential: bool = False  # the other steps depend on it
+    patience_s: float = 0.0  # additional time, at the expense of the last steps
 
 
 @dataclass
 class Outcome:
-    """What became of a step."""
+    """The result of a step."""
 
     name: str
     status: str  # "ok", "failed", "timed out", "missing", "skipped", "not run"
@@ -47,12 +47,12 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-#: Runs a command in this process, where a rehearsal does so; None: it is none of its own.
+#: Runs a command in this process, as a rehearsal does; None: the command is not one of these.
 Inside = Callable[[list[str], Path], int | None]
 
 
 class Running:
-    """A step under way, in a session of its own, so that all of it can be ended."""
+    """A running step, in its own session, so that all of it can be ended."""
 
     def __init__(
         self, step: Step, log: Path, cwd: Path, ends: float, inside: Inside | None
@@ -92,7 +92,7 @@ class Running:
             )
 
     def poll(self) -> bool:
-        """Whether it has ended; once more where it lost its device and can go on behind that."""
+        """Return whether the step has ended; restart it once if it lost its device."""
         if self.outcome is not None:
             return True
         assert self._child is not None
@@ -105,7 +105,6 @@ class Running:
         return self.outcome is not None
 
     def end(self) -> None:
-        """End it with all its processes."""
         if self._child is not None and self._child.poll() is None:
             self._end_session()
             self._child.wait()
@@ -150,13 +149,13 @@ def run_group(
     publish: Callable[[], None],
     inside: Inside | None = None,
 ) -> list[Outcome]:
-    """Run steps side by side until all have ended, or `time.monotonic()` is `ends`."""
+    """Run steps side by side until all have ended, or until `time.monotonic()` is `ends`."""
     running: list[Running] = []
     try:
         for step in group:
             running.append(Running(step, log_of(step), cwd, ends, inside))
         published = time.monotonic()
-        # Every one is asked, so that none outlives its limit.
+        # Poll every step, so that none exceeds its limit.
         while not all([r.poll() for r in running]):
             time.sleep(0.05)
             if time.monotonic() - published > 2:
@@ -169,7 +168,7 @@ def run_group(
 
 
 def read(text: str) -> dict[str, Any]:
-    """The figures that a sanitizer's last lines give."""
+    """Return the figures in a sanitizer's last lines."""
     facts: dict[str, Any] = {}
     summary = re.findall(r"ERROR SUMMARY: (\d+) error", text)
     if summary:

@@ -1,7 +1,7 @@
-"""Orders that a missing wait would break: streams that are late, at random, change no bit.
+"""Checks that randomly delayed streams, which would expose a missing wait, change no bit.
 
-Every stream that a pipeline enters begins with a delay on the device; so what is issued to it
-comes late, and whatever does not wait for it reads or writes too early.
+Every stream that a pipeline enters begins with a delay on the device. Work on it runs late, and
+work that does not wait for it reads or writes too early.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLASSES = 10
 
 
 class Delays:
-    """Lets streams begin late: half of them at once, the others by up to so many seconds."""
+    """Delays streams at random: half of them not at all, the others by a limited time."""
 
     def __init__(self, scale: Scale) -> None:
         self.entered = 0
@@ -35,7 +35,7 @@ class Delays:
 
     @contextmanager
     def seeded(self, seed: int, device: str | None = None) -> Iterator[None]:
-        """Inside, streams are late, by delays that the seed gives; or those of one device alone."""
+        """Delay streams inside the block by times from the seed, on all devices or one."""
         chance, enter = random.Random(seed), self._stream.__enter__
         self.entered = 0
 
@@ -43,7 +43,7 @@ class Delays:
             enter(stream)
             self.entered += 1
             if chance.random() < 0.5:
-                # A copy between two devices has a stream on each, of which one is late.
+                # A copy between two devices has a stream on each, of which one is delayed.
                 mine: Any = chance.choice(getattr(stream, "_streams", [None]))
                 if mine is not None and device not in (None, str(mine.device)):
                     return
@@ -57,13 +57,12 @@ class Delays:
             self._stream.__enter__ = enter
 
     def sleep(self, share: float = 1.0) -> None:
-        """Let the device's current stream be busy for a share of the longest delay."""
+        """Occupy the device's current stream for a share of the longest delay."""
         if self._longest:
             torch.cuda._sleep(int(share * self._longest))
 
 
 def _cycles_per_second() -> float:
-    """Of `torch.cuda._sleep`, measured."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)
     start.record()
@@ -78,7 +77,7 @@ _MANY = ("auto", "pipedream-2bw", "error-feedback")
 
 @dataclass(frozen=True)
 class Setup:
-    """A pipeline and where its stages and batches are."""
+    """A pipeline, and the places of its stages and batches."""
 
     method: str = "spectrain"
     devices: tuple[str, ...] = ()
@@ -86,11 +85,11 @@ class Setup:
     norm: bool = False
     recompute: bool = False
     batches: str = "device"  # or "pageable", "pinned"
-    tied: bool = False  # the last stage has a weight of the first one
-    mapping: bool = False  # batches are dicts, and evaluated as well
+    tied: bool = False  # the last stage shares a weight with the first
+    mapping: bool = False  # batches are dicts and are evaluated too
 
     def stages(self) -> list[nn.Module]:
-        """Of the same numbers each time."""
+        """Return the same stages each time."""
         torch.manual_seed(11)
         w = self.width
         norms = [nn.BatchNorm1d(w) if self.norm else nn.Identity() for _ in self.devices[1:]]
@@ -104,7 +103,7 @@ class Setup:
         return stages
 
     def pipeline(self) -> st.Pipeline:
-        """With an optimizer that the method can work with."""
+        """Return the pipeline with an optimizer that suits the method."""
 
         def optimizer(params: list[nn.Parameter]) -> Any:
             return st.optim.SGD(params, lr=0.02, momentum=0.9, ema=self.method == "spectrain-ema")
@@ -120,7 +119,7 @@ class Setup:
         )
 
     def data(self, scale: Scale) -> Iterator[Batch | dict[str, Tensor]]:
-        """Made one at a time and not kept: their memory is free when the pipeline lets it go."""
+        """Yield batches one at a time without keeping them, so that only the pipeline does."""
         for x, y in self._pairs(scale):
             yield {"x": x, "y": y} if self.mapping else (x, y)
 
@@ -137,7 +136,7 @@ class Setup:
             yield (x.pin_memory(), y.pin_memory()) if pins else (x.clone(), y.clone())
 
     def train(self, scale: Scale) -> dict[str, Tensor]:
-        """Losses and final state."""
+        """Return losses and final state."""
         pipe = self.pipeline()
         losses = torch.stack([r.loss.detach().cpu() for r in pipe.run(self.data(scale))])
         if self.mapping:
@@ -158,8 +157,8 @@ def _loss(output: Tensor, target: Tensor | dict[str, Tensor]) -> Tensor:
 
 
 def stress_methods(cases: Cases, scale: Scale) -> None:
-    """Every method on wide stages, a seed after the other."""
-    # The ones that schedule differently first.
+    """Test every method on wide stages, seed by seed."""
+    # Methods with different schedules first.
     first = ("spectrain", "pipedream", "gpipe", "pipedream-2bw", "lwp-w")
     methods = [*first, *(m for m in st.methods() if m not in first)][: scale.few]
     _compare(cases, scale, {m: _of_method(m, scale) for m in methods})
@@ -171,7 +170,7 @@ def _of_method(method: str, scale: Scale) -> Setup:
 
 
 def stress_options(cases: Cases, scale: Scale) -> None:
-    """Stages on the GPU and the CPU in turn, recomputing with BatchNorm, batches from the host."""
+    """Test stages alternating between GPU and CPU, recomputation with BatchNorm, CPU batches."""
     gpu, narrow = _device(scale), max(8, scale.stress[1] // 8)
     setups = {
         "recomputing, BatchNorm": Setup("spectrain", (gpu,) * 4, narrow, True, True),
@@ -188,7 +187,7 @@ def stress_options(cases: Cases, scale: Scale) -> None:
 
 
 def stress_devices(cases: Cases, scale: Scale) -> None:
-    """Wide stages over two devices and over all: late or not, the same bits."""
+    """Test wide stages over two devices and over all: the same bits with and without delays."""
     two, every = tuple(scale.devices(2) * 2), tuple(scale.devices(min(8, max(4, scale.gpus))))
     narrow = max(8, scale.stress[1] // 8)
     setups = {
@@ -218,7 +217,7 @@ def _compare(cases: Cases, scale: Scale, setups: dict[str, Setup]) -> None:
         return {"repeated": "the same bits"}
 
     def delayed(name: str, seed: int) -> dict[str, Any]:
-        if name not in expected:  # an earlier process of this part had it
+        if name not in expected:  # otherwise an earlier process of this part computed it
             expected[name] = setups[name].train(scale)
         with delays.seeded(seed):
             found = setups[name].train(scale)
@@ -244,11 +243,11 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def stress_plans(cases: Cases, scale: Scale) -> None:
-    """Plans of many rows on a stream of their own, while another one recycles memory.
+    """Test plans of many rows on their own stream while another stream recycles memory.
 
-    Nobody waits in between. A plan's table, which lies on the device, must not be put where the
-    caller's stream, late, still has something to write, and must stay what it is until the launches
-    that read it are done, also when the plan is gone by then.
+    There is no waiting in between. A plan's table on the device must not reuse memory that the
+    caller's delayed stream still writes, and must not change until the launches that read it are
+    done, even if the plan has been dropped.
     """
     delays = Delays(scale)
     for rows in (701, 900, 2500):
@@ -262,12 +261,12 @@ def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any
     sizes = [1 + i % 61 for i in range(rows)]
     host = [[torch.randn(n) for n in sizes] for _ in range(2)]
     w, v = ([t.to(scale.device) for t in each] for each in host)
-    # A number on the device: from the first call on the table lies there as well.
+    # A number on the device, so that the table is there from the first call.
     rate = torch.tensor(1e-3, dtype=torch.float64, device=scale.device)
     side = torch.cuda.Stream() if scale.on_gpu else None
     scale.wait()
     plans = []
-    # As large as tables of so many rows, and some larger and smaller.
+    # The size of such tables, and some larger and smaller ones.
     churned: Sequence[int] = [rows * k for k in (8, 16, 24, 32, 40, 48, 64, 128)] + [512, 1 << 20]
     for round_ in range(scale.churned):
         plan = st.Plan(w, momentum_buffers=v)
@@ -275,7 +274,7 @@ def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any
             with torch.cuda.stream(side):
                 delays.sleep()
         else:
-            delays.sleep()  # the caller's stream fills late what it has let go of
+            delays.sleep()  # the caller's stream fills the released memory late
         for when in range(2):
             for nbytes in churned:
                 torch.empty(nbytes, dtype=torch.uint8, device=scale.device).fill_(0xA5)

@@ -1,4 +1,4 @@
-"""What drivers and NCCL are told by environment variables, each in processes of its own."""
+"""Measures environment variables of drivers and NCCL, each in new processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .cases import Cases
 from .eight import METHODS, throughput
 from .scale import Scale
 
-#: Hardware queues of a device, and whether kernels are loaded when they are first launched.
+#: The device's hardware queues, and whether kernels are loaded at their first launch.
 OF_DEVICES: list[dict[str, str]] = [
     {},
     *({"CUDA_DEVICE_MAX_CONNECTIONS": n} for n in ("1", "8", "32")),
     {"CUDA_MODULE_LOADING": "EAGER"},
 ]
-#: How many blocks of NCCL's take multiprocessors away from what computes.
+#: The number of NCCL blocks, which take multiprocessors away from compute.
 OF_NCCL: list[dict[str, str]] = [
     {},
     *({"NCCL_MAX_CTAS": n} for n in ("1", "2", "4", "8")),
@@ -26,13 +26,13 @@ OF_NCCL: list[dict[str, str]] = [
 
 
 def variables(cases: Cases, scale: Scale) -> None:
-    """A case per setting: eight stages in one process, then in a process per GPU; then again."""
+    """Run a case per setting, twice: eight stages in one process, then in a process per GPU."""
     ranks = max((n for n in scale.processes if n <= scale.gpus), default=0)
     if scale.few is not None:
         ranks = min(ranks, 2)
     for again in ("", ", again")[: scale.few and 1]:
         for count, settings in ((1, OF_DEVICES), (ranks, OF_NCCL)):
-            # A rehearsal has one, the last.
+            # A rehearsal runs only the last.
             for setting in settings if scale.few is None else settings[-1:]:
                 case = f"{_named(setting)}, {_processes(count)}{again}"
                 if count:

@@ -1,1 +1,1 @@
-"""What operators are held against: workloads, operations, rivals, copies; measured in turn."""
+"""Compares operators with rivals and plain copies: workloads, operations, measurement in turn."""

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The rival in Triton: a step of SGD and up to two predictions. Imported only where Triton is."""
+"""The Triton rival: a step of SGD and up to two predictions. Imported only with Triton."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def kernel(
     PREDICTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one tensor."""
+    """Process one block of one tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     w = tl.load(w_pointer + at, mask=inside)

@@ -1,8 +1,9 @@
-"""An operation and its rivals on a workload, all in turn: what disturbs the machine hits all.
+"""Measures an operation and its rivals in turn, so that disturbances affect all of them.
 
-pytest-benchmark measures one test after the other, minutes may lie between two rivals, and on a
-shared machine the memory is then twice as fast for one as for the other. So samples are taken here,
-round by round, and handed to its statistics (bench_operators.py) or kept (gpu/operators.py).
+pytest-benchmark measures one test after the other. Minutes may lie between two rivals, and on a
+shared machine the memory may then be twice as fast for one of them. This module therefore samples
+round by round and passes the times to its statistics (bench_operators.py) or stores them
+(gpu/operators.py).
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from .on_device import device_rivals
 from .operations import Call, Operation, ours
 from .workloads import Streams, Workload, dtype_of
 
-COMPILED_TENSORS = 10  # beyond that torch.compile takes minutes
+COMPILED_TENSORS = 10  # with more, torch.compile takes minutes
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure.
+    """Measurement settings.
 
     Attributes:
         device: "cpu", or a CUDA device.
         case_s: seconds for the samples of one contest (an operation on a workload).
-        sample_s: how long one sample lasts at least.
-        compile: also torch.compile, for up to ten tensors.
-        memory_bytes: what tensors may take; None: most of what is free.
-        least: rounds at least.
+        sample_s: minimum seconds of a sample.
+        compile: whether to measure torch.compile, for up to ten tensors.
+        memory_bytes: limit for the tensors; None: most of the free memory.
+        least: minimum number of rounds.
     """
 
     device: str = "cpu"
@@ -53,13 +54,13 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one call of one contestant, a figure per sample, and what it is (`about`)."""
+    """Seconds of a contestant's call, one value per sample, and its description (`about`)."""
 
     seconds: list[float]
     about: dict[str, Any]
 
     def as_benchmark(self) -> dict[str, Any]:
-        """As an entry of pytest-benchmark's JSON."""
+        """Return an entry of pytest-benchmark's JSON."""
         s = self.seconds
         quarters = statistics.quantiles(s, n=4) if len(s) > 1 else s * 3
         stats = {"median": statistics.median(s), "iqr": quarters[2] - quarters[0], "min": min(s)}
@@ -67,7 +68,7 @@ class Times:
 
 
 class OnHost:
-    """A call timed by the wall clock, often enough for a sample to last a while."""
+    """A call timed by the wall clock, repeated to fill a sample."""
 
     how = "clock"
 
@@ -86,9 +87,9 @@ class OnHost:
 
 
 class OnDevice:
-    """Calls on rotating sets of tensors between two CUDA events, replayed from a graph if can be.
+    """Calls on rotating sets of tensors, timed by CUDA events, replayed from a graph if possible.
 
-    A graph leaves out what the host costs; what cannot be captured is launched by the host.
+    A graph excludes the CPU's cost. Calls that cannot be captured are launched normally.
     """
 
     def __init__(self, calls: Sequence[Call], sample_s: float) -> None:
@@ -116,7 +117,6 @@ class OnDevice:
 
 
 def _times(sample_s: float, once_s: float, most: int) -> int:
-    """How often something is done in one sample."""
     return max(1, min(most, int(sample_s / max(once_s, 1e-7))))
 
 
@@ -138,9 +138,9 @@ Contestant = OnHost | OnDevice
 def take_turns(
     contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
 ) -> dict[str, list[float]]:
-    """Sample all in turn, each round starting with another one, until the budget is used up.
+    """Sample all contestants in turn, in rotating order, until the budget is used up.
 
-    Returns seconds of one call, one figure per sample.
+    Returns the seconds of one call for every sample.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -164,7 +164,7 @@ def take_turns(
 def makers(
     operation: Operation, settings: Settings
 ) -> dict[str, Callable[[Streams], dict[str, Call]]]:
-    """What makes the calls of each kind, by name, on a set of tensors."""
+    """Return factories of the calls of each kind, by name, for a set of tensors."""
     return {
         "ours": lambda s: ours(operation, s),
         "rival": lambda s: {**rivals(operation, s), **device_rivals(operation, s)},
@@ -173,13 +173,13 @@ def makers(
 
 
 def compiles(work: Workload, settings: Settings) -> bool:
-    """Whether torch.compile takes part."""
+    """Return whether torch.compile takes part."""
     few = work.count <= COMPILED_TENSORS
     return settings.compile and few and work.precision.name != "bf16"
 
 
 def names(operation: Operation, work: Workload, settings: Settings) -> list[str]:
-    """The contestants of a contest."""
+    """Return the names of a contest's contestants."""
     few = Workload(work.name, ((0,),) * min(work.count, 2), work.precision)
     s = Streams(few, settings.device)
     found = [name for make in makers(operation, settings).values() for name in make(s)]
@@ -187,10 +187,10 @@ def names(operation: Operation, work: Workload, settings: Settings) -> list[str]
 
 
 def contest(operation: Operation, work: Workload, settings: Settings) -> dict[str, Times]:
-    """Measure an operation's implementations and copies of as many bytes, by name.
+    """Measure an operation's implementations, and copies of as many bytes, by name.
 
     Raises:
-        TooLarge: the tensors need more memory than there is, or than they may take.
+        TooLarge: the tensors need more memory than free or allowed.
     """
     needed = bytes_needed(operation, work)
     limit = settings.memory_bytes or int(0.85 * free_bytes(settings.device))
@@ -236,21 +236,21 @@ def contest(operation: Operation, work: Workload, settings: Settings) -> dict[st
 
 
 def bytes_needed(operation: Operation, work: Workload) -> int:
-    """Memory for the streams, for what rivals keep, and for the yardstick."""
+    """Return the bytes of the streams, the rivals' state, and the yardstick."""
     streams = sum(dtype_of(work, letter).itemsize for letter in operation.letters)
     scratch = 4 * ("u" in operation.letters) + 4 * (work.precision.name == "mixed") + 4
     return work.elements * (streams + scratch) + min(LIMIT, operation.bytes_moved(work))
 
 
 def _sets(operation: Operation, work: Workload, device: str) -> int:
-    """How many sets of tensors to rotate, so that none is in the L2 cache when its turn comes."""
+    """Return the number of sets of tensors to rotate, so that none is in the L2 cache when used."""
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 2**26
     fitting = int(0.6 * free_bytes(device)) // max(1, bytes_needed(operation, work))
     count = sets_needed(operation.bytes_moved(work), l2)
-    # Hundreds of tensors mean thousands of launches a set: the launches decide there, not caches.
+    # Hundreds of tensors need thousands of launches per set, which dominate over caches.
     return max(1, min(count, fitting, 64 if work.count <= 10 else 4))
 
 
 def sets_needed(nbytes: int, l2_bytes: int) -> int:
-    """Sets that put four times the L2 cache between two uses of one."""
+    """Return the number of sets that puts four times the L2 cache between two uses of one."""
     return max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)

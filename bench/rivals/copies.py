@@ -1,4 +1,4 @@
-"""What operations are held against: plain copies that move as many bytes as they have to."""
+"""Plain copies that move the minimum bytes of an operation, as its yardstick."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from spectrain_ext.operators.plan import Plan
 
 from .operations import Call
 
-#: Larger copies move no faster: both sides are beyond every cache.
+#: Larger copies are not faster: both sides exceed every cache.
 LIMIT = 2**30
 
 
 def pair(elements: int, device: str) -> tuple[Tensor, Tensor]:
-    """What is copied, and where to; both are written, so that both are real memory."""
+    """Return source and target of a copy, both written, so that both use physical memory."""
     source = torch.zeros(elements, device=device).add_(1.0)
     return source, torch.zeros_like(source).add_(2.0)
 
 
 def copied_bytes(nbytes: int) -> int:
-    """The bytes that copies in place of `nbytes` read and write."""
+    """Return the bytes that copies in place of `nbytes` read and write."""
     return 8 * max(1, min(nbytes, LIMIT) // 8)
 
 
 def copies(nbytes: int, device: str = "cpu") -> dict[str, Call]:
-    """The yardstick: several copies that move `copied_bytes`."""
+    """Return several copies that move `copied_bytes`."""
     elements = copied_bytes(nbytes) // 8
     a, b = pair(elements, device)
     calls: dict[str, Call] = {

@@ -1,4 +1,4 @@
-"""What torch offers for the same operations: fused optimizers, _foreach, loops, torch.compile."""
+"""Torch's alternatives for the operations: fused optimizers, _foreach, loops, torch.compile."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from .workloads import Streams
 Tensors = list[Tensor]
 
 _ALPHA = -LR * STEPS[0]
-#: Of the linear law: what the first moment is multiplied by, and the root of the second.
+#: In the linear law: the factor of the first moment, and of the second moment's root.
 _ADAM_RATE, _ADAM_ROOT = ADAM_LR / (1.0 - BETAS[0] ** STEP), 1.0 / math.sqrt(1.0 - BETAS[1] ** STEP)
 
 
 def rivals(operation: Operation, s: Streams) -> dict[str, Call]:
-    """Name -> call on the tensors of `s`, without compilation."""
+    """Return the calls on the tensors of `s` by name, without compilation."""
     types = s.work.precision.name
     if operation in _VERSIONS:
         letters, name, loop, foreach = _VERSIONS[operation]
         lists = [s[letter] for letter in letters]
         calls: dict[str, Call] = {name: lambda: loop(*lists)}
-        # _foreach takes one dtype only
+        # _foreach supports only one dtype
         if foreach is not None and (types == "fp32" or operation is STASH):
             calls["_foreach"] = lambda: foreach(*lists)
         return calls
@@ -65,7 +65,7 @@ def rivals(operation: Operation, s: Streams) -> dict[str, Call]:
     return {name: _after(kind, write, operation, s) for name, (kind, write) in ways.items()}
 
 
-# Without a step and without outputs: over lists of tensors, as torch.compile is given them, too.
+# Without a step and outputs: loops over lists of tensors, also the input of torch.compile.
 
 
 def _add(w: Tensors, v: Tensors) -> None:
@@ -105,7 +105,7 @@ _VERSIONS: dict[Operation, tuple[str, str, _Loop, _Loop | None]] = {
 }
 
 
-# A step of torch's optimizers, and what writes predictions after it.
+# A step of torch's optimizers followed by predictions.
 
 
 def _after(
@@ -127,7 +127,7 @@ def _after(
 
 
 def _step(operation: Operation, s: Streams, kind: str) -> Call:
-    """The step of torch's optimizer on these very tensors, past its first."""
+    """Return the step of torch's optimizer on these tensors, after its first step."""
     widened = s["t"] if s["g"][0].dtype != s["w"][0].dtype else None
     params = []
     for w, g in zip(s["w"], widened or s["g"], strict=True):
@@ -158,13 +158,13 @@ def _step(operation: Operation, s: Streams, kind: str) -> Call:
 
 
 def _outputs(operation: Operation, s: Streams) -> list[tuple[float, Tensors]]:
-    """Horizons and where their predictions go; a stage writes both into its working buffer."""
+    """Return horizons and outputs of predictions; a stage writes both into its working buffer."""
     letters = "oo" if operation is STAGE else "op"
     return [(STEPS[j], s[letters[j]]) for j in range(operation.predictions)]
 
 
 def _added(operation: Operation, s: Streams) -> Call:
-    """torch.add(out=), for Adam addcdiv, per prediction and tensor."""
+    """Use torch.add(out=), or addcdiv for Adam, per prediction and tensor."""
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
     u = s["u"] if operation.adam else []
@@ -188,7 +188,6 @@ def _added(operation: Operation, s: Streams) -> Call:
 
 
 def _foreach(operation: Operation, s: Streams) -> Call:
-    """_foreach operators per prediction."""
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
     u = s["u"] if operation.adam else []
@@ -210,9 +209,9 @@ def _foreach(operation: Operation, s: Streams) -> Call:
 
 
 def _looped(operation: Operation, s: Streams) -> Call:
-    """Tensor by tensor, with temporaries, as public code does it: stash, predict, restore.
+    """Loop over tensors with temporaries, as in public code: stash, predict, restore.
 
-    With SGD and two predictions 104 bytes per float32 weight, where 28 are needed.
+    SGD with two predictions moves 104 bytes per float32 weight, where 28 are needed.
     """
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
@@ -234,14 +233,15 @@ def _looped(operation: Operation, s: Streams) -> Call:
 
 
 def compiled(operation: Operation, sets: Sequence[Streams]) -> tuple[list[Call], float]:
-    """The same expressions under torch.compile, once for all sets of tensors of one workload.
+    """Compile the same expressions with torch.compile, once for all sets of a workload's tensors.
 
-    Returns a call for every set, and the seconds that the first call of the first one took.
+    Returns a call for every set, and the seconds of the first call of the first one.
     """
-    # Otherwise the limit on recompilations ends it after a few workloads.
+    # Otherwise the recompilation limit stops it after a few workloads.
     reset: Callable[[], None] = torch.compiler.reset
     reset()
-    # A stage computes between its step and the second prediction: no compiler sees both at once.
+    # A stage computes between its step and the second prediction, so that no compiler sees both at
+    # once.
     parts = [(SGD_1, STEPS), (PREDICT, STEPS[1:])] if operation is STAGE else [(operation, STEPS)]
     programs: list[Callable[..., object]] = [
         torch.compile(_expression(part, steps), fullgraph=True, dynamic=False)
@@ -261,7 +261,8 @@ def compiled(operation: Operation, sets: Sequence[Streams]) -> tuple[list[Call],
     calls = [of(s) for s in sets]
     config: Any = importlib.import_module("torch._inductor.config")
     start = time.perf_counter()
-    with config.patch(force_disable_caches=True):  # what was compiled in an earlier run counts too
+    # include the cost of code compiled in an earlier run
+    with config.patch(force_disable_caches=True):
         calls[0]()
     return calls, time.perf_counter() - start
 

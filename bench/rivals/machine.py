@@ -1,4 +1,4 @@
-"""The machine and the versions: without them a figure means nothing."""
+"""Records the machine and the versions, which figures are meaningless without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spectrain_ext.threads import cores
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Device, versions and date; no paths and no names of hosts."""
+    """Return device, versions and date, without paths and host names."""
     build = _C.build_info()
     info: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

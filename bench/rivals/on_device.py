@@ -1,4 +1,4 @@
-"""Rivals that need a GPU and a package of their own: CuPy's ElementwiseKernel, and Triton."""
+"""Rivals that need a GPU and another package: CuPy's ElementwiseKernel, and Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COVERED = (PREDICT_, PREDICT, SGD, SGD_1, SGD_2)
 
 
 def device_rivals(operation: Operation, s: Streams) -> dict[str, Call]:
-    """Name -> call; only on CUDA, only float32, only what can be imported."""
+    """Return calls by name: only on CUDA, only float32, only importable packages."""
     if s.device == "cpu" or operation not in COVERED or s.work.precision.name != "fp32":
         return {}
     calls: dict[str, Call] = {}

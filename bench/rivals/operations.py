@@ -1,4 +1,4 @@
-"""The operators that are measured, and the fewest bytes each can move."""
+"""The measured operators, and the minimum bytes of each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .workloads import Streams, Workload, dtype_of
 Call = Callable[[], object]
 LR, MOMENTUM, STEPS, EPS = 0.05, 0.9, (3.0, 1.0), 1e-8
 ADAM_LR, BETAS, DECAY, STEP = 1e-4, (0.9, 0.999), 0.01, 100
-#: Implementations that are this package's own; the others are rivals.
+#: This package's implementations; the others are rivals.
 OURS = ("operator", "Plan")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operator: which streams it has to read and write (letters of `Streams`)."""
+    """An operator with the streams that it must read and write (letters of `Streams`)."""
 
     name: str
     reads: str
@@ -36,7 +36,7 @@ class Operation:
 
     @property
     def steps(self) -> bool:
-        """Whether an optimizer's step is part of it."""
+        """Whether it includes an optimizer's step."""
         return "g" in self.reads
 
     @property
@@ -44,11 +44,11 @@ class Operation:
         return "u" in self.reads
 
     def bytes_moved(self, work: Workload) -> int:
-        """The fewest bytes: every input read once, every output written once."""
+        """Return the minimum bytes: every input read once, every output written once."""
         return work.elements * self.bytes_per_element(work)
 
     def bytes_per_element(self, work: Workload) -> int:
-        """The same for one weight."""
+        """Return the minimum bytes per weight."""
         return sum(dtype_of(work, letter).itemsize for letter in self.reads + self.writes)
 
 
@@ -63,8 +63,8 @@ SGD_2 = Operation("SGD step + 2 predictions", "wvg", "wvop", 2)
 ADAMW = Operation("AdamW step", "wvug", "wvu")
 ADAMW_1 = Operation("AdamW step + 1 prediction", "wvug", "wvuo", 1)
 ADAMW_2 = Operation("AdamW step + 2 predictions", "wvug", "wvuop", 2)
-#: A step that writes the forward's prediction into the working buffer, then, for the backward,
-#: another prediction into the same buffer.
+#: A step that writes the forward's prediction into the working buffer, followed by the backward's
+#: prediction into the same buffer.
 STAGE = Operation("pipeline stage, one minibatch", "wvgwv", "wvoo", 2)
 
 _IN_PLACE = (PREDICT_, STASH, SWAP, STASH_PREDICT)
@@ -73,17 +73,17 @@ OPERATIONS += [ADAMW, ADAMW_1, ADAMW_2, STAGE]
 
 
 def applies(operation: Operation, work: Workload) -> bool:
-    """Whether an operation is worth a row: in-place forms tell the same in `mixed` as in `fp32`."""
+    """Return whether to measure it: in-place forms are equivalent in `mixed` and `fp32`."""
     return work.precision.name != "mixed" or operation not in _IN_PLACE
 
 
 def adam_numbers() -> Adam:
-    """What the AdamW step is given at every call."""
+    """Return the arguments of every AdamW step."""
     return Adam(ADAM_LR, BETAS, EPS, DECAY, STEP, True)
 
 
 def ours(operation: Operation, s: Streams) -> dict[str, Call]:
-    """The module-level operator and the plan, on the tensors of `s`."""
+    """Return the module-level operator and the plan on the tensors of `s`."""
     letters, adam = operation.letters, operation.adam
     w, ahead = s["w"], STEPS[: operation.predictions]
     plan = Plan(
@@ -131,7 +131,7 @@ def _stage(plan: Plan) -> None:
 
 
 def host_calls(device: str = "cpu", count: int = 300) -> dict[str, Call]:
-    """A plan's calls on empty tensors, with nothing to do, and the refreshing of its gradients."""
+    """Return a plan's calls on empty tensors, and the refresh of its gradients."""
     s = Streams(Workload("empty", ((0,),) * count), device)
     params = [torch.zeros(4, device=device, requires_grad=True) for _ in range(count)]
     for p in params:

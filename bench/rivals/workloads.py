@@ -1,4 +1,4 @@
-"""What is measured on: lists of tensors of given shapes and types."""
+"""The measured workloads: lists of tensors of given shapes and types."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Workload:
     """A list of tensors.
 
     Attributes:
-        name: what tables call it.
+        name: name in tables.
         shapes: one shape per tensor.
-        precision: `fp32`; `bf16`, weights beside a float32 state; `mixed`, float32 master weights
+        precision: `fp32`; `bf16`, weights with a float32 state; `mixed`, float32 master weights
             with bfloat16 gradients and predictions.
     """
 
@@ -54,7 +54,7 @@ class Workload:
 
 
 def uneven(count: int, elements: int) -> tuple[Shape, ...]:
-    """Shapes like a network's, `elements` in all: three in four tensors small, the others large."""
+    """Return shapes like a network's, `elements` in total: three in four small, the rest large."""
     if count == 1:
         return ((elements,),)
     mean = max(1, elements // count)
@@ -72,7 +72,7 @@ def uneven(count: int, elements: int) -> tuple[Shape, ...]:
 def synthetic(
     counts: Sequence[int], exponents: Iterable[int], precision: Precision = FP32
 ) -> list[Workload]:
-    """Every number of tensors with every 2^exponent elements in all that suffices for it."""
+    """Combine every number of tensors with every sufficient total of 2^exponent elements."""
     return [
         Workload(f"{count} x, 2^{e}" if count > 1 else f"2^{e}", uneven(count, 2**e), precision)
         for e in exponents
@@ -81,7 +81,7 @@ def synthetic(
     ]
 
 
-# Parameter lists of real models, from the numbers of their architectures.
+# Parameter lists of real models, from the numbers of their architectures
 
 
 def resnet50() -> list[Shape]:
@@ -124,10 +124,10 @@ def model(name: str, precision: Precision = FP32) -> Workload:
 
 @dataclass
 class Streams:
-    """The tensors of a workload, made when they are first asked for.
+    """The tensors of a workload, created on first use.
 
-    Letters: w weights, v momentum (first moment), u second moment, g gradients, k kept weights,
-    o and p two outputs, t float32 scratch like the gradients.
+    Letters: w weights, v momentum (first moment), u second moment, g gradients, k kept weights, o
+    and p two outputs, t float32 scratch of the gradients' shapes.
     """
 
     work: Workload

@@ -1,1 +1,1 @@
-"""Data sets that the command line trains on, and the order in which they are visited."""
+"""Data sets of the command line, and the order of their samples."""

@@ -1,4 +1,4 @@
-"""The order of minibatches: a pure function of the seed, so that every method sees the same one."""
+"""Orders minibatches by the seed alone, so that every method trains on the same ones."""
 
 from collections.abc import Iterator
 
@@ -10,24 +10,24 @@ from .split import Split
 
 
 def count_batches(samples: int, batch_size: int, epochs: int) -> int:
-    """Return how many minibatches so many epochs have."""
+    """Return the number of minibatches in ``epochs`` epochs."""
     return epochs * -(-samples // batch_size)
 
 
 class Batches:
-    """Minibatches of the training part, prepared for a model; every epoch in a new random order.
+    """Minibatches of the training part, prepared for a model, in a new random order every epoch.
 
-    An epoch has every sample once; its last minibatch holds what is left and may be smaller.
-    Torch's global random state is neither read nor changed.
+    An epoch has every sample once; its last minibatch may be smaller. Torch's global random state
+    is neither read nor changed.
 
     Args:
-        data: of which.
+        data: the data set.
         batch_size: samples of a minibatch.
-        seed: decides the orders, and the variations of images.
-        augmented: images are shifted and mirrored at random.
+        seed: seed of the orders and of the augmentation.
+        augmented: whether to shift and mirror images at random.
 
     Raises:
-        ValueError: ``augmented`` data that are no images.
+        ValueError: ``augmented`` data that are not images.
     """
 
     def __init__(self, data: Split, *, batch_size: int, seed: int, augmented: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky, 2009): 60,000 photographs of 32x32 pixels in ten classes, from files."""
+"""Loads CIFAR-10 (Krizhevsky, 2009) from files: 60,000 photographs of 32x32 pixels, ten classes."""
 
 import hashlib
 import io
@@ -29,21 +29,21 @@ _FORMATS = (
 def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
     """Return CIFAR-10 as uint8 images in a fixed random order.
 
-    The first samples of both parts are therefore of all classes. Files are read as data: nothing
-    that they contain is run, and nothing is written beside them.
+    The order mixes the classes, so that the first samples of both parts cover all of them. Nothing
+    in the files is executed, and nothing is written next to them.
 
     Args:
-        path: one of the files below, or a folder with one: the folder ``cifar-10-batches-py`` or
-            the file ``cifar-10-python.tar.gz``, as torchvision's ``CIFAR10`` leaves them; or a tar
+        path: one of these files, or a folder with one: the folder ``cifar-10-batches-py`` or the
+            file ``cifar-10-python.tar.gz``, as torchvision's ``CIFAR10`` leaves them; or a tar
             file, compressed or not, of JPEG files ``train/<class>/<name>.jpg`` and ``test/...``,
             whose name contains "cifar".
-        cache: folder to keep decoded JPEG files in, under the hash of the tar file.
+        cache: folder for decoded JPEG files, stored by the hash of the tar file.
 
     Raises:
-        FileNotFoundError: none of them is there, or a part of one is missing.
-        ValueError: a file is not what its name says, or much larger than CIFAR-10 (a batch of more
-            than 64 MiB, an archive of more than 1 GiB when decompressed).
-        ModuleNotFoundError: JPEG files, but no Pillow; the message names the remedy.
+        FileNotFoundError: none of them exists, or a part of one is missing.
+        ValueError: a file is invalid or much larger than CIFAR-10 (a batch of more than 64 MiB, an
+            archive of more than 1 GiB decompressed).
+        ModuleNotFoundError: JPEG files, but Pillow is missing; the message names the remedy.
     """
     source = _find(path)
     if source.is_dir() or source.name.startswith("cifar-10-python."):
@@ -100,17 +100,17 @@ def _find(path: Path) -> Path:
 
 
 def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
-    """What ``read`` gives, from ``path`` if it is there and whole; else it is written there."""
+    """Return the content of ``path`` if it is intact; otherwise call ``read`` and write it."""
     if path is not None and path.exists():
         try:
-            # deflated, a small file could be a large array
+            # not compressed: a small file could otherwise hold a large array
             with zipfile.ZipFile(path) as archive:
                 stored = all(m.compress_type == zipfile.ZIP_STORED for m in archive.infolist())
             if stored:
                 with np.load(path, allow_pickle=False) as kept:
                     return Arrays(**{key: kept[key] for key in Arrays.NAMES}, lossy=True)
-        except Exception:  # whatever is found in a file that was cut short, or is not ours
-            _logger.info("%s is not what was kept there; the images are decoded again", path)
+        except Exception:  # any error from a truncated or foreign file
+            _logger.info("%s is damaged; decoding the images again", path)
     arrays = read()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

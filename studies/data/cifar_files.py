@@ -1,7 +1,7 @@
-"""CIFAR-10 out of files: pickles of arrays as its authors publish them, or a tar file of JPEGs.
+"""Reads CIFAR-10 from its authors' pickles of arrays or from a tar file of JPEG images.
 
-The pickles are what torchvision leaves, too. Nothing of a pickle is run, and numpy is handed bytes
-and nothing else. JPEG files are ``train/<class>/<name>.jpg`` and ``test/<class>/<name>.jpg``.
+Torchvision leaves the same pickles. Nothing in a pickle is executed, and numpy receives only bytes.
+JPEG files are ``train/<class>/<name>.jpg`` and ``test/<class>/<name>.jpg``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Batch = tuple[_Array, _Array]
 class Arrays:
     """Images are uint8 ``(samples, 3, 32, 32)``, labels int64 ``(samples,)`` below 10.
 
-    ``lossy`` says that the images are not the original pixels.
+    ``lossy`` means that the images are not the original pixels.
 
     Raises:
         ValueError: an array has another type or shape, or a label is out of range.
@@ -80,7 +80,7 @@ class Arrays:
         return digest.hexdigest()
 
 
-# Pickled batches.
+# Pickled batches
 
 
 def read_folder(folder: Path) -> Arrays:
@@ -88,7 +88,7 @@ def read_folder(folder: Path) -> Arrays:
 
     Raises:
         FileNotFoundError: a batch is missing.
-        ValueError: a batch is no pickle of images and labels alone, or has more than 64 MiB.
+        ValueError: a batch is not a pickle of only images and labels, or has more than 64 MiB.
     """
     batches = {}
     for name in _TRAIN + _TEST:
@@ -104,12 +104,12 @@ def read_folder(folder: Path) -> Arrays:
 
 
 def read_archive(path: Path) -> Arrays:
-    """Read the six batches out of the archive, which is not unpacked.
+    """Read the six batches from the archive without unpacking it.
 
     Raises:
         FileNotFoundError: a batch is missing.
-        ValueError: it is no tar file, or a batch is no pickle of images and labels alone, or has
-            more than 64 MiB.
+        ValueError: it is not a tar file, or a batch is not a pickle of only images and labels, or
+            has more than 64 MiB.
     """
     members = {f"{FOLDER}/{name}": name for name in _TRAIN + _TEST}
     batches = {}
@@ -140,7 +140,7 @@ def _batch(where: str, content: bytes) -> _Batch:
     except ValueError as error:
         raise ValueError(f"{where}: expected a pickled batch of CIFAR-10, but {error}") from error
     batch = read if isinstance(read, dict) else {}
-    # the originals were written by Python 2, whose strings are bytes
+    # Python 2 wrote the originals; its strings are bytes
     images, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", "labels"))
     pixels = _pixels(images)
     if pixels is None or len(pixels) % _VALUES:
@@ -157,7 +157,7 @@ def _batch(where: str, content: bytes) -> _Batch:
 
 
 def _pixels(array: object) -> bytes | None:
-    """The bytes of a pickled array of uint8 ``(samples, 3072)``; None: it is something else."""
+    """Return the bytes of a pickled array of uint8 ``(samples, 3072)``, None for anything else."""
     if not _calls(array, "_reconstruct", "numpy.core.multiarray", "numpy._core.multiarray"):
         return None
     state = array.state
@@ -180,17 +180,17 @@ def _calls(value: Any, name: str, *modules: str) -> TypeGuard[Call]:
     return isinstance(value, Call) and value.name in {f"{module}.{name}" for module in modules}
 
 
-# JPEG files.
+# JPEG files
 
 
 def read_images(path: Path) -> Arrays:
-    """Decode all images, which takes half a minute; classes are numbered in alphabetic order.
+    """Decode all images, in half a minute; classes are numbered in alphabetical order.
 
     Raises:
         FileNotFoundError: a part has no images.
-        ValueError: it is no tar file, the parts do not have the same ten classes, a file is no
-            image of 32x32 pixels or has more than 1 MiB, or there are more than 100,000.
-        ModuleNotFoundError: Pillow is not installed; the message names the remedy.
+        ValueError: it is not a tar file, the parts do not have the same ten classes, a file is not
+            an image of 32x32 pixels or has more than 1 MiB, or there are more than 100,000 images.
+        ModuleNotFoundError: Pillow is missing; the message names the remedy.
     """
     require("PIL.Image", "images in JPEG files need Pillow", REMEDY)
     found: dict[str, dict[str, dict[str, _Array]]] = {"train": {}, "test": {}}
@@ -217,7 +217,7 @@ def read_images(path: Path) -> Arrays:
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """Part, class and file name of a member; None: it is no image of either part."""
+    """Return part, class and file name of a member, None if it is not an image of either part."""
     path = PurePosixPath(name)
     if path.suffix.lower() not in _SUFFIXES or len(path.parts) < 3:
         return None
@@ -235,20 +235,20 @@ def _decode(where: str, content: bytes) -> _Array:
 
     try:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-            size = image.size  # of the header: nothing is decoded yet
+            size = image.size  # from the header, before decoding
             if size == (SIDE, SIDE):
                 pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-                # As a cache gives them: convolutions round in other ways with channels last, and
-                # the same command would give other figures from its second run on.
+                # The memory layout of a cached array: convolutions round differently with channels
+                # last, and the same command would give other figures from its second run on.
                 whole: _Array = np.ascontiguousarray(pixels)
                 return whole
-    except Exception as error:  # whatever Pillow finds in a damaged or a huge one
+    except Exception as error:  # any error of Pillow from a damaged or huge image
         raise ValueError(f"{where}: expected a JPEG file, but {error}") from error
     raise ValueError(f"{where}: expected {SIDE}x{SIDE} pixels, got {size}")
 
 
 def _in_order(classes: dict[str, dict[str, _Array]]) -> _Batch:
-    """Images and labels by class and name, whatever the order in the file."""
+    """Return images and labels by class and name, independent of the order in the file."""
     images = [classes[name][file] for name in sorted(classes) for file in sorted(classes[name])]
     counts = [len(classes[name]) for name in sorted(classes)]
     return np.stack(images), np.repeat(np.arange(len(counts), dtype=np.int64), counts)

@@ -1,4 +1,4 @@
-"""scikit-learn's bundled digits: 1,797 real images of 8x8 pixels, nothing to download."""
+"""Loads scikit-learn's bundled digits: 1,797 real images of 8x8 pixels, without a download."""
 
 import torch
 
@@ -12,18 +12,18 @@ _SPLIT_SEED = 0
 
 
 def load_digits() -> Split:
-    """Return the digits as 1,437 training and 360 test samples, always the same ones.
+    """Return the digits as fixed parts of 1,437 training and 360 test samples.
 
-    Pixels come as 0..16 and leave as ``x / 16 - 0.3``: about zero mean, range -0.3 to 0.7.
+    Pixels 0..16 become ``x / 16 - 0.3``: about zero mean, range -0.3 to 0.7.
 
     Raises:
-        ModuleNotFoundError: scikit-learn is not installed; the message names the remedy.
+        ModuleNotFoundError: scikit-learn is missing; the message names the remedy.
     """
     require("sklearn", "the digits data set comes with scikit-learn", REMEDY)
     from sklearn import datasets
 
     bunch = datasets.load_digits()
-    # through lists, because torch may have been built without NumPy support
+    # through lists: torch may have been built without NumPy support
     inputs = torch.tensor(bunch.data.tolist(), dtype=torch.float32).div_(16).sub_(0.3)
     targets = torch.tensor(bunch.target.tolist(), dtype=torch.int64)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(_SPLIT_SEED))

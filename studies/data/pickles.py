@@ -1,8 +1,8 @@
-"""Pickles as data: what they hold, without anything being imported, called or changed by them.
+"""Reads pickles as data: nothing in them is imported, called or changed.
 
-A pickle is a program. Limiting what it may name is not enough: with numpy's own constructors alone
-bytes of the file become pointers to objects. The machine here knows plain values and containers;
-what a pickle would call becomes a record of the call.
+A pickle is a program. Limiting the names that it may use is not enough: with numpy's own
+constructors alone, bytes of the file become pointers to objects. This reader supports plain values
+and containers; calls in a pickle become records.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_LONGEST = 200_000  # instructions; every one takes memory
+_LONGEST = 200_000  # instructions; each takes memory
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a pickle would import, as ``module.name``."""
+    """A name that a pickle would import, as ``module.name``."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Call:
-    """What it would call.
+    """A call that a pickle would make.
 
     Attributes:
-        name: of the function or class.
-        arguments: for it.
-        state: for the result's ``__setstate__``; None: there is none.
+        name: name of the function or class.
+        arguments: its arguments.
+        state: state for the result's ``__setstate__``, None if there is none.
     """
 
     name: str
@@ -40,13 +40,14 @@ class Call:
 
 
 def read_pickle(content: bytes) -> Any:
-    """Return what a pickle holds: None, numbers, str, bytes, lists, tuples, dicts and the above.
+    """Return the content of a pickle: plain values, containers, names and calls.
 
-    Strings of Python 2 are bytes. Of all instructions those are known that ``pickle`` writes for
-    such values with protocols 2 to 4. Memory and time are proportional to ``len(content)``.
+    Values are None, numbers, str and bytes in lists, tuples and dicts. Python 2 strings become
+    bytes. The reader supports the instructions that ``pickle`` writes for these values with
+    protocols 2 to 4. Memory and time are proportional to ``len(content)``.
 
     Raises:
-        ValueError: anything else.
+        ValueError: any other content.
     """
     try:
         return _run(io.BytesIO(content), len(content))
@@ -91,7 +92,7 @@ def _run(stream: io.BytesIO, size: int) -> Any:
         if known is None:
             what = "its end is missing" if not code else f"it has the instruction {code!r}"
             raise ValueError(f"it is no pickle of plain data: {what}")
-        # not before it is known: some readers take long
+        # only for known instructions: some readers take long
         argument = None if known.arg is None else known.arg.reader(stream)
         if known.name == "STOP":
             return machine.pop()
@@ -100,7 +101,7 @@ def _run(stream: io.BytesIO, size: int) -> Any:
 
 
 class _Machine:
-    """The stack of values, those below its marks, and the memo."""
+    """The stack of values, the stacks below its marks, and the memo."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -183,8 +184,8 @@ class _Machine:
             self._stack.append(Call(name.text, arguments))
 
     def _bytes(self, text: str) -> bytes:
-        """What protocol 2 has no instruction for, only a call."""
-        self._left -= len(text)  # the same text may be named many times
+        """Decode bytes, which protocol 2 writes as a call."""
+        self._left -= len(text)  # the same text may occur many times
         if self._left < 0:
             raise ValueError("it has more bytes than its file")
         return text.encode("latin-1")
@@ -203,7 +204,7 @@ def _extend(found: Any, members: list[Any]) -> None:
 
 
 def _update(found: Any, pairs: list[Any]) -> None:
-    # nothing nested: the hash of a tuple in a tuple in ... needs as much stack
+    # nothing nested: hashing nested tuples would need as much stack
     if type(found) is not dict or any(type(key) not in (str, bytes, int) for key in pairs[::2]):
         raise TypeError
     found.update(zip(pairs[::2], pairs[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""A data set cut into a part to train on and a part to test with."""
+"""Holds a data set split into a training and a test part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["features", "images", "text"]
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs and targets, as they are stored, and how to make a model's input of them.
+    """Stored inputs and targets, and the conversion to a model's input.
 
     ======== ================================ =================== ==========================
     kind     inputs                           targets             a model's input
@@ -27,11 +27,11 @@ class Split:
     ======== ================================ =================== ==========================
 
     Attributes:
-        name: what to call it in tables and pictures.
-        kind: what a sample is.
-        classes: number of different targets; of a text its vocabulary.
-        prepare: makes a model's input of stored inputs.
-        fingerprint: hash of the content it was read from, "" where the content is always the same.
+        name: name in tables and pictures.
+        kind: kind of the samples.
+        classes: number of different targets; for text, the size of the vocabulary.
+        prepare: converts stored inputs to a model's input.
+        fingerprint: hash of the content that was read, "" if the content is always the same.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Split:
         return self.train_inputs[0].numel()
 
     def first(self, train_samples: int | None, test_samples: int | None) -> Split:
-        """The same with at most so many samples, the first ones; None: all."""
+        """Return the first samples of each part; None means all."""
         return dataclasses.replace(
             self,
             train_inputs=self.train_inputs[:train_samples],
@@ -59,12 +59,12 @@ class Split:
         )
 
     def tests(self) -> Tests:
-        """The minibatches to test with."""
+        """Return the test minibatches."""
         return Tests(self)
 
 
 class Tests:
-    """Minibatches of the test part in its order, prepared for a model."""
+    """Minibatches of the test part in order, prepared for a model."""
 
     def __init__(self, data: Split) -> None:
         self._data = data

@@ -1,6 +1,6 @@
-"""Plain files out of a tar archive, compressed or not, which is never unpacked.
+"""Reads plain files from a tar archive, compressed or not, without unpacking it.
 
-Links, devices and directories are passed over, and a name is only ever compared.
+Links, devices and directories are skipped, and names are only compared.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LARGEST_ARCHIVE = 1 << 30  # bytes, decompressed
 def tar_files(
     path: Path, wanted: Callable[[str], bool], *, largest: int
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the plain files that are ``wanted`` by their names, in order.
+    """Yield name and content of the plain files with a ``wanted`` name, in order.
 
     Raises:
         OSError: the archive cannot be read.
-        ValueError: it is no whole tar file, a wanted file has more than ``largest`` bytes, or all
-            of it has more than 1 GiB.
+        ValueError: it is not a complete tar file, a wanted file has more than ``largest`` bytes, or
+            the archive has more than 1 GiB.
     """
     try:
         with tarfile.open(path) as archive:
@@ -53,7 +53,7 @@ def tar_files(
 
 
 def _finish(archive: tarfile.TarFile) -> None:
-    """tarfile ends in silence at a damaged header, and does not see check sums at the end."""
+    """Check the rest: tarfile stops silently at a damaged header and ignores trailing checksums."""
     file = archive.fileobj
     assert file is not None
     file.seek(archive.offset)

@@ -1,4 +1,4 @@
-"""A text file as a language model's data: one token per character."""
+"""Turns a text file into data for a language model, one token per character."""
 
 import hashlib
 from pathlib import Path
@@ -15,11 +15,11 @@ _LARGEST = 1 << 28  # bytes of a text; its tokens take eight times as much
 
 
 def load_text(path: Path, *, context: int) -> Split:
-    """Return the characters of a UTF-8 file, cut into sequences whose targets are one further on.
+    """Return the characters of a UTF-8 file as sequences with targets shifted by one.
 
-    The first nine tenths of the text are to train on, the rest to test with. The vocabulary is the
-    text's characters in the order of their code points. Sequences do not overlap; what is left at
-    the end of a part is dropped.
+    The first nine tenths of the text are the training part, the rest is the test part. The
+    vocabulary is the text's characters in code-point order. Sequences do not overlap; a remainder
+    at the end of a part is dropped.
 
     Args:
         path: the file, or a folder with exactly one file ``*.txt``.
@@ -27,7 +27,7 @@ def load_text(path: Path, *, context: int) -> Split:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: several files, a file that is no UTF-8 text, has more than 256 MiB, or is too
+        ValueError: several files, a file that is not UTF-8 text, has more than 256 MiB, or is too
             short for a sequence in either part.
     """
     path = _find(path)

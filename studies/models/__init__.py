@@ -1,4 +1,4 @@
-"""Models that the command line trains, as lists of pipeline stages."""
+"""Models of the command line, as lists of pipeline stages."""
 
 from .gpt import gpt
 from .inception import inception_v4

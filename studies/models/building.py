@@ -1,4 +1,4 @@
-"""What the models have in common: their initial weights are the seed's, and they are cut evenly."""
+"""Seeds the models' initial weights and cuts models into stages of equal length."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from spectrain_ext.rng import RNG_LOCK
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws on the CPU what ``seed`` gives; afterwards its state is what it was."""
+    """Seed torch's CPU generator in the block; restore its state afterwards."""
     with RNG_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -33,10 +33,10 @@ def draw_convolutions(layers: Iterable[nn.Module]) -> None:
 def cut_evenly(layers: Sequence[nn.Module], stages: int) -> list[nn.Module]:
     """Return ``stages`` contiguous groups of ``layers`` whose lengths differ by at most one.
 
-    A group of one layer is that layer itself, a longer one an ``nn.Sequential``.
+    A group of one layer is the layer itself, a longer one an ``nn.Sequential``.
 
     Raises:
-        ValueError: there are fewer layers than stages, or no stage at all.
+        ValueError: there are fewer layers than stages, or no stages.
     """
     if not 1 <= stages <= len(layers):
         raise ValueError(f"stages must be between 1 and the {len(layers)} layers, got {stages}")

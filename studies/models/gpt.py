@@ -1,4 +1,4 @@
-"""A transformer in GPT-2's form: pre-norm, causal, learned positions, head not tied."""
+"""A transformer like GPT-2: pre-norm, causal, learned positions, untied head."""
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,19 @@ def gpt(
     depth: int = 6,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
+    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
 
-    Its layers, between which it can be cut, are the embedding, every block, and the head. Weights
-    are drawn as GPT-2's are: a normal distribution of 0.02, less for what is added to the residual.
+    It can be cut between its layers: the embedding, every block, and the head. Weights are drawn as
+    in GPT-2: a normal distribution of standard deviation 0.02, less for layers that add to the
+    residual.
 
     Args:
-        stages: parts, at most ``depth + 2``.
+        stages: number of parts, at most ``depth + 2``.
         vocabulary: number of tokens.
         context: longest sequence, in tokens.
-        width: of the residual; the attention has one head per 32.
+        width: width of the residual; the attention has one head per 32.
         depth: number of blocks.
-        seed: decides the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: a width that cannot be divided among the heads, or more stages than layers.

@@ -1,4 +1,4 @@
-"""Inception-v4 (arXiv 1602.07261) from pytorchcv, of any width."""
+"""Builds Inception-v4 (arXiv 1602.07261) from pytorchcv with any width."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from spectrain_ext.extras import require
 
 from .building import cut_evenly, seeded
 
-_WIDTH = 32  # channels of the original's first convolution; those of all others are multiples
+_WIDTH = 32  # channels of the original's first convolution; all others are multiples
 
 
 def inception_v4(
@@ -16,18 +16,18 @@ def inception_v4(
 ) -> list[nn.Module]:
     """Return Inception-v4 as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
-    Its layers, between which it can be cut, are the stem's convolutions, its three branched blocks,
-    the sixteen units, and the head: 21. Of width 32 it has the parameters of pytorchcv's
-    ``inceptionv4`` in their order, so that its weights fit; another width has all of its channels
-    in proportion. The head averages over whatever the units leave, 8 by 8 in the original.
+    It can be cut between its 21 layers: the stem's convolutions, its three branched blocks, the
+    sixteen units, and the head. With width 32 it has the parameters of pytorchcv's ``inceptionv4``
+    in the same order, so that its weights fit; other widths scale all channels. The head averages
+    over the units' output, 8 by 8 in the original.
 
     Args:
-        stages: parts, at most 21.
+        stages: number of parts, at most 21.
         width: channels of the first convolution.
         classes: size of the output ``(batch, classes)``.
-        pixels: images are resized to so many each way; the original has 299, and 75 are the fewest
-            of which every unit is left something.
-        seed: decides the initial weights, which are torch's defaults, as the library's are.
+        pixels: size to which images are resized each way; the original has 299, and 75 is the
+            minimum for which every unit has an input.
+        seed: seed of the initial weights, which are torch's defaults, as in the library.
 
     Raises:
         ValueError: fewer pixels, or more stages than layers.
@@ -38,7 +38,7 @@ def inception_v4(
     library = require(
         "pytorchcv.models.inceptionv4", "Inception-v4 comes with pytorchcv", "pip install pytorchcv"
     )
-    with device("meta"):  # only its shape is wanted
+    with device("meta"):  # only the shapes are needed
         whole = library.inceptionv4(num_classes=classes)
     with seeded(seed):
         _rebuild(whole, width)
@@ -51,7 +51,7 @@ def inception_v4(
 
 
 def _rebuild(module: nn.Module, width: int) -> None:
-    """Replace all that has weights by the same with channels in proportion to the width."""
+    """Replace every module with weights by one with channels in proportion to the width."""
     for name, part in module.named_children():
         if isinstance(part, nn.Conv2d):
             inputs = part.in_channels if part.in_channels == 3 else _scaled(part.in_channels, width)

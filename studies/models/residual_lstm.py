@@ -1,4 +1,4 @@
-"""A deep LSTM whose layers add to their input, for text."""
+"""A deep residual LSTM for text."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from .building import cut_evenly, seeded
 
 
 class LSTMBlock(nn.Module):
-    """``x + LSTM(LayerNorm(x))``, from a state of zeros."""
+    """``x + LSTM(LayerNorm(x))``, with an initial state of zeros."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -15,8 +15,8 @@ class LSTMBlock(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        # cuDNN keeps a copy of the weights for the backward, which would then not see those that a
-        # method puts in place for it.
+        # cuDNN keeps a copy of the weights for the backward, which would then ignore the weights
+        # that a method sets for it.
         with torch.backends.cudnn.flags(enabled=False):
             return torch.add(x, self.lstm(self.norm(x))[0])
 
@@ -24,18 +24,17 @@ class LSTMBlock(nn.Module):
 def residual_lstm(
     stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
+    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
 
-    Its layers, between which it can be cut, are an embedding, ``depth`` LSTM blocks, and a
-    LayerNorm with a Linear. The initial weights are torch's defaults, a function of ``seed``, but
-    the embedding's, which are smaller.
+    It can be cut between its layers: an embedding, ``depth`` LSTM blocks, and a LayerNorm with a
+    Linear. The initial weights are torch's defaults, except for smaller embedding weights.
 
     Args:
-        stages: parts, at most ``depth + 2``.
+        stages: number of parts, at most ``depth + 2``.
         vocabulary: number of tokens.
-        width: of the residual and of every LSTM's state.
+        width: width of the residual and of every LSTM's state.
         depth: number of blocks.
-        seed: decides the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: more stages than layers.

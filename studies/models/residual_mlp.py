@@ -31,18 +31,17 @@ def residual_mlp(
     classes: int = 10,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules, to be called one after another.
+    """Return the model as a list of ``stages`` modules, to be called in sequence.
 
     Its layers are a Linear, ``depth`` residual blocks, and a LayerNorm with a Linear. Fewer stages
-    than layers cut the same model (with the same initial weights) into longer parts. Without a
-    ``depth`` there are six blocks, eight stages of one layer each; more stages add one block for
-    each.
+    than layers cut the same model (with the same initial weights) into longer parts. The default
+    ``depth`` is six blocks, for eight stages of one layer each; each further stage adds a block.
 
-    The initial weights are torch's defaults, a function of ``seed`` and the sizes alone: torch's
-    global random state is left as it was.
+    The initial weights are torch's defaults and depend only on ``seed`` and the sizes: torch's
+    global random state is restored.
 
     Raises:
-        ValueError: no stage, or more stages than layers.
+        ValueError: no stages, or more stages than layers.
     """
     if stages < 1:
         raise ValueError(f"stages must be at least 1, got {stages}")

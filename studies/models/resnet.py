@@ -1,8 +1,8 @@
-"""ResNet (arXiv 1512.03385) in torchvision's architecture, of any width.
+"""ResNet (arXiv 1512.03385) in torchvision's architecture, with any width.
 
-Written out because torchvision has it in one width only, and works with one build of torch only.
-Width 64 with the large stem has the parameters of ``torchvision.models.resnet18`` in their order,
-so that its weights fit.
+Torchvision's own has only one width and works with only one build of torch. Width 64 with the large
+stem has the parameters of ``torchvision.models.resnet18`` in the same order, so that its weights
+fit.
 """
 
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ _EXPANSION = 4  # output channels of a bottleneck per channel inside
 
 
 class Block(nn.Module):
-    """Convolutions around which the input passes.
+    """A residual block of convolutions.
 
-    Maps ``(batch, channels, H, W)`` to the last convolution's channels, and to less height and
-    width by its stride.
+    Maps ``(batch, channels, H, W)`` to the last convolution's channels; its stride reduces height
+    and width.
 
     Args:
-        channels: of the input.
+        channels: channels of the input.
         convolutions: output channels, size and stride of each.
     """
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
             inputs, stride = outputs, stride * its_stride
         self.body = nn.Sequential(*layers[:-1])
         same = stride == 1 and channels == inputs
-        # the input's own convolution where the block changes the shape
+        # a convolution on the shortcut if the block changes the shape
         self.shortcut = None if same else nn.Sequential(*_normalized(channels, inputs, 1, stride))
         self.relu = nn.ReLU(inplace=True)
 
@@ -55,17 +55,17 @@ def resnet(
 ) -> list[nn.Module]:
     """Return ResNet as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
-    Its layers, between which it can be cut, are the stem, every block, and the head.
+    It can be cut between its layers: the stem, every block, and the head.
 
     Args:
-        stages: parts, at most the number of blocks and 2 (10 for a depth of 18).
-        depth: 18 or 34 (basic blocks), 50, 101 or 152 (bottlenecks); for small images any other
-            6n + 2 as well, which is the paper's for CIFAR-10: three groups of n basic blocks.
-        width: channels of the first group; the original has 64, and the paper's for CIFAR-10 16.
+        stages: number of parts, at most the number of blocks plus 2 (10 for a depth of 18).
+        depth: 18 or 34 (basic blocks), 50, 101 or 152 (bottlenecks); for small images also any
+            other 6n + 2, the paper's form for CIFAR-10: three groups of n basic blocks.
+        width: channels of the first group; 64 in the original, 16 in the paper's form for CIFAR-10.
         classes: size of the output ``(batch, classes)``.
         small_images: begin with a 3x3 convolution instead of a 7x7 one of stride 2 and a pooling,
             as the paper does for images of 32 pixels.
-        seed: decides the initial weights, which are torchvision's distributions.
+        seed: seed of the initial weights, which have torchvision's distributions.
 
     Raises:
         ValueError: another depth, or more stages than layers.

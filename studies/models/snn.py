@@ -1,4 +1,4 @@
-"""A self-normalizing MLP (arXiv 1706.02515): deep without normalization and without shortcuts."""
+"""A self-normalizing MLP (arXiv 1706.02515): deep, without normalization or shortcuts."""
 
 import torch
 from torch import nn
@@ -16,20 +16,20 @@ def snn(
     dropout: float = 0.05,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules on ``(batch, ...)`` of so many features.
+    """Return the model as a list of ``stages`` modules on samples of ``features`` values.
 
-    Its layers, between which it can be cut, are ``depth`` Linears, each with SELU and AlphaDropout,
-    and the head. Weights are drawn as the paper has them, normal with variance 1/inputs, biases 0:
-    with these the outputs of every layer keep the inputs' mean of 0 and variance of 1.
+    It can be cut between its layers: ``depth`` Linears, each with SELU and AlphaDropout, and the
+    head. Weights are drawn as in the paper, normal with variance 1/inputs, and biases are 0: the
+    outputs of every layer then keep the inputs' mean of 0 and variance of 1.
 
     Args:
-        stages: parts, at most ``depth + 1``.
-        features: of a sample.
-        width: of every hidden layer.
+        stages: number of parts, at most ``depth + 1``.
+        features: features of a sample.
+        width: width of every hidden layer.
         depth: number of hidden layers.
         classes: size of the output ``(batch, classes)``.
         dropout: share of values that AlphaDropout sets to SELU's limit in training.
-        seed: decides the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: more stages than layers.

@@ -1,10 +1,10 @@
-"""A transformer in the form that slow links are raced with, dense or with its edges in a subspace.
+"""A transformer of the slow-link benchmark, with dense edges or edges in a subspace.
 
-Facts of the baselines of Protocol NanoGPT (github.com/PluralisResearch/ProtocolNanoGPT, 2026): RMS
+The baselines of Protocol NanoGPT (github.com/PluralisResearch/ProtocolNanoGPT, 2026) have RMS
 norms, rotary positions on half of a head, normalized queries and keys, squared ReLU, outputs of
-blocks and of the head that begin with 0, logits that are capped. The subspace is that of arXiv
-2506.01260 in its reparametrized form: what blocks add lies in the span of fixed orthonormal columns
-around a fixed embedding of the tokens, so that coordinates and tokens are all that crosses an edge.
+blocks and of the head that begin at 0, and capped logits. The subspace is that of arXiv 2506.01260
+in its reparametrized form: blocks add only within the span of fixed orthonormal columns around a
+fixed embedding of the tokens, so that only coordinates and tokens cross an edge.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .building import cut_evenly, seeded
 
 _HEAD_WIDTH = 32
 _CAP = 15.0
-_BASE = 1024.0  # of the rotary frequencies
+_BASE = 1024.0  # base of the rotary frequencies
 
 
 class Subspace(nn.Module):
     """Fixed columns ``(width, rank)`` and a fixed embedding ``(vocabulary, width)``.
 
-    ``encode`` maps activations ``(..., width)`` and their tokens to coordinates with the token
-    behind them, ``(..., rank + 1)``; ``decode`` is its inverse where they lie in the subspace.
+    ``encode`` maps activations ``(..., width)`` and their tokens to coordinates followed by the
+    token, ``(..., rank + 1)``; ``decode`` is its inverse for activations in the subspace.
     """
 
     columns: Tensor
@@ -32,7 +32,7 @@ class Subspace(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, rank: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(1337)  # alike on every stage
+        generator = torch.Generator().manual_seed(1337)  # the same on every stage
         drawn = torch.randn(width, rank, generator=generator)
         self.register_buffer("columns", torch.linalg.qr(drawn)[0].contiguous())
         self.register_buffer("fixed", torch.randn(vocabulary, width, generator=generator))
@@ -51,7 +51,7 @@ class _Spanned(nn.Linear):
 
     def __init__(self, inputs: int, subspace: Subspace) -> None:
         super().__init__(inputs, subspace.columns.shape[1])
-        self._subspace = (subspace,)  # not a module of its own
+        self._subspace = (subspace,)  # a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) @ self._subspace[0].columns.T
@@ -135,16 +135,16 @@ def speedrun(
     rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
+    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
 
     Args:
-        stages: parts, at most ``depth``.
+        stages: number of parts, at most ``depth``.
         vocabulary: number of tokens.
-        width: of the residual; the attention has one head per 32.
-        depth: number of blocks, of which the first has the embedding and the last the head.
-        rank: of the subspace that edges are in, and an MLP 11 times as wide as the residual instead
-            of 4, as its baseline has; None: edges are dense.
-        seed: decides the initial weights.
+        width: width of the residual; the attention has one head per 32.
+        depth: number of blocks; the first has the embedding and the last the head.
+        rank: rank of the edges' subspace, with an MLP 11 times as wide as the residual instead of
+            4, as in its baseline; None: edges are dense.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: a width that cannot be divided among the heads, or more stages than blocks.
@@ -157,7 +157,7 @@ def speedrun(
         for k in range(depth):
             subspace = None if rank is None else Subspace(vocabulary, width, rank)
             last = k == depth - 1
-            # The last block has no edge behind it.
+            # The last block has no edge after it.
             block = _Block(width, (4 if rank is None else 11) * width, None if last else subspace)
             embedding = nn.Embedding(vocabulary, rank or width) if k == 0 else None
             head = nn.Linear(width, vocabulary) if last else None

@@ -1,7 +1,7 @@
 """VGG (arXiv 1409.1556) with batch normalization, in torchvision's architecture.
 
-Written out because torchvision has it in one width only, and works with one build of torch only.
-Width 64 has the parameters of ``torchvision.models.vgg16_bn`` in their order: its weights fit.
+Torchvision's own has only one width and works with only one build of torch. Width 64 has the
+parameters of ``torchvision.models.vgg16_bn`` in the same order, so that its weights fit.
 """
 
 from torch import nn
@@ -11,7 +11,7 @@ from .building import cut_evenly, draw_convolutions, seeded
 # Convolutions in each of the five groups, and their width as a multiple of the first group's.
 _GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 _MULTIPLES = (1, 2, 4, 8, 8)
-_HIDDEN = 64  # units of the head per unit of width: 4,096 in the original
+_HIDDEN = 64  # units of the head per unit of width; 4,096 in the original
 
 
 def vgg(
@@ -25,17 +25,17 @@ def vgg(
 ) -> list[nn.Module]:
     """Return VGG as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
-    Its layers, between which it can be cut, are a convolution with all that follows it, and a
-    Linear with what follows it: ``depth`` layers.
+    It can be cut between its ``depth`` layers: each is a convolution or a Linear with the modules
+    that follow it.
 
     Args:
-        stages: parts, at most ``depth``.
+        stages: number of parts, at most ``depth``.
         depth: 11, 13, 16 or 19 layers with weights.
         width: channels of the first group; the original has 64.
         classes: size of the output ``(batch, classes)``.
-        pool: height and width that the head sees. The original's 7 suits images of 224 pixels; of
-            images of 32 pixels one by one is left, of which 7 by 7 would hold 49 copies.
-        seed: decides the initial weights: torchvision's distributions, scaled with width and pool.
+        pool: height and width of the head's input. The original's 7 suits images of 224 pixels;
+            images of 32 pixels leave a single position, and 7 by 7 would hold 49 copies of it.
+        seed: seed of the initial weights: torchvision's distributions, scaled with width and pool.
 
     Raises:
         ValueError: another depth, or more stages than layers.
@@ -65,8 +65,9 @@ def _convolutions(depth: int, width: int) -> list[nn.Module]:
 
 def _head(width: int, pool: int, classes: int) -> list[nn.Module]:
     hidden = _HIDDEN * width
-    # 0.01 in the original. Fewer inputs, or one instead of 49 copies, get larger weights, so that
-    # the sums stay as large as they are there: narrow ones would not begin to learn.
+    # 0.01 in the original. Fewer inputs, or one position instead of 49 copies, get larger weights,
+    # which keeps the sums as large as in the original: narrow models would otherwise not begin to
+    # learn.
     deviation = 0.01 * (64 / width) ** 0.5
     linears = [
         _linear(8 * width * pool**2, hidden, deviation * 7 / pool),

@@ -1,4 +1,4 @@
-"""What becomes of the operators' figures: rows, tables, targets, the document's section."""
+"""Tests the report on the operators' figures: rows, tables, targets, the document's section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESTS = ("", " + 1 prediction", " + 2 predictions")
 
 
 def entry(name: str, us: float, kind: str = "ours", best: float = 0.9, **more: Any) -> Any:
-    """As pytest-benchmark's JSON has it, of 1,000 bytes."""
+    """An entry of pytest-benchmark's JSON, for 1,000 bytes."""
     about = {"operation": "predict_", "workload": "2^24", "precision": "fp32", "name": name}
     about |= {"kind": kind, "bytes": 1000, "elements": 2**24, "tensors": 1, **more}
     stats = {"median": us / 1e6, "iqr": us / 1e7, "min": us * best / 1e6, "rounds": 5}

@@ -1,4 +1,4 @@
-"""The benchmark's own parts: shapes, bytes, rivals that compute the same, samples in turn."""
+"""Tests bench/rivals: shapes, bytes, equal results of all rivals, sampling in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rivals.workloads import (
 
 @pytest.mark.parametrize(
     ("name", "parameters", "tensors"),
-    [  # as torchvision and Hugging Face's transformers count them
+    [  # as counted in torchvision and Hugging Face's transformers
         ("ResNet-50", 25_557_032, 161),
         ("GPT-2 124M", 124_439_808, 148),
     ],
@@ -78,7 +78,6 @@ def _run(operation: Operation, work: Workload, pick: Callable[[Streams], Any]) -
 def test_rivals_compute_the_same(
     operation: Operation, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A comparison with something else would be worth nothing."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
     work = Workload("w", ((40,), (7, 3)), precision)
     if not applies(operation, work):
@@ -93,7 +92,7 @@ def test_rivals_compute_the_same(
     if precision.name != "bf16":
 
         def compiled(s: Streams) -> None:
-            in_torch.compiled(operation, [s])  # which runs it once
+            in_torch.compiled(operation, [s])  # this also runs it once
 
         results["torch.compile"] = _run(operation, work, compiled)
     assert results or operation is STAGE
@@ -128,7 +127,7 @@ def test_copies_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fake:
-    """A contestant whose samples are known."""
+    """A contestant with known samples."""
 
     how = "clock"
 

@@ -1,4 +1,4 @@
-"""The scripts of bench/ that count and time runs: that they run, and count what they say."""
+"""Tests the scripts of bench/: that they run and count correctly."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STEADY = "--microbatches 2 --methods auto --count 3 --rounds 1"
 
 
 def test_calls_are_the_package_s_and_as_many_every_time() -> None:
-    bench_calls.calls_of("vanilla", 1)  # whose instructions stay
+    bench_calls.calls_of("vanilla", 1)  # its instructions are cached
     found = bench_calls.calls_of("vanilla", 1)
     assert found == bench_calls.calls_of("vanilla", 1)
     assert all((bench_calls.PACKAGE / function.file).exists() for function in found)
     minibatches = bench_calls.LAST - bench_calls.FIRST
-    # An update per stage and minibatch is one call of its optimizer's step.
+    # One call of the optimizer's step per stage and minibatch.
     steps = [n for f, n in found.items() if f.file == "optim/base.py" and f.name.endswith("step")]
     assert bench_calls.STAGES * minibatches in steps
     more = bench_calls.calls_of("auto", 3)
@@ -105,7 +105,7 @@ def test_two_processes_in_the_steady_state(
 
 @pytest.mark.parametrize("record", bench_wan.PUBLISHED.values(), ids=list(bench_wan.PUBLISHED))
 def test_published_seconds_per_step(record: bench_wan.Published) -> None:
-    """Protocol NanoGPT's records: the compute is that of the same log with the links off."""
+    """Protocol NanoGPT's records: the compute comes from the same log with the links off."""
     size, parts = record.bytes, record.microbatches
     off = bench_wan.Link("off", 1e18)
     found = bench_wan.meter_seconds("1f1b", parts, size, size, record.compute, link=off)
@@ -117,7 +117,7 @@ def test_published_seconds_per_step(record: bench_wan.Published) -> None:
 def test_a_wire_s_arrivals_by_hand(tmp_path: Path) -> None:
     wires = InboundWires(InboundWires.make(tmp_path, 2), 1, 2, bandwidth=1000.0, latency=0.5)
     sent = [(10.0, 10.6), (10.25, 11.2), (9.0, 11.8), (20.0, 20.6)]
-    for moment, arrives in sent:  # of 92 bytes, and 8 of their count
+    for moment, arrives in sent:  # 92 bytes, and 8 of their count
         assert wires.arrival(moment, 92) == pytest.approx(arrives)
 
 
@@ -131,7 +131,7 @@ def test_processes_behind_wires(
     bench_wan.main()
     found = json.loads(path.read_text())
     assert set(found["seconds"]) == set(found["simulated"]) == {"1f1b, M = 2", "auto, M = 2"}
-    # They compute nothing, and wait for their messages.
+    # They compute nothing and wait for their messages.
     for name, (taken,) in found["seconds"].items():
         assert taken > found["simulated"][name] / 2
     assert "| 1f1b, M = 2 |" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Checkpoints: stopped and continued is never stopped; any cut loads into any other."""
+"""Tests checkpoints: resuming changes no result, and any cut loads into any other."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_cut_loads_into_any_other(tmp_path, m, optimizer):
     train(saved, batches(4))
     save(tmp_path / "c", saved)
     other = pipeline(m, seed=5, optimizer=optimizer)
-    train(other, batches(1))  # its optimizers have state of their own, and are bound
+    train(other, batches(1))  # its optimizers have state and are bound
     assert not load(tmp_path / "c", other).random
     save(tmp_path / "again", other)
     third = pipeline(3, seed=6, optimizer=optimizer)
@@ -159,7 +159,7 @@ def test_transformers_read_the_weights(tmp_path, tied):
     save(tmp_path / "c", pipe)
     config.save_pretrained(tmp_path / "c")
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c")
-    load(tmp_path / "c", pipe)  # which what others add does not disturb
+    load(tmp_path / "c", pipe)  # entries of others do not disturb it
     pipe.eval()
     assert torch.equal(read(ids).logits, pipe({"input_ids": ids}).logits)
 
@@ -329,7 +329,7 @@ def test_masters_and_float32_models_exchange_all_digits(tmp_path):
     for stage in pipe.children():
         for name, p in stage.named_parameters():
             assert torch.equal(names[stage.full_name(name)], masters[p])
-    save(tmp_path / "model", pipe, only_model=True)  # and not the masters
+    save(tmp_path / "model", pipe, only_model=True)  # without the masters
     load(tmp_path / "model", plain)
     for name, tensor in pipe.state_dict().items():
         found = plain.state_dict()[name]
@@ -366,7 +366,7 @@ def test_the_samplers_place(tmp_path):
         load(tmp_path / "none", model(), sampler=other)
 
 
-# What does not fit leaves everything as it was.
+# What does not fit changes nothing
 
 
 def untouched(pipe, action, error, match):
@@ -426,7 +426,7 @@ def exponential(optimizer):
     ],
 )
 def test_the_state_of_another_scheduler(tmp_path, saved, here, change, match):
-    """Of which some would fail in its first step, and some go on with what they have."""
+    """Some would fail in their first step, and some would silently continue with missing state."""
     save(tmp_path / "c", pipeline(2, scheduler=saved))
     if change is not None:
         forge(tmp_path / "c", lambda body: change(body["stages"][0]["scheduler"]))
@@ -437,7 +437,7 @@ def test_the_state_of_another_scheduler(tmp_path, saved, here, change, match):
 
 
 def test_what_versions_and_methods_add_to_a_scheduler(tmp_path):
-    """A method with rates of its own counts them from where it gets the others' state."""
+    """A method with its own rates counts them from the number in the other scheduler's state."""
     plain, paced = (pipeline(2, scheduler=step, method=m) for m in ("vanilla", "pipemare"))
     for pipe, other in ((plain, paced), (paced, plain)):
         train(pipe, batches(2))

@@ -1,4 +1,4 @@
-"""Damaged, forged and half-written checkpoints: named, never executed, never in the way."""
+"""Tests damaged, forged and incomplete checkpoints: reported, never executed, and skipped."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_change_of_a_file_of_tensors_goes_unnoticed(tmp_path_factory, place, 
         load(directory, found, only_model=True)
     except CheckpointError as error:
         assert str(path) in str(error)
-    else:  # white space, or a word about the file
+    else:  # white space, or a name in the message
         same(found.state_dict(), model(blocks=1).state_dict())
     finally:
         path.write_bytes(content)
@@ -132,7 +132,7 @@ def test_forged_documents(saved, change, match):
     refused(saved, match)
 
 
-# What is in the way.
+# Obstacles
 
 
 def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path, saved):
@@ -150,7 +150,7 @@ def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path, saved):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
-    (saved / documents.NAME).unlink()  # a damaged one can be
+    (saved / documents.NAME).unlink()  # a damaged document can be missing
     save(saved, model(), overwrite=True)
     load(saved, model())
 
@@ -176,7 +176,7 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path, saved):
     assert [path.name for path in target.iterdir()] == ["precious"]
     assert (target / "precious").read_text() == "mine"
     left = {path.name for path in where.iterdir() if path.is_symlink()}
-    assert left == {".latest.replaced"}  # nobody's business
+    assert left == {".latest.replaced"}  # not the package's file
     assert saved.is_dir()
 
 
@@ -219,7 +219,7 @@ def test_a_document_is_not_written_that_could_not_be_read(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-# Writing.
+# Writing
 
 
 def full(*_, **__):
@@ -304,7 +304,7 @@ for left in range(100):
 
 @pytest.mark.processes
 def test_killed_anywhere_there_is_a_whole_checkpoint():
-    # in memory, where there is such a place: what a killed process wrote is kept there as well
+    # in memory if possible: the files of a killed process survive there too
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as d:
@@ -318,7 +318,7 @@ def test_killed_anywhere_there_is_a_whole_checkpoint():
     codes, kept = zip(*(line.split() for line in lines), strict=True)
     assert set(codes[:-1]) == {"9"}
     assert codes[-1] == "0"
-    # first the old one, then the new one, and no way back
+    # the old one first, then the new one, and never back
     assert list(kept) == sorted(kept, reverse=True)
     assert len(kept) > 10
     assert kept[0] == "old"

@@ -1,4 +1,4 @@
-"""What is no tensor survives the way through JSON; what would need pickle is refused."""
+"""Tests the JSON form of values that are not tensors; values that need pickle are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results, traces, schedules and names of strangers: bounded, a ValueError, text on a terminal."""
+"""Tests foreign results, traces, schedules and names: bounded, a ValueError, safe to print."""
 
 from __future__ import annotations
 

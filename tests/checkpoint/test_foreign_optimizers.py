@@ -1,4 +1,4 @@
-"""State of optimizers that are not the package's: kept whole, by parameter, or refused."""
+"""Tests the state of optimizers from outside the package: saved completely, or rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_optimizer = pytest.mark.parametrize("name", FOREIGN)
 
 
 def same(found, expected, where=""):
-    """The same containers with the same bits in them."""
+    """Return whether the containers are the same and hold the same bits."""
     assert type(found) is type(expected), where
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype, where
@@ -44,7 +44,7 @@ def test_stopped_and_continued_is_never_stopped(tmp_path, name, method):
     train(kept, batches(3))
     save(tmp_path / "c", kept)
     other = pipeline(3, seed=9, optimizer=FOREIGN[name], method=method)
-    train(other, batches(2, seed=4))  # state of its own
+    train(other, batches(2, seed=4))  # it has its own state
     load(tmp_path / "c", other)
     same(everything(other), everything(kept))
     assert train(other, batches(5, seed=1)) == train(kept, batches(5, seed=1))
@@ -74,7 +74,7 @@ def test_any_cut_loads_into_any_other(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Whitened"])
 def test_state_of_float32_masters(tmp_path, name):
-    """Which torch would load in the parameters' 16 bits."""
+    """torch would load it in the parameters' 16 bits."""
 
     def made(seed):
         stages = cut_at(model(seed).bfloat16(), [2, 4])
@@ -92,7 +92,7 @@ def test_state_of_float32_masters(tmp_path, name):
 
 
 class Wide(torch.optim.Optimizer):
-    """Has float32 momentum of 16-bit parameters, as many do."""
+    """Has float32 momentum for 16-bit parameters, which is common."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -111,7 +111,7 @@ class Wide(torch.optim.Optimizer):
 @pytest.mark.filterwarnings("ignore:.*rounded away")
 @pytest.mark.parametrize("optimizer", [Wide, torch.optim.NAdam])
 def test_state_that_is_wider_than_its_parameters(tmp_path, monkeypatch, optimizer):
-    """Torch would round it: a moment, the product of NAdam's momenta."""
+    """torch would round it, for example NAdam's product of momenta."""
 
     def made(seed, dtype=torch.bfloat16, **more):
         stages = cut_at(model(seed).to(dtype), [2, 4])
@@ -126,7 +126,7 @@ def test_state_that_is_wider_than_its_parameters(tmp_path, monkeypatch, optimize
     save(tmp_path / "c", kept)
     train(other, data[:1])
     before = copy.deepcopy(everything(other))
-    last = other.schedulers[1]  # comes after optimizers
+    last = other.schedulers[1]  # loaded after optimizers
     loads, planned = type(last).load_state_dict, [ZeroDivisionError]
 
     def load_or_fail(self, state):
@@ -141,7 +141,7 @@ def test_state_that_is_wider_than_its_parameters(tmp_path, monkeypatch, optimize
     assert not planned
     load(tmp_path / "c", other)
     same(everything(other), everything(kept))
-    # Beside other weights it is what torch makes of it.
+    # With other weights the result is torch's.
     for dtype, more in (
         (torch.float32, {}),
         (torch.bfloat16, {"master_dtype": torch.float32}),
@@ -159,7 +159,7 @@ def test_state_that_is_wider_than_its_parameters(tmp_path, monkeypatch, optimize
 
 
 class Peculiar(Lion):
-    """Keeps something beside what Lion does."""
+    """Has more state than Lion."""
 
     kept: object
 
@@ -234,7 +234,7 @@ def whitened(tmp_path):
 
 
 def inside(body):
-    """The document's entry of a list of matrices."""
+    """Return the document's entry of a list of matrices."""
     return body["stages"][0]["optimizer"]["state"]["0.linear.weight"]["GG"]
 
 
@@ -279,7 +279,7 @@ def test_the_packages_own_and_torchs_take_only_their_own_state(tmp_path):
                 load(tmp_path / name, other)
 
 
-WALKING = {  # whose kernels walk raw memory
+WALKING = {  # their kernels access raw memory
     "torch's SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
     "torch's Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
     "torch's AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -302,7 +302,7 @@ def images(seed, count):
 
 
 def check_strides(optimizers):
-    """State of a parameter's shape has its strides."""
+    """Check that state of a parameter's shape has its strides."""
     for optimizer in optimizers:
         assert optimizer.state
         for p, entry in optimizer.state.items():
@@ -322,7 +322,7 @@ def test_state_lies_in_memory_as_its_parameter(tmp_path, name):
     assert train(other, images(1, 3)) == train(kept, images(1, 3))
     same(everything(other), everything(kept))
 
-    # whatever it was where it was saved
+    # independent of its strides when saved
     rows = made(2, torch.contiguous_format)
     load(tmp_path / "c", rows)
     check_strides(rows.optimizers)

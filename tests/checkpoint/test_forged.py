@@ -1,4 +1,4 @@
-"""Forged checkpoints: refused as such before anything is changed, and never executed."""
+"""Tests forged checkpoints: rejected before anything changes, and never executed."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_complex_weight_does_not_lose_its_imaginary_part(tmp_path):
         load(tmp_path / "c", real)
     assert torch.equal(real.weight, before)
     save(tmp_path / "d", real.double())
-    load(tmp_path / "d", torch.nn.Linear(2, 2))  # a float is a float
+    load(tmp_path / "d", torch.nn.Linear(2, 2))  # a float is valid
 
 
 DEEP = '{"sha256": "", "checkpoint": ' + 10**5 * "[" + 10**5 * "]" + "}"
@@ -164,7 +164,7 @@ def test_what_is_no_document(saved, content, match):
     ids=range(16),
 )
 def test_values_that_no_save_writes(saved, value):
-    """As an extra they were found out after the weights had been replaced."""
+    """Otherwise an extra value would be noticed only after the weights have been replaced."""
     for place in ("extra", "sampler", "scheduler", "options", "state"):
         original = (saved / documents.NAME).read_bytes()
 
@@ -235,7 +235,7 @@ def test_more_forged_documents(saved, change):
 
 
 def test_a_failure_of_the_last_part_is_undone(saved, monkeypatch):
-    """Whatever a module's own hook raises, after the weights of the first stage are in place."""
+    """A module's own hook raises after the weights of the first stage are in place."""
     pipe = pipeline(2, seed=3)
     train(pipe, batches(2))
     before = {key: tensor.clone() for key, tensor in everything(pipe).items()}

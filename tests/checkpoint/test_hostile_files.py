@@ -1,4 +1,4 @@
-"""Random changes of valid files: archives, pickles, checkpoints, results, traces, schedules."""
+"""Tests random changes of archives, pickles, checkpoints, results, traces and schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def campaign(seed, count, seconds):
-    """In a process of its own, whose memory is limited."""
+    """Run the changes in a separate process with limited memory."""
     done = subprocess.run(
         [sys.executable, "-m", "helpers.hostile_files", str(seed), "0", str(count), str(seconds)],
         cwd=TESTS,

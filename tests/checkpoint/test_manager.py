@@ -1,4 +1,4 @@
-"""The manager: when it saves, what it keeps, where it goes on."""
+"""Tests the checkpoint manager: when it saves, what it keeps, where it resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
     assert manager.minibatches == 7
     assert names(tmp_path / "c") == ["latest", "minibatch-00000004", "minibatch-00000006"]
     assert manager.latest() == tmp_path / "c" / "minibatch-00000006"
-    # the next is due at 8, not 2 after the run began
+    # the next one is due at 8, not 2 after the start of the run
     assert [result.index for result in manager.run(batches(1))] == [7]
     manager.wait()
     assert names(tmp_path / "c")[1:] == ["minibatch-00000006", "minibatch-00000008"]
@@ -85,7 +85,7 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchro
     assert loaded.random
     done = loaded.minibatches
     assert done == continued.minibatches
-    assert stop - 2 < done <= stop + 1  # leaving the loop finishes what is in flight
+    assert stop - 2 < done <= stop + 1  # leaving the loop finishes the work in flight
     again = lists(continued.run(data))
     if done < 7:
         again += lists(continued.run(data))
@@ -105,7 +105,7 @@ GAP = hybrid("pipedream", after=None, gap=0.02)
 @pytest.mark.parametrize("stop", [2, 6, 8, 10], ids=str)
 @pytest.mark.parametrize("method", ["spectrain+sync@8", "sync+pipedream@5", GAP], ids=name_of)
 def test_a_method_that_changes_goes_on_in_its_phase(tmp_path, method, stop):
-    """Before, at and after the change, in the middle of a run too."""
+    """Before, at and after the change, and during a run."""
     data = batches(14)
 
     def make(name, seed=0):
@@ -122,7 +122,7 @@ def test_a_method_that_changes_goes_on_in_its_phase(tmp_path, method, stop):
     assert (continued.pipe.minibatches, continued.pipe.phase) == (stop, stopped.pipe.phase)
     assert lists(continued.run(data[stop:])) == expected[stop:]
     same(everything(continued.pipe), everything(kept.pipe))
-    # and back to before the change, in the same pipeline
+    # and back before the change, in the same pipeline
     load(tmp_path / "kept" / "minibatch-00000010", continued.pipe)
     assert continued.pipe.minibatches == 10
     again = CheckpointManager(tmp_path / "kept", continued.pipe, every_minibatches=2)
@@ -139,7 +139,7 @@ def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp
     load(tmp_path / "c", pipe)
     assert (pipe.minibatches, pipe.phase) == (4, 0)
     assert train(pipe, data[4:]) == expected
-    plain = pipeline(3, method="sync")  # and one without phases takes it
+    plain = pipeline(3, method="sync")  # a method without phases accepts it
     save(tmp_path / "d", pipe)
     load(tmp_path / "d", plain)
     assert (plain.minibatches, plain.phase) == (12, 0)
@@ -246,7 +246,7 @@ def test_a_damaged_pointer(tmp_path):
     manager.save()
     pointer = tmp_path / "latest"
     pointer.unlink()
-    assert manager.restore().minibatches == 0  # stopped before it was written
+    assert manager.restore().minibatches == 0  # interrupted before it was written
     pointer.write_text("../elsewhere\n")
     with pytest.raises(CheckpointError, match=r"latest: damaged, expected a checkpoint's name"):
         manager.restore()

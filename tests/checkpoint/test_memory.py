@@ -1,4 +1,4 @@
-"""Copies in the hosts' memory: what the disk does not have, of this training and of no other."""
+"""Tests checkpoints in host memory: newer than the disk's, and only of the same training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spectrain_ext.errors import CheckpointError
 
 @pytest.fixture
 def shm(tmp_path, monkeypatch):
-    """A folder in the place of /dev/shm."""
+    """Replace /dev/shm by a temporary folder."""
     root = tmp_path / "shm"
     root.mkdir()
     monkeypatch.setattr(memory, "ROOT", root)
@@ -36,7 +36,7 @@ def manager_of(tmp_path, seed=0, **more):
 
 def train(manager, stop):
     for _ in manager.run(batches(MINIBATCHES)[manager.minibatches : stop]):
-        manager.wait()  # else it would make no copy while it still writes the one before
+        manager.wait()  # otherwise it skips a copy while it still writes the previous one
     manager.wait()
     return manager
 
@@ -100,14 +100,14 @@ def test_the_newest_copy_stays_until_the_disk_has_one(tmp_path, shm):
 
 
 def test_copies_are_drained_for_even_if_there_are_none(tmp_path, shm):
-    """So a training has the same bits whether or not its copies could be made."""
+    """A training therefore has the same bits whether its copies succeed or not."""
     kept = train(manager_of(tmp_path / "kept"), MINIBATCHES)
     shutil.rmtree(shm)
     without = train(manager_of(tmp_path), MINIBATCHES)
     same(everything(without.pipe), everything(kept.pipe))
 
 
-# Of another training, or abandoned.
+# Copies of other or abandoned trainings
 
 
 def test_a_deleted_directory_takes_its_copies_along(tmp_path, shm):
@@ -128,7 +128,7 @@ def test_a_training_that_began_anew_does_not_know_the_copies_of_the_last_one(tmp
     train(manager, 3)
     assert names(copies(shm)) == ["minibatch-00000002"]
     shutil.rmtree(shm)
-    old.rename(shm)  # as on a host that was away meanwhile
+    old.rename(shm)  # like a host that was away in between
     assert manager_of(tmp_path).restore() is None
     assert copies(shm) == []
 
@@ -169,7 +169,7 @@ def test_an_older_checkpoint_loaded_by_its_path_begins_another_training(tmp_path
     same(everything(restored.pipe), everything(again.pipe))
 
 
-# Torn, damaged, no room.
+# Incomplete and damaged copies, full memory
 
 
 def spoil(file):
@@ -284,7 +284,7 @@ def test_a_directory_that_is_not_private_is_not_used(tmp_path, shm, caplog, kind
     assert manager.latest().name == "minibatch-00000006"
 
 
-# Several hosts.
+# Several hosts
 
 
 def never_stopped(tmp_path, ranks, **more):
@@ -295,7 +295,7 @@ def never_stopped(tmp_path, ranks, **more):
 
 
 def restarted(tmp_path, hosts, more, stop=MINIBATCHES):
-    """Where the ranks went on, and the state of all of them."""
+    """Return where the ranks resumed, and their state."""
     found = run_ranks(memory_programs.trains, len(hosts), str(tmp_path), hosts, stop, more)
     (begun,) = {begun for begun, _ in found}
     return begun, {key: value for _, own in found for key, value in own.items()}

@@ -1,4 +1,4 @@
-"""Several processes, one stage each: one checkpoint, which loads anywhere else."""
+"""Tests checkpoints of several processes with one stage each, which load anywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_checkpoint_of_two_processes(tmp_path):
     for rank, expected in enumerate(sums):
         found = sum(p.double().sum().item() for p in plain[2 * rank : 2 * rank + 2].parameters())
         assert found == pytest.approx(expected, abs=1e-12)
-    # and safetensors' own tools all weights of it
+    # safetensors' own tools read all its weights
     known = {}
     for file in (tmp_path / "c").glob("model-*.safetensors"):
         known |= load_file(file)
@@ -44,7 +44,7 @@ def test_one_checkpoint_of_two_processes(tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in known.values())
     assert known.keys() == plain.state_dict().keys()
     assert all(torch.equal(known[key], value) for key, value in plain.state_dict().items())
-    # the stages had other learning rates: two stages here may have them too, one may not
+    # the stages had different learning rates: two stages may load them, one may not
     pipe = pipeline(2, seed=4, scheduler=None)
     load(tmp_path / "c", pipe)
     assert [o.param_groups[0]["lr"] for o in pipe.optimizers] == [0.05, 0.1]
@@ -99,7 +99,7 @@ def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path, 
             assert len(tensors) == len(expected)
     names = sorted(path.name for path in (tmp_path / "ranks").iterdir())
     assert names == ["latest", *(f"minibatch-0000000{k}" for k in (2, 4, 5, 6, 8))]
-    # and what the ranks saved goes on in one process
+    # and one process resumes from what the ranks saved
     one, other = pipeline(n, seed=5), pipeline(n, seed=6)
     load(tmp_path / "one" / "minibatch-00000008", one)
     load(tmp_path / "ranks" / "minibatch-00000008", other)
@@ -112,11 +112,11 @@ def test_replicas_save_once_and_all_load(tmp_path):
     load(tmp_path / "replicas" / "minibatch-00000005", plain)
     expected = plain.state_dict()
     for losses, again, (state, resumed), loaded, replica in made:
-        assert again == losses  # dropout included
+        assert again == losses  # including dropout
         assert [index for index, _ in losses] == [5, 6, 7, 8]
         for key, value in state.items():
             if replica and ("running" in key or "batches" in key):
-                continue  # module buffers are those of the first replica now
+                continue  # module buffers now come from the first replica
             assert torch.equal(resumed[key], value), key
         for same_numbers, found in loaded:
             assert not same_numbers

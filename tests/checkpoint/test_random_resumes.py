@@ -1,6 +1,6 @@
-"""Random programs, to the bit: a training that is looked at, saved and resumed is one that is not.
+"""Tests random programs: observing, saving and resuming change no bit.
 
-``helpers.random_programs`` says what a seed stands for; a failure prints it.
+``helpers.random_programs`` defines the program of a seed; a failure prints it.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from helpers.random_programs import Program, seeds
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
 
-# Of a stage whose input nobody wants a gradient of.
+# A stage whose input needs no gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
 class Script:
-    """What is done with a program: segments of training, and what may come between them."""
+    """Segments of a program's training, with events between them."""
 
     def __init__(self, program):
         self.program = program
         pick, chance, draw = program.pick, program.chance, program.draw
-        self.segments = []  # (how, the sizes of its batches, the result that it is left at)
+        self.segments = []  # (how, its batch sizes, the result at which it is left)
         for _ in range(pick(2, 2, 3)):
             sizes = [pick(*program.sizes) for _ in range(pick(1, 2, 3, 5))]
             how = pick("run", "run", "fit", "leave")
             self.segments.append((how, sizes, draw.randrange(len(sizes))))
         between = ["evaluate", "call", "weights", "rollback", "resume", "resume"]
-        if not program.has_masters:  # whose digits it gives up
+        if not program.has_masters:  # it gives up their digits
             between.append("release")
         if not program.foreign or program.dtype == torch.float32 or program.has_masters:
             between.append("optimizers")  # torch's own would cast scalars to other dtypes
@@ -44,7 +44,7 @@ class Script:
         return f"{self.segments} with {self.within}, and {self.between} between them"
 
     def train(self, path=None):
-        """All losses, and all state at the end; where there is a path, with interruptions."""
+        """Return all losses and the final state; a ``path`` enables interruptions."""
         program, losses = self.program, []
         torch.manual_seed(1)
         pipe = program.pipeline()
@@ -56,7 +56,7 @@ class Script:
         return losses, everything(pipe)
 
     def segment(self, pipe, n, path):
-        """Its losses; of the path is what looks on."""
+        """Return the losses of a segment; observers write below ``path``."""
         how, sizes, last = self.segments[n]
         data = self.program.batches(sizes, salt=n)
         within = "nothing" if path is None else self.within[n]
@@ -120,7 +120,7 @@ class Script:
 
 
 def everything(pipe):
-    """All state of a pipeline, by name."""
+    """Return all state of a pipeline by name."""
     found = {"minibatches": pipe.minibatches, "phase": pipe.phase}
     found |= {f"model.{key}": tensor for key, tensor in pipe.state_dict().items()}
     names = {p: name for name, p in pipe.named_parameters()}
@@ -155,14 +155,14 @@ def same(found, expected, what):
         torch.testing.assert_close(
             found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
         )
-        if ".GG" not in what:  # which is no tensor of its parameter's layout
+        if ".GG" not in what:  # its layout differs from its parameter's
             assert strides(found) == strides(expected), what
     else:
         assert found == expected, what
 
 
 def strides(tensor):
-    """Those that say where something is."""
+    """Return the strides of dimensions with several elements."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

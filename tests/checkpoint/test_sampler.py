@@ -1,4 +1,4 @@
-"""The resumable order of minibatches."""
+"""Tests the resumable order of minibatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tied weights in checkpoints: under the names that the whole model has, whatever the cuts."""
+"""Tests tied weights in checkpoints: saved under the model's names, whatever the cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectrain_ext.partitioning import cut_at
 
 
 def tied(seed=0, dtype=None):
-    """Blocks of which the first and the last have one weight."""
+    """Return blocks of which the first and the last share a weight."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
@@ -100,7 +100,7 @@ def test_compiled_stages(tmp_path):
 
 
 def test_stages_behind_those_of_another_process():
-    """Which has a stage 0 of its own, maybe with a weight of that name."""
+    """The other process has its own stage 0, possibly with a weight of that name."""
     home, away = nn.Linear(4, 4), nn.Linear(4, 4)
     away.weight = home.weight
     pipe = st.Pipeline([nn.Sequential(home), nn.Sequential(away)], sgd, LOSS)
@@ -111,7 +111,7 @@ def test_stages_behind_those_of_another_process():
 
 
 def test_masters_are_loaded_by_all_names(tmp_path):
-    """Into float32, where the copy's own weight is rounded."""
+    """They are loaded into float32, although the copy's weight is rounded."""
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
     pipe = pipeline([2, 4], dtype=torch.bfloat16, master_dtype=torch.float32)
     train(pipe, data)
@@ -129,7 +129,7 @@ def test_masters_are_loaded_by_all_names(tmp_path):
 
 @pytest.mark.processes
 def test_over_processes(tmp_path):
-    """Every rank makes the whole model and cuts it; nobody says what is tied."""
+    """Every rank makes the whole model and cuts it, without naming the ties."""
     found = run_ranks(rank_pipelines.tied_and_cut, 3, str(tmp_path))
     torch.set_num_threads(1)
     for name, expected in rank_pipelines.tied_and_cut(0, 1, str(tmp_path / "alone")).items():
@@ -142,6 +142,6 @@ def test_over_processes(tmp_path):
 
 
 def kept(path):
-    """What a checkpoint has beside the random numbers of processes."""
+    """Return a checkpoint's content without the random generators of processes."""
     body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
     return {key for key in body["tensors"] if not key.startswith("random.process")}

@@ -1,4 +1,4 @@
-"""``spectrain doctor`` says what is there, what is missing and what to do about it."""
+"""Tests ``spectrain doctor``: what is installed, what is missing and how to fix it."""
 
 import sys
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_one_line_says_what_was_built() -> None:
     [
         *(((7, 0), False), ((7, 5), True), ((8, 0), False), ((8, 6), True), ((8, 9), True)),
         *(((9, 0), True), ((10, 0), True), ((12, 1), True)),
-        *(((8, 7), False), ((11, 0), True)),  # integrated
+        *(((8, 7), False), ((11, 0), True)),  # integrated GPUs
     ],
 )
 def test_which_gpu_the_build_covers(capability: tuple[int, int], runs: bool) -> None:

@@ -1,4 +1,4 @@
-"""Help: every option says what it is, by itself, as the documentation repeats it."""
+"""Tests the help of every option, which the documentation repeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_option_is_a_sentence_of_its_own(option: click.Option) -> None:
     said, _, default = option.help.partition("  [default: ")
     assert re.match(r"[A-Z]|cpu", said), said
     assert said.endswith("."), said
-    # words that lean on the option before
+    # words that refer to the previous option
     assert not re.match(r"(Of|Its|Likewise|Write them|Also|May be) ", said), said
     assert not default or default.endswith("]"), default
     for inner in ("issue", "target", "ticket"):

@@ -1,4 +1,4 @@
-"""``spectrain plan``: what it prints and writes, and what it says of wrong arguments."""
+"""Tests the output, files and errors of ``spectrain plan``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_devices_with_one_inbound_wire(profile):
 def test_the_table_fits_and_no_cell_is_cut(profile, monkeypatch):
     asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--link", 1e6)
     monkeypatch.delenv("COLUMNS", raising=False)
-    whole = run(*asked).output  # nobody says how wide it may be
+    whole = run(*asked).output  # without a width
     assert "measured at" in whole and "no room for" not in whole
     methods = [line.split()[0] for line in table_of(whole)]
     assert set(methods) == set(METHODS)
@@ -144,7 +144,7 @@ def test_the_link_between_processes_is_measured(profile, tmp_path, monkeypatch):
     link = json.loads((tmp_path / "plan.json").read_text())["link"]
     assert link["name"] == "gloo, measured"
     assert 0 < link["latency"] < 0.1 and link["bandwidth"] > 1e6
-    # what a byte keeps a core busy cannot be nothing: it is copied, at memory's speed at best
+    # a byte's cost to a core cannot be zero: copying is limited by memory speed
     assert link["busy"] >= 0 and 1e6 < link["busy_bandwidth"] < 1e12
 
 

@@ -1,4 +1,4 @@
-"""Replicas over processes whose weights are averaged: the bits of one process, and on from disk."""
+"""Tests averaged replicas over processes: the in-process bits, also after resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edges between processes: the same bits, buffers in use left alone, one report of a failure."""
+"""Tests edges between processes: the same bits, no reuse of busy buffers, one failure report."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ def test_a_rank_that_does_not_get_on_is_not():
     assert [end.code for end in ends] == [1, 1, 1]
     for end in ends[1:]:
         assert "first cause: rank 0, step 6: busy with it for 1." in end.error
-    # 1.8 s of steps, the deadline, the grace of the rank that is stuck, and starting processes
+    # 1.8 s of steps, the deadline, the grace of the stuck rank, and starting processes
     assert monotonic() - began < 30
 
 
 FAULTS = ["kill", "stop", "exit", "exception", "hang"]
-# Each fault, with changing stores and ranks; the other combinations are the night's.
+# Each fault with varying stores and ranks; nightly runs have the other combinations.
 TRIALS = [
     pytest.param(
         fault,
@@ -125,7 +125,7 @@ TRIALS = [
 @pytest.mark.parametrize(("fault", "culprit", "keeper"), TRIALS)
 def test_any_end_of_a_rank_ends_all(fault, culprit, keeper):
     ranks = Ranks(rank_programs.chain, 3, fault, culprit, 2.0, 3.0, keeper=keeper)
-    ends = ranks.join()  # one that is stopped goes on when the others have heard of its silence
+    ends = ranks.join()  # a stopped rank continues after the others noticed its silence
     told = "\n".join(f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends))
     for rank, end in enumerate(ends):
         if rank == culprit and fault != "hang":
@@ -234,12 +234,12 @@ def test_what_a_layout_may_shrink_to():
     a, b = torch.zeros(4, 5), torch.zeros(4)
     assert of(a, b).shrinks_to(of(a[:3], b[:3]))
     assert of(a).shrinks_to(of(a[:, :2]))
-    assert of(a, b).shrinks_to(of(a[:3]))  # of targets fewer microbatches
+    assert of(a, b).shrinks_to(of(a[:3]))  # fewer microbatches of targets
     assert not of(a, b).shrinks_to(of(b))
     assert not of(a).shrinks_to(of(a, b))
     assert not of(a).shrinks_to(of(a[:3, :3]))
     assert not of(a).shrinks_to(of(a.double()))
     assert not of(a[:3]).shrinks_to(of(a))
     assert not of(a, None).shrinks_to(of(a, b))
-    # Whatever there is beside tensors takes no room.
+    # Values that are not tensors take no room.
     assert of(a, form=("list", "tensor", "3")).shrinks_to(of(a, form=("list", "tensor")))

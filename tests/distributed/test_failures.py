@@ -1,4 +1,4 @@
-"""Whatever a rank does wrong, and whenever: all end, and say the same of the right rank."""
+"""Tests failures of a rank: all ranks end and blame the right one."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def test_one_end_for_all_replicas(seed, record_property):
     expect_one_end(ranks, what)
 
 
-# What is written down of it.
+# The failure report
 
 
 def section(report, rank):
-    """What a report has of one rank, which has told it."""
+    """Return one rank's section of a report, if that rank has reported."""
     (found,) = re.findall(rf"^=+ rank {rank}: (.*?)(?=^=|\Z)", report, re.MULTILINE | re.DOTALL)
     return found
 
 
 def pending(report):
-    """Messages that have been sent and not used, by edge."""
+    """Return messages sent but not used, by edge."""
     found = re.findall(r"^  (edge \d -> \d): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
     return {edge: int(count) for edge, count in found}
 
@@ -91,14 +91,14 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
     assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
     answers = f"= rank {culprit}: " in report
     if silent:
-        # One that was stopped goes on when the others have heard of its silence, and may tell yet.
+        # A stopped rank continues after the others noticed its silence, and may still report.
         assert not answers or fault == "stop"
         last = re.search(rf"^  {culprit}  does not answer; .* ago it said: ", report, re.MULTILINE)
         assert (last is None) == answers
     else:
         assert "in commit\n" in section(report, culprit)
         assert not any("in commit\n" in section(report, r) for r in told if r != culprit)
-    if fault == "hang":  # until nothing moves any more
+    if fault == "hang":  # until nothing changes any more
         others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
         assert pending(report) == {others: 1, "edge 2 -> 1": 1}
 
@@ -131,13 +131,13 @@ def test_a_report_has_the_collectives_that_others_have_not_come_to():
     assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
 
 
-# While a checkpoint of several processes is written.
+# Failures while several processes write a checkpoint
 
 ENDS = {"kill": -signal.SIGKILL, "cut": -signal.SIGXFSZ, "exit": 7}
 
 
 def checkpoint_trial(seed):
-    """A rank, a fault, a save and a place in it."""
+    """Draw a rank, a fault, a save and a point in it."""
     draw = random.Random(1000 + seed)
     ranks = draw.choice([2, 3, 4])
     what = {
@@ -149,7 +149,7 @@ def checkpoint_trial(seed):
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
     }
-    # Another save follows, in which whoever is left hears of it.
+    # The remaining ranks notice it in the next save.
     lost = what["fault"] in ("kill", "stop", "exit") and what["save"] < MINIBATCHES // EVERY
     what["asynchronous"] = lost and draw.random() < 0.5
     return ranks, what
@@ -183,15 +183,15 @@ def test_a_failure_while_saving_loses_nothing(tmp_path, seed, record_property):
         assert codes == [own if r == culprit else 1 for r in range(count)], told
         for rank, end in enumerate(ends):
             if fault == "exception" and "ArithmeticError: planned" in end.error:
-                continue  # what fails in one is raised in all
+                continue  # a failure of one rank is raised on all
             if rank != culprit:
                 assert f"first cause: rank {culprit}, " in end.error, told
             for waited in re.findall(r"waiting on .*? for ([0-9.]+) s", end.error):
                 assert float(waited) < TIMEOUT + 10, told
     else:  # the last save had fewer calls left
         assert what["save"] == MINIBATCHES // EVERY, told
-    # Started again, it goes on from the last save, or from the one before it; written behind, that
-    # one may still be under way when the next begins.
+    # After a restart it resumes from the last save or the one before it: a save in the background
+    # may still be running when the next one starts.
     found = run_ranks(failing_checkpoints.trains, count, path, {"timeout": 30.0, "fault": None})
     (begun,) = {begun for begun, _, _ in found}
     if any(codes):
@@ -201,7 +201,7 @@ def test_a_failure_while_saving_loses_nothing(tmp_path, seed, record_property):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system with room for two checkpoints and a half."""
+    """Mount a file system with room for two and a half checkpoints."""
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(path)]
@@ -225,12 +225,12 @@ def test_a_disk_that_is_full(small_disk):
     assert CheckpointManager(small_disk, pipeline(3)).restore().minibatches == saved - 1
 
 
-# Once it has been written.
+# After writing
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Checkpoints of two processes."""
+    """Write checkpoints of two processes."""
     path = tmp_path_factory.mktemp("written") / "c"
     run_ranks(failing_checkpoints.trains, 2, str(path), {"timeout": 30.0, "fault": None})
     return path

@@ -1,7 +1,7 @@
-"""Groups of neighbours: their first uses, which block hosts, close no circle of waiting ranks.
+"""Tests that the blocking first use of process groups cannot deadlock.
 
-torch connects a pair of ranks at its first message of a group, and by NCCL both hosts wait there
-for one another. Here nothing is sent: what each rank would do is written down, and played.
+torch connects a pair of ranks at a group's first message, and with NCCL both hosts wait for each
+other. These tests send nothing: they record each rank's sequence and simulate it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SHAPES = [
     *itertools.product(range(1, 4), range(1, 5)),
     *itertools.product(range(1, 4), range(1, 5), range(1, 3)),
 ]
-# How a group is connected: for messages between the two, or for what all its members do.
+# Kinds of connections of a group: for messages between two ranks, or for collectives.
 MESSAGE, SUM = "message", "sum"
 
 
 class Group:
-    """In place of a process group; ``number``: all ranks make them in one order."""
+    """Replaces a process group; ``number``: all ranks make them in one order."""
 
     def __init__(self, number, ranks, backend):
         self.number, self.ranks, self.backend = number, ranks, backend
@@ -46,14 +46,14 @@ class Group:
 
 
 class Default:
-    """In place of ``dist.group``, with a default group that ``device_id`` has been given."""
+    """Replaces ``dist.group``, with a default group that has a ``device_id``."""
 
     def __init__(self, device_id=None):
         self.WORLD = SimpleNamespace(bound_device_id=device_id)
 
 
 def unwatched(rank):
-    """In place of a board."""
+    """Replaces a board."""
     nothing = {"doing": lambda *_: None, "check": lambda: None}
     return SimpleNamespace(
         rank=rank, timeout=1.0, blocked=lambda *_: nullcontext(), aborts=[], **nothing
@@ -62,9 +62,9 @@ def unwatched(rank):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Returns a function that opens the links of all ranks: per rank the links, and the uses.
+    """Return a function that opens the links of all ranks and returns links and uses per rank.
 
-    A use: what is done, and the group that it is done in.
+    A use is an operation and its group.
     """
 
     def open_all(counts, bodies="nccl"):
@@ -122,7 +122,7 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
 
 
 def trains(counts, links, rank, minibatches=2):
-    """What a rank's host does in training: ("post" | "take" | "meet", group)."""
+    """Yield the CPU operations of a rank in training: ("post" | "take" | "meet", group)."""
     replicas = Replicas(counts)
     k, c = replicas.stage_and_replica(rank)
     microbatches = math.lcm(*counts)
@@ -139,7 +139,7 @@ def trains(counts, links, rank, minibatches=2):
         before, after = (k - 1, k + 1) if forward else (k + 1, k - 1)
         if 0 <= before < len(counts):
             group = of[what, replicas.runs(before, j), False]
-            yield "take", group  # its header, by gloo
+            yield "take", group  # its header, over gloo
             yield "meet", (MESSAGE, group)
         if 0 <= after < len(counts):
             group = of[what, replicas.runs(after, j), True]
@@ -148,7 +148,7 @@ def trains(counts, links, rank, minibatches=2):
 
 
 def stuck(ranks):
-    """Play what all ranks do; what each one that does not come to its end waits for."""
+    """Simulate all ranks; return what each rank that cannot finish waits for."""
     heads = [next(steps, None) for steps in ranks]
     met = [set() for _ in ranks]
     posted = Counter()
@@ -196,7 +196,7 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
         training = [list(trains(counts, links, rank)) for rank, (links, _) in enumerate(found)]
         waiting = stuck([itertools.chain(*each) for each in zip(opening, training, strict=True)])
         assert not waiting, counts
-        for sums in (True, False):  # groups used by sums, which connect no pair, or not at all
+        for sums in (True, False):  # groups that connect no pair: used only by sums, or not at all
             before = [
                 [("meet", (SUM, group)) for _, (_, group) in steps] if sums else []
                 for steps in opening
@@ -209,7 +209,7 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
 
 
 def computes(stages, k, minibatches=3):
-    """What a stage's host does: ("receive" | "send", edge), and waits for its device after each."""
+    """Yield a stage's ("receive" | "send", edge), each followed by a wait for its device."""
     places = places_of(find_method("vanilla"), stages, stages, None)
     for kind, _, _ in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
         step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0)
@@ -222,12 +222,12 @@ def computes(stages, k, minibatches=3):
 
 
 def waiting_forever(hosts, whole):
-    """Play hosts that wait for their streams, or for the whole device; who never gets on.
+    """Simulate hosts that wait for their streams or the whole device; return those that hang.
 
-    A send comes to its turn on the device after all that was received before it; both it and its
-    receive are done when both have. A host receives when the message's header has come.
+    A send reaches its turn on the device after everything that was received before it. It and its
+    receive finish when both have started. A host receives when the message's header has arrived.
     """
-    sent = {}  # by edge and number: what its rank had received before it
+    sent = {}  # by edge and number: what its rank had received before
     received, done = set(), set()
     counts = Counter()
 
@@ -275,7 +275,7 @@ def test_hosts_may_wait_for_their_streams_and_not_for_whole_devices(stages):
 
 
 class Device:
-    """In place of a group of NCCL: a stream of its own, which works call and caller in order."""
+    """Replaces an NCCL group: a separate stream that orders itself after its caller and back."""
 
     def __init__(self, drops=None):
         self.stream, self.drops, self.buffers = new_stream("NCCL", CPU), drops, {}
@@ -291,7 +291,7 @@ class Device:
 
 
 def sends_by(device, monkeypatch, depth=2):
-    """A sender whose bodies go by that device, and what it does in this order."""
+    """Return a sender that uses this device, and the list of its operations in order."""
     done = []
 
     def isend(body, peer, group, tag):
@@ -327,11 +327,11 @@ def test_a_body_leaves_before_its_header_and_only_copies_wait_for_it(monkeypatch
                 pass
             compute.record(ready)
             compute.wait(sender.send(message, source, ready))
-            # As long as its window: a body that went by the same memory has been received by then.
+            # By the end of its window: a body in the same memory has then been received.
             assert compute._seen.get(device.stream, 0) == max(0, n - 1)
-        assert done[:3] == ["body", "header", "header"]  # which announces the layout
+        assert done[:3] == ["body", "header", "header"]  # it announces the layout
         assert done[3:] == ["body", "header"] * 5
-        assert callers_stream(CPU).done.get(device.stream, 0) == 0  # no host waits
+        assert callers_stream(CPU).done.get(device.stream, 0) == 0  # the CPU does not wait
 
 
 def test_memory_is_packed_again_when_its_body_has_been_sent(monkeypatch):
@@ -371,7 +371,7 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
 
 
 class Options:
-    """In place of those of ProcessGroupNCCL."""
+    """Replaces the options of ProcessGroupNCCL."""
 
     def __init__(self, is_high_priority_stream=False):
         self.high = is_high_priority_stream
@@ -420,11 +420,11 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
         assert options._timeout == timeout
         assert options.config.max_ctas == expected
         assert told == on_error
-    assert len(board.aborts) == 2  # of NCCL's alone
+    assert len(board.aborts) == 2  # only NCCL's
 
 
 def test_the_groups_stand_by_themselves(monkeypatch):
-    """A default group with a device would be split, and by those who are no members as well."""
+    """A default group with a device would be split, also by ranks that are not members."""
     seen = []
 
     def new_group(*_, device_id, backend, **given):

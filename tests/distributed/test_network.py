@@ -1,4 +1,4 @@
-"""Pipelines over a link that is slow, loses packets, or is cut."""
+"""Tests pipelines over a link that is slow, loses packets, or breaks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def link(request):
 
 
 def test_the_link_is_as_slow_as_it_says(link):
-    """A connection takes a way there and back, and every byte one way."""
+    """A connection takes a round trip, and every byte one way."""
     there, here = link.hosts
     ready = threading.Event()
     took = []
 
     def answer():
-        there.enter()  # of this thread alone
+        there.enter()  # this thread only
         import socket
 
         with socket.create_server((there.address, 5000)) as server:
@@ -95,7 +95,7 @@ def test_a_cut_link_ends_all_ranks(tmp_path, link):
     ranks = Ranks(
         rank_pipelines.endless, 3, TIMEOUT, str(mark), 20, keeper=False, hosts=(near, near, far)
     )
-    with mark.open():  # until the last rank has had so many
+    with mark.open():  # until the last rank has received the minibatches
         pass
     link.cut()
     ends = ranks.join(deadline=60.0)

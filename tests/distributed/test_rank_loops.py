@@ -1,4 +1,4 @@
-"""Evaluations and whole trainings over processes: the floats of one process, one end for all."""
+"""Tests evaluations and whole trainings over processes against the in-process results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check(ranks, found):
             assert torch.equal(drawn, plain[5]), where
             assert (output is not None) == last, where
             assert [one is not None for one in kept] == [last] * 5, where
-            if max(counts) == 1:  # replicas have batch statistics of their own
+            if max(counts) == 1:  # replicas have separate batch statistics
                 assert measured == expected[0], where
                 assert means == expected[2] == plain[2], where
                 for name, tensor in state.items():
@@ -88,7 +88,7 @@ def test_one_loader_feeds_all_ranks_over_epochs(ranks):
     found = run_ranks(loop_programs.epochs_apart, ranks, EPOCHS[ranks])
     for number, (counts, method, more) in enumerate(EPOCHS[ranks]):
         assert all(of_rank[number][0] == found[0][number][0] for of_rank in found)
-        if max(counts) == 1:  # replicas add up in another order
+        if max(counts) == 1:  # replicas add in another order
             expected, state = loop_programs.epochs_together(
                 len(counts), method, more.get("microbatches", "auto")
             )

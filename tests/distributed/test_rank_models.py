@@ -1,4 +1,4 @@
-"""Models over processes: each rank cuts its own, and has its part under the model's names."""
+"""Tests models that each rank cuts itself: every part keeps the model's names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_adapted_model_is_whole_on_every_rank():
         assert its_trained.keys() == trained.keys()
         assert all(torch.equal(value, adapter[name]) for name, value in its_adapter.items())
         assert all(torch.equal(value, whole[name]) for name, value in its_whole.items())
-        assert travelled == len(trained)  # nothing that is frozen, and the same everywhere
+        assert travelled == len(trained)  # nothing frozen, and the same on all ranks
 
 
 def test_a_model_is_written_back_where_it_is_wanted():

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, over processes and with replicas."""
+"""Tests losses and gradients that are not finite, over processes and with replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import spectrain_ext as st
 pytestmark = pytest.mark.processes
 
 CLIPPED = {"microbatches": 3, "clip_norm": 0.05}
-#: What a run that never had the batches comes to, to the bit.
+#: The bits of a run that never had these batches.
 EXACT = [
     ([1, 1, 1], "1f1b", CLIPPED),
     ([1, 2], "gpipe", {"microbatches": 2, "clip_norm": 0.05}),
     ([3], "1f1b", {"microbatches": 3, "averaging": st.averaging.Elastic(0.3)}),
 ]
-#: What one process computes, to the bit.
+#: The bits of the in-process pipeline.
 ALIKE = [([1, 1, 1], "auto", {"microbatches": 3}), ([1, 1, 1], "zb-h1", CLIPPED)]
-#: What the definition says.
+#: The result of the definition.
 DEFINED = [([2, 1], "vanilla", {"microbatches": 2}), ([1, 2], "spectrain", {"microbatches": 2})]
 
 

@@ -1,4 +1,4 @@
-"""Pipelines over processes: the bits of one process, one end for all."""
+"""Tests distributed pipelines against the in-process bits, and that all ranks end together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import spectrain_ext as st
 
 pytestmark = pytest.mark.processes
 
-METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+METHODS = [name for name in st.methods() if name != "xgrad"]  # a method for one stage
 RUNS = [(11, 8, 5), (3,), (0,), (6, 8, 1)]
 
 
@@ -72,7 +72,7 @@ def test_ranks_on_one_gpu_give_the_bits_of_one_process_there(replicas, method, d
     losses, states = rank_pipelines.scaled_together(method, device)
     for rank, (backend, staged, of_rank, state) in enumerate(found):
         assert (backend, staged) == ("gloo", device != "cpu")
-        assert of_rank == pytest.approx(losses, rel=1e-6)  # replicas add theirs up in float64
+        assert of_rank == pytest.approx(losses, rel=1e-6)  # replicas add theirs in float64
         same(state, states[min(rank, 1)], f"rank {rank}")
 
 
@@ -109,7 +109,7 @@ def test_replicas_change_together(method):
 @pytest.mark.parametrize("after", [3, 6, 8])
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 def test_a_run_is_left_where_the_method_changes(leaves, after):
-    """Whoever leaves: its last minibatches in flight may be those of a phase, or before them."""
+    """For any leaving rank, its last minibatches in flight belong to the phase or precede it."""
     made = run_ranks(rank_pipelines.leaving, 3, leaves, 5, f"pipedream+sync@{after}")
     counts = {tuple(steps) for _, steps in made}
     assert len(counts) == 1, made
@@ -122,7 +122,7 @@ def test_a_run_is_left_where_the_method_changes(leaves, after):
 def test_rank_0_decides_when_the_run_ends(leaves):
     made = run_ranks(rank_pipelines.leaving, 3, leaves, 5)
     counts = {tuple(steps) for _, steps in made}
-    assert len(counts) == 1, made  # all stages made the same updates, in both runs
+    assert len(counts) == 1, made  # all stages made the same updates in both runs
     first, second = counts.pop()
     assert second == first + 4
     assert first == (30 if leaves else first)
@@ -219,7 +219,7 @@ def same(found, expected, where):
             assert found[key] == value, f"{where}: {key}"
 
 
-# The last update comes when the rank has sent all that it has to send.
+# The last update comes when the rank has sent everything.
 @pytest.mark.parametrize("update", [4, 10])
 def test_a_rank_that_is_interrupted_has_its_true_weights(tmp_path, update):
     path = tmp_path / "weights"

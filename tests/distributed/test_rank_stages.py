@@ -1,4 +1,4 @@
-"""Several stages on every rank: the bits of one process, one end for all."""
+"""Tests several stages per rank against the in-process bits, and that all ranks end together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectrain_ext.timelines import simulate_method
 
 pytestmark = pytest.mark.processes
 
-METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+METHODS = [name for name in st.methods() if name != "xgrad"]  # a method for one stage
 SOME = ["sync", "1f1b", "gpipe", "pipedream", "vanilla", "auto", "interleaved", "wpipe"]
 RUNS = [(11, 12, 5), (3,), (0,), (6, 12, 1)]
 
@@ -30,7 +30,7 @@ RUNS = [(11, 12, 5), (3,), (0,), (6, 12, 1)]
         (2, 2, ["spectrain-stash", "pipedream-2bw", "zb-h1-async"], ()),
         (3, 2, [*SOME, "interleaved-async"], ()),
         (2, 3, ["gpipe", "spectrain"], ()),
-        (3, 2, ["gpipe", "wpipe", "spectrain"], (0, 3, 4)),  # tied on one rank, and between two
+        (3, 2, ["gpipe", "wpipe", "spectrain"], (0, 3, 4)),  # tied on one rank and between two
         (2, 2, ["auto", "1f1b"], (1, 3)),
     ],
 )
@@ -55,7 +55,7 @@ def check(found, ranks, chunks, methods, places):
         )
         of_method = [rank[method] for rank in found]
         assert of_method[-1][0] == losses, method
-        if method == "vanilla":  # shares them
+        if method == "vanilla":  # it shares them
             for shared, *_ in of_method[:-1]:
                 same(shared, [[loss.double() for loss in run] for run in losses], method)
         for rank, (_, own, optimizers) in enumerate(of_method):

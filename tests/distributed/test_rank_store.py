@@ -1,4 +1,4 @@
-"""The store of a process group that listens where it was told to."""
+"""Tests the process group's store, which must listen only at its given address."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def test_what_cannot_be_listened_on_is_named():
 
 @pytest.mark.processes
 def test_ranks_meet_whatever_the_store_has_of_earlier_starts():
-    """Of other numbers of ranks, some of which went no further than to come."""
+    """The earlier starts had other numbers of ranks, and some ended right after joining."""
     kept = store_at("127.0.0.1", 0, listen=True)
     for start, ranks in enumerate((3, 2, 4, 1)):
         found = run_ranks(rank_programs.joined, ranks, kept.port, start)
         assert found == [(rank, ranks, float(start * ranks)) for rank in range(ranks)]
-        run_ranks(rank_programs.joining, 1, kept.port, 2)  # rank 2, that nobody answers
+        run_ranks(rank_programs.joining, 1, kept.port, 2)  # rank 2, which gets no answer
 
 
 def test_who_has_not_come_is_named(monkeypatch):

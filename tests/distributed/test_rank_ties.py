@@ -1,4 +1,4 @@
-"""Tied weights over processes: the bits of one process."""
+"""Tests tied weights over processes against the in-process bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import spectrain_ext as st
 
 pytestmark = pytest.mark.processes
 
-METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+METHODS = [name for name in st.methods() if name != "xgrad"]  # a method for one stage
 RUNS = [(9, 8, 5), (0,), (5, 8, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Traces of pipelines over processes: what overlaps, by the order in which it is issued."""
+"""Tests traces of distributed pipelines: overlap follows from the issue order."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_a_rank_knows_the_versions_that_it_met(method):
 
 
 def test_messages_travel_while_both_ranks_compute(traced):
-    # The run came to its end, although rank 1's first forward waited for the second message: it
-    # arrived beside that computation, and rank 0 had computed it after sending the first.
+    # The run finished although rank 1's first forward waited for the second message: the message
+    # arrived during that computation, and rank 0 had computed it after sending the first.
     _, (first, second) = traced
     for names in (first, second):
         for i in range(COUNT):
             assert names.index(f"F{i}") < names.index(f"B{i}")
         assert names.count("update") == COUNT
     assert first.count("send") == second.count("send") == COUNT
-    assert second.count("recv") == COUNT + 1  # the last one is the end of the run
+    assert second.count("recv") == COUNT + 1  # the last one ends the run
     assert second.count("loss") == COUNT
     assert "predict" in first
-    # two in flight: rank 0 computes the next forward before it asks for a gradient
+    # two in flight: rank 0 computes the next forward before it requests a gradient
     begun = [name for name in first[: first.index("F2")] if name != "predict"]
     gradient = ["recv", "B0", "update"]
     assert begun == ["recv", "F0", "send", "recv", "F1", "send", *gradient, "recv"]
@@ -65,7 +65,7 @@ def test_the_traces_of_all_ranks_as_one(traced, tmp_path):
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
     assert min(event["ts"] for event in events) == 0.0
-    # on one time axis: what one rank sends before the other computes with it
+    # on one time axis: each send precedes the computation with its message
     at = {(event["pid"], event["name"]): event for event in events}
     for i in range(COUNT):
         sent, used = at[0, f"send activation {i}.0"], at[1, f"forward {i}.0"]

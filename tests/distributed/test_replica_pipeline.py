@@ -1,4 +1,4 @@
-"""Pipelines with replicated stages, over processes: what one process computes, one end for all."""
+"""Tests replicated stages over processes against in-process results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOME = ["spectrain-local", "second-order", "xpipe", "lwp-w", "pipedream-vertical
 OTHERS = [
     name
     for name in st.methods()
-    if name not in (*ASYNCHRONOUS, *SYNCHRONOUS, *SOME, "xgrad")  # which is for one stage
+    if name not in (*ASYNCHRONOUS, *SYNCHRONOUS, *SOME, "xgrad")  # a method for one stage
 ]
 
 
@@ -76,7 +76,7 @@ def test_replicas_are_what_the_oracle_says_whatever_way_bodies_go(way):
 def test_all_methods_are_what_the_oracle_says(counts):
     alike = len(set(counts)) == 1
     unlike = () if alike else ("pipedream-vertical-sync", *CHUNKED)
-    if counts[0] > 1:  # whose replicas read different stale weights
+    if counts[0] > 1:  # its replicas read different stale weights
         unlike = (*unlike, "dc-asgd", "gap-aware")
     every = [*SYNCHRONOUS, *ASYNCHRONOUS, *SOME, *OTHERS]
     check(4, cases(counts, 12, [name for name in every if name not in unlike]))
@@ -107,7 +107,7 @@ def check(ranks, chosen, way=None):
                 torch.testing.assert_close(
                     state[f"{k}.{name}"], tensor, rtol=1e-9, atol=1e-12, msg=where
                 )
-            if replica:  # the bits of the first one
+            if replica:  # the bits of the first replica
                 _, weights, buffers = mine[rank - replica]
                 assert all(map(torch.equal, state.values(), weights.values())), where
                 for p, buffer in buffers.items():
@@ -119,7 +119,7 @@ def check(ranks, chosen, way=None):
 
 
 def together(counts, method, settings, losses, found):
-    """Synchronous training does not depend on who computes what: one process, no replicas."""
+    """Synchronous training does not depend on the assignment of work: one process, no replicas."""
     parts = stages(len(counts))
     pipe = st.Pipeline(
         parts, sgd, mse, method, scheduler=steps, microbatches=settings["microbatches"]
@@ -137,7 +137,7 @@ def of_torch(kind=torch.optim.SGD, **more):
 
 
 def test_an_optimizer_whose_state_is_sharded_over_the_replicas():
-    """ZeRO: each replica keeps and updates a part, and the parts are exchanged in the step."""
+    """ZeRO: each replica stores and updates a part, and the step exchanges the parts."""
     for whole, sharded, narrow, whole_narrow in run_ranks(replica_programs.sharded, 2):
         for mine, other in ((sharded, whole), (narrow, whole_narrow)):
             assert (mine[2], other[2]) == (2, 4)
@@ -228,11 +228,11 @@ def test_a_failing_replica_ends_all(counts, culprit, fault, where, when, method)
 def test_gradients_are_summed_while_the_backward_runs():
     for events in run_ranks(replica_programs.overlap, 2):
         kinds = [kind for kind, _ in events]
-        # four microbatches, of which a replica has two: sums belong to the second backward
+        # four microbatches, two per replica: the sums belong to the second backward
         gradients = [n for n, kind in enumerate(kinds) if kind == "gradient"]
         assert [events[n][1] for n in gradients] == [*range(11, -1, -1)] * 2
         sums = [n for n, kind in enumerate(kinds) if kind == "sum"]
-        assert sums[0] > gradients[12]  # not of the first
+        assert sums[0] > gradients[12]  # not in the first backward
         assert sum(gradients[12] < n < gradients[-1] for n in sums) >= 3, events
         assert sums[-1] < kinds.index("step")
 

@@ -1,4 +1,4 @@
-"""gpipe and 1f1b against torch.distributed.pipelining: two processes, gloo, the same stages."""
+"""Tests gpipe and 1f1b against torch.distributed.pipelining: two gloo processes, equal stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def peers(jobs, folder):
-    """What both ranks answer to every job. The store picks a free port, and is there first."""
+    """Return both ranks' answers to every job. The store starts first and picks a free port."""
     file = folder / "work"
     torch.save(jobs, file)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -59,7 +59,7 @@ def peers(jobs, folder):
 
 
 def trained(job):
-    """The pipeline's losses, and per stage the gradients of every update and the last weights."""
+    """Return the losses, and each stage's gradients of every update and its final weights."""
     stages = copy.deepcopy(job["stages"])
     gradients = {}
 

@@ -1,4 +1,4 @@
-"""What the documentation says of torchrun: a script that is killed, restarted, and goes on."""
+"""Tests the documented use of torchrun: a script that is killed, restarted, and resumes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 TESTS = Path(__file__).parents[1]
 EXAMPLE = TESTS.parent / "examples" / "torchrun.py"
-# Python's own path entry for a script is its folder: the package comes from where it is here.
+# Python's path entry for a script is its folder; the package comes from its present location.
 HERE = {
     **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -32,7 +32,7 @@ HERE = {
 
 
 def example():
-    """The script in the documentation that has the name train.py."""
+    """Return the documentation's script named train.py."""
     text = (TESTS.parent / "docs" / "checkpoints.md").read_text()
     (found,) = re.findall(r"```python\n(# train\.py: torchrun .*?)```", text, re.DOTALL)
     return found
@@ -49,14 +49,14 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     done = subprocess.run(
         [*command.split(), *arguments],
         cwd=tmp_path / "killed",
-        env={**os.environ, **HERE, "TMPDIR": str(tmp_path)},  # for the report of the failure
+        env={**os.environ, **HERE, "TMPDIR": str(tmp_path)},  # for the failure report
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed" / "killed-at").exists()
-    # beside them, up to torch 2.10: [Gloo] Rank 0 is connected to 1 peer ranks.
+    # also, up to torch 2.10: [Gloo] Rank 0 is connected to 1 peer ranks.
     indices = [int(index) for index in re.findall(r"^(\d+) [\d.]+", done.stdout, re.MULTILINE)]
     assert indices == [*range(17), *range(15, 30)]
 
@@ -78,7 +78,7 @@ def test_a_store_that_outlives_a_restart_is_refused():
 
 
 def test_the_example_goes_on_with_any_number_of_processes(tmp_path):
-    """Stages move, and replicas come and go."""
+    """Stages move, and replicas are added and removed."""
     pytest.importorskip("sklearn")
     for epochs, ranks in enumerate((2, 3, 4, 2), start=1):
         arguments = ("--checkpoints", str(tmp_path), "--epochs", str(epochs))
@@ -100,7 +100,7 @@ def test_the_example_saves_and_exits_when_told_to_stop(tmp_path):
 
 @pytest.mark.nightly
 def test_a_machine_that_is_lost_is_done_without(tmp_path):
-    """Two launchers with a process each; of one both are killed."""
+    """Two launchers with one process each; both processes of one launcher are killed."""
     pytest.importorskip("sklearn")
     kept = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = f"{sys.executable} -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1"
@@ -136,7 +136,7 @@ def test_a_machine_that_is_lost_is_done_without(tmp_path):
         each.wait()
     assert seen[-1] == "12"
     latest = tmp_path / (tmp_path / "latest").read_text().strip()
-    assert (latest / "model.safetensors").exists()  # of one process
+    assert (latest / "model.safetensors").exists()  # from one process
 
 
 @pytest.mark.nightly

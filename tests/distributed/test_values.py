@@ -1,4 +1,4 @@
-"""Dicts between ranks, and batches that are mappings: the bits of tuples in one process."""
+"""Tests dicts between ranks and mappings as batches against tuples in one process."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_two_processes_give_the_bits_of_one():
 
 
 def test_replicas():
-    """Rank 0 deals microbatches of dicts out to the other replica, and to the last stage."""
+    """Rank 0 distributes microbatches of dicts to the other replica and to the last stage."""
     torch.set_num_threads(1)
     settings = {"method": "gpipe", "microbatches": 4}
-    codecs = None, Int8()  # whose draws are a microbatch's, whoever computes it
+    codecs = None, Int8()  # its draws belong to a microbatch, whichever rank computes it
     cases = [("named", {**settings, "replicas": [2, 1], "codec": codec}) for codec in codecs]
     found = run_ranks(value_programs.apart, 3, SIZES, cases, 0.0)
     for c, codec in enumerate(codecs):
@@ -55,7 +55,7 @@ def test_replicas():
 
 
 def test_losses_by_tokens():
-    """The uncut model's mean over all tokens, wherever the microbatches with most of them are."""
+    """The uncut model's mean over all tokens, wherever the long microbatches are."""
     cases = [
         ([1, 2], "1f1b", {"microbatches": 4, "share_loss": True, "clip_norm": 0.05}),
         ([2, 1], "1f1b", {"microbatches": 4, "share_loss": True}),
@@ -75,7 +75,7 @@ def test_losses_by_tokens():
         for rank in range(3):
             losses, its_epoch, its_evaluated, state = found[rank][c]
             k = replica_programs.stage_and_replica(counts, rank)[0]
-            if method == "auto":  # whose replicas read other versions
+            if method == "auto":  # its replicas read other versions
                 continue
             if k == 1 or c < 2:
                 assert losses == pytest.approx(expected)
@@ -99,7 +99,7 @@ def test_samples_along_another_dimension():
 
 @pytest.mark.parametrize("codec", [None, Int4()], ids=str)
 def test_nested_values_and_microbatches_cut_by_the_caller(codec):
-    """To the bit; objects that another process cannot get are refused."""
+    """Bit for bit; objects that cannot be sent to another process are rejected."""
     torch.set_num_threads(1)
     losses, measured, state = value_programs.nested(codec=codec)
     found = run_ranks(partial(value_programs.nested, codec=codec), 2)
@@ -123,7 +123,7 @@ def test_replicas_get_the_microbatches_that_the_caller_has_cut():
 
 
 def test_codecs_between_the_stages_of_a_rank():
-    """To the bit: a run, another one, an evaluation and a call; and the bytes are counted."""
+    """Bit for bit in two runs, an evaluation and a call; the bytes are counted."""
     torch.set_num_threads(1)
     losses, measured, output, sent, state = value_programs.coded()
     found = run_ranks(value_programs.coded, 2)

@@ -1,4 +1,4 @@
-"""For the tests of bad input: every operator with its lists, and proof that nothing changed."""
+"""Calls every operator with bad arguments and checks that nothing changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAN = math.nan
 
 
 def _walk(x: object) -> Iterator[Tensor]:
-    """Every tensor in nested arguments whose memory can be looked at."""
+    """Yield every tensor in nested arguments that has accessible memory."""
     if isinstance(x, Tensor):
         if x.layout == torch.strided and x.device.type == "cpu" and not isinstance(x, FakeTensor):
             yield x
@@ -36,13 +36,13 @@ def _walk(x: object) -> Iterator[Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    """Of its whole storage; bytes(storage) would read them one by one."""
+    """The bytes of the whole storage; bytes(storage) would read them one by one."""
     storage = tensor.untyped_storage()
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
 class Unchanged:
-    """Remembers the bytes of whole storages and the version counters, and compares them."""
+    """Records the bytes of whole storages and the version counters, and compares them later."""
 
     def __init__(self, *arguments: object) -> None:
         self._tensors = list(_walk(arguments))
@@ -60,7 +60,7 @@ Lists = dict[str, Any]
 
 @dataclass(frozen=True)
 class Op:
-    """An operator: its list arguments, which of them it writes, and how it is called."""
+    """An operator: its list arguments, which of them it writes, and its call."""
 
     name: str
     lists: tuple[str, ...]
@@ -69,7 +69,7 @@ class Op:
     scalars: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> Lists:
-        """A good argument for every list."""
+        """Return a valid argument for every list."""
         return {name: [torch.randn(SHAPE) for _ in range(COUNT)] for name in self.lists}
 
     def __call__(self, lists: Lists, **changes: object) -> object:
@@ -157,7 +157,7 @@ OPS = [
 ]
 BY_NAME = {op.name: op for op in OPS}
 EVERY = [(op, name) for op in OPS for name in op.lists]
-#: Where one list can differ from the first; gradients and the rest are measured against params.
+#: Ways in which a list can differ from the first; gradients and the rest are compared with params.
 OTHERS = [(op, name) for op in OPS for name in op.lists[1:]]
 
 
@@ -166,7 +166,7 @@ def ids(values: list[tuple[Any, ...]]) -> list[str]:
 
 
 def pattern(op: Op, name: str, index: int | None = BAD) -> str:
-    """The argument and the index as a message names them: "momentum_buffers[3]", "outs[1][3]"."""
+    """Return argument and index as in messages: "momentum_buffers[3]", "outs[1][3]"."""
     at = "" if index is None else rf"\[{index}\]"
     if name.startswith("predict") and name[-1].isdigit():
         number = name[-1]
@@ -181,7 +181,7 @@ def raises(
     watched: object,
     *says: str,
 ) -> None:
-    """It raises that error, the message matches ``names``, contains ``says``, nothing changed."""
+    """Check that the call raises ``error`` with ``names`` and ``says`` and changes nothing."""
     before = Unchanged(watched)
     with pytest.raises(error) as caught:
         call()

@@ -1,4 +1,4 @@
-"""Campaign: keeps count of random faults in a file, over as many sessions of pytest as it takes."""
+"""Counts random faults in a file, over several pytest sessions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-FAULT = "fault"  # the property that a test records: of which campaign, its seed, what was done
+FAULT = "fault"  # the property that a test records: campaign, seed, fault
 _Row = tuple[int, str, str, float]  # seed, fault, outcome, seconds
 
 
 class Campaign:
     """A plugin of the process that collects the reports.
 
-    A seed that is run again replaces what was known of it. The file is written after every fault: a
-    session that is killed has counted what it did.
+    A repeated seed replaces its earlier result. The file is written after every fault, so that a
+    killed session keeps its results.
 
     Args:
-        path: a JSON file; what it holds already is kept.
+        path: a JSON file; its present content is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,6 @@ class Campaign:
                 self._known[name] = {row[0]: tuple(row) for row in entry["seeds"]}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take note of a fault, once its test has ended."""
         if report.when != "call" and report.outcome != "failed":
             return
         for name, value in report.user_properties:
@@ -68,7 +67,6 @@ class Campaign:
 
 
 def _lines(document: dict[str, Any]) -> str:
-    """JSON with a row a line."""
     rows: list[str] = []
 
     def kept(row: _Row) -> str:

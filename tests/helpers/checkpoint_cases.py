@@ -1,4 +1,4 @@
-"""Models and comparisons that the tests of checkpoints share."""
+"""Models and comparisons of the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOSS = nn.functional.mse_loss
 
 
 class Noisy(nn.Module):
-    """Has a buffer that moves, and needs random numbers."""
+    """Has a buffer that changes, and draws random numbers."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -68,7 +68,7 @@ def train(pipe, data):
 
 
 def everything(pipe):
-    """All state of a pipeline, by the model's names."""
+    """Return all state of a pipeline by the model's names."""
     found = {}
     for stage in pipe.children():
         found.update((stage.full_name(k), v) for k, v in stage.state_dict().items())

@@ -1,4 +1,4 @@
-"""What the ranks of a process group do with checkpoints in the tests, importable by the ranks."""
+"""Programs that ranks run in the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spectrain_ext.partitioning import Slice, cut_at
 
 
 def stage_of(rank, ranks, seed):
-    """A rank's part of the model, with an optimizer of its own."""
+    """Return a rank's part of the model, with its own optimizer."""
     part = cut_at(model(seed), ends(4, ranks))[rank]
     optimizer = st.optim.SGD(part.parameters(), lr=0.05 * (rank + 1), momentum=0.9)
     return part, optimizer
@@ -33,7 +33,7 @@ def step(part, optimizer, seed):
 
 
 def refuse_pickles():
-    """From here on nothing may be pickled for another process, or unpickled from one."""
+    """From now on, fail if anything is pickled for another process or unpickled."""
 
     def refused(*_):
         raise AssertionError("an object travels as a pickle")
@@ -42,7 +42,7 @@ def refuse_pickles():
 
 
 def modules(rank, ranks, path):
-    """Save and load modules; returns the sum of what was saved."""
+    """Save and load modules; return the sum of the saved values."""
     refuse_pickles()
     part, optimizer = stage_of(rank, ranks, seed=1)
     step(part, optimizer, 1)
@@ -65,7 +65,7 @@ def modules(rank, ranks, path):
 
 
 def errors(rank, ranks, path):
-    """Do what must fail; returns the messages."""
+    """Cause every documented error; return the messages."""
     found = []
     part, optimizer = stage_of(rank, ranks, seed=1)
 
@@ -96,7 +96,7 @@ def errors(rank, ranks, path):
 
 
 def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, chunks=1, **more):
-    torch.manual_seed(4)  # the same in all, as for one process
+    torch.manual_seed(4)  # the same on all ranks, as in one process
     parts = cut_at(model(seed), ends(4, chunks * ranks))[rank::ranks]
     pipe = st.DistributedPipeline(
         parts if chunks > 1 else parts[0],
@@ -111,7 +111,7 @@ def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, chunks=1,
 
 
 def trains(rank, ranks, path, chunks=1):
-    """Train, stop, go on in another pipeline; returns what came of it."""
+    """Train, stop, resume in another pipeline; return the results."""
     refuse_pickles()
 
     def mine(data):
@@ -123,7 +123,7 @@ def trains(rank, ranks, path, chunks=1):
     manager.save()
     other = manager_of(f"{path}/ranks", rank, ranks, 7, **more)
     shutil.copytree(f"{path}/ranks/minibatch-00000002", f"{path}/copies/{rank}")
-    load(f"{path}/copies/{rank}", other.pipe)  # which is the same one
+    load(f"{path}/copies/{rank}", other.pipe)  # a copy of the same checkpoint
     assert other.restore().random
     assert other.minibatches == 5
     refused = []
@@ -134,7 +134,7 @@ def trains(rank, ranks, path, chunks=1):
             refused.append(str(error))
     second = [(r.index, r.loss.item()) for r in other.run(mine(batches(4, seed=1)))]
 
-    # rank 0's clock counts, and whoever leaves the loop ends it for all
+    # rank 0's clock counts, and any rank that leaves the loop ends it for all
     seconds = {"every_seconds": 0 if rank == 0 else 1e9}
     timed = manager_of(f"{path}/timed", rank, ranks, 0, chunks=chunks, asynchronous=True, **seconds)
     list(timed.run(mine(batches(2))))
@@ -150,7 +150,7 @@ def trains(rank, ranks, path, chunks=1):
 
 
 def numbers(rank, ranks, path):
-    """The numbers of the minibatches of two runs, where only the last rank has the losses."""
+    """Return the minibatch numbers of two runs; only the last rank has losses."""
     manager = manager_of(path, rank, ranks, 0, share_loss=False, every_minibatches=2)
     results = [result for _ in range(2) for result in manager.run(batches(3))]
     if rank == ranks - 1:
@@ -159,9 +159,9 @@ def numbers(rank, ranks, path):
 
 
 def replicated(rank, ranks, path):
-    """Stages with replicas: train, stop, go on in another pipeline; then with other replicas.
+    """Train replicated stages, stop, resume in another pipeline, then with other replicas.
 
-    Returns what was trained, what went on, and what other cuts and replicas loaded.
+    Returns the trained state, the resumed state, and what other cuts and replicas loaded.
     """
     counts = [1, 2]
     stage, replica = [(0, 0), (1, 0), (1, 1)][rank]
@@ -190,7 +190,7 @@ def replicated(rank, ranks, path):
     trained(first, 5, 0)
     first.save()
     expected = trained(first, 4, 1)
-    other = manager_of(7)  # which overwrites the weights that the replicas start with
+    other = manager_of(7)  # it overwrites the initial weights of the replicas
     assert other.restore().random
     assert other.minibatches == 5
     found = trained(other, 4, 1)
@@ -206,7 +206,7 @@ def replicated(rank, ranks, path):
 
 
 def same_store(rank, ranks):
-    """Two starts of the same pipeline, as a store that outlives them sees it; returns the error."""
+    """Start the same pipeline twice on a store that outlives it; return the error."""
     manager_of(".", rank, ranks, 0)
     rank_pipeline._made.clear()
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of a comparison do in the tests of the command line, importable by the ranks."""
+"""Programs that ranks run in the tests of the command line."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from studies.world import World
 
 
 def undrawn():
-    """Inside, pictures are empty files: to draw them takes longer than a training of a test."""
+    """Replace pictures by empty files in the block: drawing takes longer than the training."""
     from matplotlib.figure import Figure
 
     return patch.object(Figure, "savefig", lambda self, path, **more: Path(path).touch())
 
 
 def train(rank, ranks, port, *arguments):
-    """Run ``studies train`` in the surroundings that torchrun makes; exit code and output."""
-    dist.destroy_process_group()  # of the test: the command makes its own
+    """Run ``studies train`` in torchrun's environment; return exit code and output."""
+    dist.destroy_process_group()  # the test's group: the command makes its own
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **where)
     with undrawn():
@@ -43,7 +43,7 @@ def train(rank, ranks, port, *arguments):
 
 
 def train_failing(rank, ranks, port, culprit, *arguments):
-    """The same with a stage that raises in its fourth forward; the output is that of the error."""
+    """Run ``train`` with a stage that raises in its fourth forward; return the error's output."""
     build = compare.stages_in
 
     def faulty(*given):
@@ -52,19 +52,18 @@ def train_failing(rank, ranks, port, culprit, *arguments):
         return stages
 
     compare.stages_in = faulty
-    # not returned: the groups would be left in order, and what is in flight waited for
+    # not returned: the groups would end cleanly and wait for messages in flight
     raise Told(*train(rank, ranks, port, *arguments))
 
 
 class Told(Exception):
-    """What a command said before it ended."""
+    """The output of a command and its end."""
 
 
 @contextmanager
 def joined(rank, ranks, port):
-    """The world that torchrun would make."""
     if dist.is_initialized():
-        dist.destroy_process_group()  # of the test: the world makes its own
+        dist.destroy_process_group()  # the test's group: the world makes its own
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = World(rank, ranks, rank)
@@ -73,7 +72,7 @@ def joined(rank, ranks, port):
 
 
 def talk(rank, ranks, port):
-    """What the ranks hear of each other."""
+    """Return what the ranks receive from each other."""
     stages = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(ranks)]
     with torch.no_grad():
         for tensor in stages[rank].state_dict().values():
@@ -87,26 +86,25 @@ def talk(rank, ranks, port):
 
 
 def listening():
-    """The addresses on which this process listens."""
     opened = set()
     for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing
+        with suppress(OSError):  # the descriptor of the listing itself
             opened.add(os.fstat(int(fd)).st_ino)
     found = []
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and int(rest[5]) in opened:
-                # words of four bytes, each in the machine's order
+                # four-byte words, each in the machine's byte order
                 words = np.frombuffer(bytes.fromhex(local.split(":")[0]), ">u4")
                 found.append(socket.inet_ntop(family, words.astype("=u4").tobytes()))
     return found
 
 
 def where_it_listens(rank, ranks, port):
-    """The addresses on which a rank of ``python -m studies train`` listens when it can train."""
+    """Return the addresses on which a rank of ``python -m studies train`` listens."""
     dist.destroy_process_group()
-    del os.environ["GLOO_SOCKET_IFNAME"]  # the command's own choice
+    del os.environ["GLOO_SOCKET_IFNAME"]  # let the command choose
     was = listening()
     with joined(rank, ranks, port) as world:
         world.tell(1)
@@ -118,7 +116,7 @@ def where_it_listens(rank, ranks, port):
 
 
 def collect_from_nobody(rank, ranks, port):
-    """The last rank ends without a word, while the first one collects the stages."""
+    """End the last rank silently while the first one collects the stages."""
     stages = [nn.Linear(1000, 1000) for _ in range(ranks)]
     with joined(rank, ranks, port) as world:
         if rank == ranks - 1:
@@ -127,7 +125,7 @@ def collect_from_nobody(rank, ranks, port):
 
 
 def wait_for_the_first(rank, ranks, port):
-    """Rank 0 works alone and fails there."""
+    """Let rank 0 work alone and fail."""
     with joined(rank, ranks, port) as world:
         with world.alone("the work"):
             if world.first:
@@ -136,7 +134,7 @@ def wait_for_the_first(rank, ranks, port):
 
 
 def complain(rank, ranks, texts):
-    """How a block ends that fails with ``texts`` on the ranks, None: it does not fail."""
+    """Return how a block ends that fails with ``texts`` on the ranks (None: no failure)."""
     world = World(rank, ranks, rank)
     try:
         with agreed(world):
@@ -150,7 +148,7 @@ def complain(rank, ranks, texts):
 
 
 def talk_to_nobody(rank, ranks):
-    """Rank 1 ends without a word; how rank 0 ends, which waits for it."""
+    """End rank 1 silently; return how rank 0 ends, which waits for it."""
     try:
         with joined_quietly(World(), cuda=False):
             if rank == 1:

@@ -1,4 +1,4 @@
-"""Ranks that fail while they write a checkpoint, importable by their processes."""
+"""Programs of ranks that fail while writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spectrain_ext.errors import CheckpointError
 
 MINIBATCHES = 9
 EVERY = 2
-# What a save calls one after another: of the system, of the other processes.
+# Calls of a save, in order: of the system, and of the other processes.
 CALLS = (
     *((os, name) for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")),
     (dist, "all_gather"),
@@ -29,7 +29,7 @@ CALLS = (
 
 
 def trains(rank, ranks, path, trial):
-    """Go on from what is there; returns how far that was, the errors of saves, all state."""
+    """Resume; return the minibatches found, the errors of saves, and all state."""
     manager = manager_of(
         path,
         rank,
@@ -55,7 +55,7 @@ def trains(rank, ranks, path, trial):
                 raise
             errors.append((manager.minibatches, str(error)))
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-            manager.save()  # there is room again
+            manager.save()  # there is space again
     manager.wait()
     state = everything(manager.pipe)
     own = {re.sub(r"^(state|random)\.0\.", rf"\1.{rank}.", key): v for key, v in state.items()}
@@ -63,7 +63,7 @@ def trains(rank, ranks, path, trial):
 
 
 def fills(rank, ranks, path):
-    """Save until the disk is full; returns how many there are, and the error."""
+    """Save until the disk is full; return the number of checkpoints and the error."""
     manager = manager_of(path, rank, ranks, 0, keep=99)
     while True:
         try:
@@ -76,7 +76,7 @@ def fills(rank, ranks, path):
 
 @functools.cache
 def never_stopped(path, ranks):
-    """All state after the same training in one process."""
+    """Return all state after the same training in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(4)
@@ -88,7 +88,7 @@ def never_stopped(path, ranks):
 
 
 def arm(manager, rank, trial):
-    """From the trial's save on, count, and fail when the count is there."""
+    """Count calls from the trial's save on, and fail at the trial's count."""
     saves = [trial["save"]]
     real = manager.save
 
@@ -105,7 +105,7 @@ def arm(manager, rank, trial):
 
 
 def count_down(trial):
-    """Fail at one of the calls that follow."""
+    """Fail at one of the following calls."""
     left = [trial["calls"]]
 
     def counted(call):
@@ -118,16 +118,17 @@ def count_down(trial):
 
         return counting
 
-    # A rank that is stuck within a call that waits for all looks like those that wait for it.
+    # A rank stuck in a call that waits for all ranks looks like those that wait for it.
     calls = CALLS if trial["fault"] != "hang" else [call for call in CALLS if call[0] is not dist]
     for module, name in calls:
         setattr(module, name, counted(getattr(module, name)))
 
 
 def limit_size(manager, rank, trial):
-    """Let files end at a byte in the middle of what this rank will write."""
+    """Limit the size of files to a byte in the middle of what this rank will write."""
     name = f"state-{rank + 1:05d}-of-{dist.get_world_size():05d}.safetensors"
     size = os.stat(manager.latest() / name).st_size
     if trial["fault"] == "cut":
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills; Python ignores it
+        # the default action kills; Python ignores the signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(trial["share"] * size), -1))

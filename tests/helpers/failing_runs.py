@@ -1,4 +1,4 @@
-"""Trials in which a rank fails in a run: what it does and when, and what all must say of it."""
+"""Trials in which a rank fails during a run, and the reports that all ranks must give."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TIMEOUT = 3.0
 
 
 def trial(seed):
-    """A rank, a method, a fault and a moment."""
+    """Draw a rank, a method, a fault and a moment."""
     draw = random.Random(seed)
     ranks = draw.choice([2, 3, 4])
     fault = FAULTS[seed % len(FAULTS)]
-    # What the last rank returns goes to the loss, not over an edge.
+    # The last rank's output goes to the loss, not over an edge.
     culprit = draw.randrange(ranks - 1 if fault == "shape" else ranks)
     return ranks, {
         "fault": fault,
@@ -28,7 +28,6 @@ def trial(seed):
 
 
 def replica_trial(seed):
-    """The same among replicas."""
     draw = random.Random(3000 + seed)
     counts = draw.choice([[2], [3], [2, 1], [1, 2], [2, 2], [1, 3], [1, 2, 1]])
     culprit = draw.randrange(sum(counts))
@@ -46,7 +45,6 @@ def replica_trial(seed):
 
 
 def stages_trial(seed):
-    """The same where ranks have two stages each."""
     draw = random.Random(5000 + seed)
     ranks = draw.choice([2, 3])
     fault = FAULTS[seed % len(FAULTS)]
@@ -65,9 +63,9 @@ def stages_trial(seed):
 
 
 def expect_one_end(ranks, what):
-    """All ranks end, in time, and name the one that failed."""
+    """Check that all ranks end in time and name the failed one."""
     culprit, fault = what["culprit"], what["fault"]
-    ends = ranks.join()  # one that is stopped goes on when the others have heard of its silence
+    ends = ranks.join()  # a stopped rank continues after the others noticed its silence
     told = f"{what}\n" + "\n".join(
         f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends)
     )

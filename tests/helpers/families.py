@@ -1,4 +1,4 @@
-"""Any family of causal language models in transformers, small, and cut in two."""
+"""Builds small causal language models of any transformers family, cut in two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 import spectrain_ext as st
 
 LAYERS, WIDTH = 4, 32
-SIZES = {  # at most, by the name of a config's value
+SIZES = {  # maximum sizes, by the name of a config value
     r"(num_hidden|num|n|decoder|encoder|num_decoder|num_encoder)_layers?": LAYERS,
     r"mamba(_n|_num)_heads|n_mamba_heads": 8,
     r"qk_head_dim": 16,
@@ -42,7 +42,7 @@ DROPS = re.compile(r".*(dropout|pdrop|layerdrop|drop_rate|jitter).*|dropout_p")
 
 
 def shrunk(values: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """A config's values, small, without dropout."""
+    """Return a config's values, reduced in size, without dropout."""
     counts = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     layers = next((values[n] for n in counts if isinstance(values.get(n), int)), 0)
     found: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def shrunk(values: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def made(family: str, mine: dict[str, Any]) -> nn.Module:
-    """A small model, with these values in its config."""
+    """Return a small model with these values in its config."""
     kind = CONFIG_MAPPING[family]
     mine = dict(mine)
     values = kind(**mine.pop("made with", {})).to_dict()
@@ -82,14 +82,14 @@ def made(family: str, mine: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(kind(**shrunk(values, mine)), dtype=torch.float32)
     with torch.no_grad():
-        for p in model.parameters():  # norms and biases too: nothing is neutral
+        for p in model.parameters():  # norms and biases too: no value is neutral
             if p.is_floating_point():
                 p.add_(torch.randn_like(p) * 0.02)
     return model
 
 
 def outcome(family: str, mine: dict[str, Any]) -> str:
-    """How a model in two stages compares with the whole: ``equal``, or what came instead."""
+    """Compare a model in two stages with the whole: ``equal``, or the difference."""
     try:
         model, alone = made(family, mine), made(family, mine)
         torch.manual_seed(1)
@@ -143,7 +143,7 @@ def _gradients(
 
 
 def _apart(a: Tensor | None, b: Tensor | None) -> float:
-    if a is None or b is None:  # nothing, or nothing but zeros
+    if a is None or b is None:  # missing, or only zeros
         return sum(float(t.abs().max()) for t in (a, b) if t is not None)
     a, b = a.detach(), b.detach()
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))

@@ -1,4 +1,4 @@
-"""Arrays of frameworks that are not installed: DLPack capsules made by hand, and stand-ins."""
+"""Imitates arrays of frameworks that are not installed: handmade DLPack capsules, and stand-ins."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class _ManagedVersioned(ctypes.Structure):
 
 
 class Producer:
-    """An array whose only door is ``__dlpack__``; it counts what it lent and got back.
+    """An array accessible only by ``__dlpack__``; it counts capsules lent and returned.
 
     Args:
-        array: where the memory is.
-        versioned: whether it knows ``max_version``, and with it read-only memory.
-        strides: False: leave them out, as contiguous arrays might before DLPack 1.2.
+        array: the memory.
+        versioned: whether it supports ``max_version``, and with it read-only memory.
+        strides: False omits strides, as contiguous arrays may before DLPack 1.2.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class Producer:
 
     @property
     def names(self) -> list[str]:
-        """What the capsules are called now; "used_..." once taken."""
+        """The current names of the capsules; "used_..." once consumed."""
         return [_pythonapi.PyCapsule_GetName(lent[0]).decode() for lent in self.lent]
 
 
 class CudaProducer(Producer):
-    """A producer that says its memory is on a CUDA device; nothing may touch that memory."""
+    """A producer that claims CUDA memory, which nothing may access."""
 
     def __init__(self, array: np.ndarray, **kwargs: Any) -> None:
         super().__init__(array, **kwargs)
@@ -128,8 +128,6 @@ class CudaProducer(Producer):
 
 
 class CudaInterface:
-    """An array that has ``__cuda_array_interface__`` and nothing else."""
-
     def __init__(self, **changes: Any) -> None:
         self.__cuda_array_interface__ = {
             "shape": (4,),
@@ -141,7 +139,7 @@ class CudaInterface:
 
 
 class Refuses:
-    """An array that will not be lent."""
+    """An array that refuses to be exported."""
 
     def __init__(self, error: Callable[[], BaseException]) -> None:
         self._error = error

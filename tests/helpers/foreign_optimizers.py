@@ -1,4 +1,4 @@
-"""Optimizers that are not the package's, written as people write them."""
+"""Optimizers from outside the package, as users write them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2023), one parameter after another."""
+    """The sign of an interpolated momentum (Chen et al., 2023), parameter by parameter."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -28,8 +28,6 @@ class Lion(torch.optim.Optimizer):
 
 
 class Replacing(torch.optim.Optimizer):
-    """SGD by somebody who gives parameters new data."""
-
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -41,7 +39,7 @@ class Replacing(torch.optim.Optimizer):
 
 
 class Whitened(torch.optim.Optimizer):
-    """State of every kind, as Shampoo and SOAP keep it: per axis a matrix or None, in a list."""
+    """State of every kind, as in Shampoo and SOAP: a list with a matrix or None per axis."""
 
     def __init__(self, params, lr=1e-2, largest=8):
         super().__init__(params, {"lr": lr, "largest": largest})
@@ -81,7 +79,7 @@ class Whitened(torch.optim.Optimizer):
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers as one: their groups, one state, and whatever replaces these."""
+    """Several optimizers as one, with their groups and one state."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -104,7 +102,7 @@ class Together(torch.optim.Optimizer):
 
 
 class Bare(torch.optim.Optimizer):
-    """Two optimizers behind a class that has of torch's nothing but the name."""
+    """Two optimizers in a class that shares only its name with torch's."""
 
     def __init__(self, params):
         self.first = torch.optim.SGD(params[:1], lr=0.05, momentum=0.9)
@@ -120,7 +118,6 @@ class Bare(torch.optim.Optimizer):
 
 
 def muon_and_adamw(params):
-    """Muon for matrices, AdamW for what is none."""
     matrices = [p for p in params if p.dim() == 2]
     others = [p for p in params if p.dim() != 2]
     parts = []

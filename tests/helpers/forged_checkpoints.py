@@ -1,4 +1,4 @@
-"""Checkpoints that somebody changed, digests and all."""
+"""Forges checkpoints, including their digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(directory, match, **more):
 
 
 def forge(directory, change):
-    """Change the document and make its digest right, as somebody with bad intentions would."""
+    """Change the document and correct its digest, as an attacker would."""
     path = directory / documents.NAME
     body = json.loads(path.read_text())["checkpoint"]
     change(body)
@@ -36,8 +36,6 @@ def data_file(directory, kind="model"):
 
 
 class Evil:
-    """Leaves a trace when it is unpickled."""
-
     def __init__(self, trace):
         self.trace = trace
 
@@ -46,7 +44,7 @@ class Evil:
 
 
 def put(directory, tensors):
-    """Write other weights in place of some, with the digests that they have."""
+    """Replace some weights by others, and correct the digests."""
     path = data_file(directory)
     content = load_file(path) | tensors
     save_file(content, path, metadata={"format": "pt"})

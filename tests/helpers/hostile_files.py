@@ -1,4 +1,4 @@
-"""Valid files changed at random, read under a limit of memory: only documented errors come.
+"""Reads randomly changed files under a memory limit: only documented errors may occur.
 
 python hostile_files.py SEED FIRST COUNT SECONDS
 """
@@ -41,8 +41,8 @@ from studies.data.cifar import load_cifar10
 from studies.data.pickles import read_pickle
 from studies.results import Run, RunStore
 
-MEMORY = 768 << 20  # bytes above what is mapped when it begins
-PATIENCE = 100  # seconds for one case, of which the machine may be busy with something else
+MEMORY = 768 << 20  # bytes above the memory mapped at the start
+PATIENCE = 100  # seconds for one case; the machine may be busy
 
 BAD_NUMBERS = (
     *(0, 1, -1, 2, 7, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62),
@@ -56,11 +56,11 @@ BAD_TEXTS = (
 )
 
 
-# Changes.
+# Changes
 
 
 def changed_bytes(rng: random.Random, content: bytes) -> bytes:
-    """Flip, cut, repeat, remove, insert, or overwrite with numbers of bad repute."""
+    """Flip, cut, repeat, remove, insert, or overwrite with extreme numbers."""
     found = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8, 40))):
         size = len(found)
@@ -114,7 +114,7 @@ def bad_value(rng: random.Random) -> object:
 
 
 def places(value: object) -> list[tuple[object, object]]:
-    """Every container and key within, breadth not mattering."""
+    """Return every container and key inside a value, in any order."""
     found: list[tuple[object, object]] = []
     waiting = [value]
     while waiting:
@@ -153,7 +153,7 @@ def changed_json(rng: random.Random, document: object) -> object:
     return document
 
 
-# Kinds of files: what is made once, and what one case does.
+# Kinds of files: the valid file, and one case
 
 
 def batch_of(seed: int, samples: int = 3) -> dict[bytes, object]:
@@ -162,7 +162,7 @@ def batch_of(seed: int, samples: int = 3) -> dict[bytes, object]:
 
 
 class Cifar:
-    """Batches in a folder, one of which is changed, and the archive of all."""
+    """Batches in a folder, one of them changed, and the archive of all."""
 
     names = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
     errors = (ValueError, FileNotFoundError)
@@ -187,7 +187,7 @@ class Cifar:
 
 
 def changed_pickle(rng: random.Random, content: bytes) -> bytes:
-    """Among the instructions rather than among the pixels, or a program of its own."""
+    """Change the instructions instead of the pixels, or return a random program."""
     if rng.random() < 0.6:
         at = content.find(batch_of(0)[b"data"].tobytes()[:8])
         head = rng.choice((120, 300, len(content)))
@@ -207,8 +207,6 @@ def changed_pickle(rng: random.Random, content: bytes) -> bytes:
 
 
 class Pickles:
-    """The machine alone."""
-
     errors = (ValueError,)
 
     def __init__(self, base: Path) -> None:
@@ -219,8 +217,6 @@ class Pickles:
 
 
 class Archives:
-    """Tar files of pickles and of images, compressed and not."""
-
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
@@ -283,7 +279,7 @@ def packed(content: bytes, how: str) -> bytes:
 
 
 def changed_header(rng: random.Random, content: bytes) -> bytes:
-    """A header that is wrong, and whose sum is right."""
+    """Change a header and correct its checksum."""
     found = bytearray(content)
     headers = [at for at in range(0, len(found), 512) if found[at + 257 : at + 262] == b"ustar"]
     at = rng.choice(headers)
@@ -313,7 +309,7 @@ def changed_header(rng: random.Random, content: bytes) -> bytes:
 
 
 class Checkpoints:
-    """Documents as bytes, documents whose digest is right, and files of tensors."""
+    """Documents as bytes, documents with a correct digest, and files of tensors."""
 
     errors = (CheckpointError,)
 
@@ -360,7 +356,7 @@ class Checkpoints:
             self.write(changed_json(rng, self.body))
         elif kind == 2:
             self.data.write_bytes(changed_bytes(rng, self.tensors))
-        else:  # a file with the size that it has now, which is not found out before it is read
+        else:  # a file with its present size, which only reading reveals
             content = changed_bytes(rng, self.tensors)
             body = copy.deepcopy(self.body)
             body["files"][self.data.name] = len(content)
@@ -386,8 +382,6 @@ class Checkpoints:
 
 
 class Reports:
-    """Finished runs, traces, and schedules."""
-
     errors = (ValueError, ScheduleError)
 
     def __init__(self, base: Path) -> None:
@@ -439,7 +433,7 @@ def too_long(*_: object) -> None:
 
 
 def main(seed: str, first: int, count: int, seconds: float) -> None:
-    """Print how many cases of each kind there were, and how they ended."""
+    """Print the number of cases of each kind and their outcomes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     base = Path(tempfile.mkdtemp())

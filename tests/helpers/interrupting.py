@@ -1,4 +1,4 @@
-"""Ctrl-C at chosen lines of the package, and what must be true after it."""
+"""Interrupts the package at chosen lines, as Ctrl-C does, and checks its state afterwards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MINIBATCHES = 5
 
 
 class Interrupts:
-    """Inside ``with``, a SIGINT at the line event of each of some numbers.
+    """Raises SIGINT at chosen line events inside ``with``.
 
-    Lines of the package are counted from 0 on; each number counts from the interrupt before it.
+    Lines of the package are counted from 0; each number counts from the previous interrupt.
 
     Attributes:
         lines: the line events since the last interrupt.
-        left: numbers that have not come.
+        left: numbers still to come.
     """
 
     def __init__(self, *numbers):
@@ -41,7 +41,7 @@ class Interrupts:
         sys.setprofile(None)
         sys.settrace(self._outer)
         signal.signal(signal.SIGINT, self._handler)
-        # A signal never comes on the way out of `with RNG_LOCK`, between its last line and its
+        # A signal never arrives on the way out of `with RNG_LOCK`, between its last line and its
         # release; a trace function does.
         while RNG_LOCK._is_owned():
             RNG_LOCK.release()
@@ -54,10 +54,10 @@ class Interrupts:
             if self.left and self.lines == self.left[0]:
                 del self.left[0]
                 self.lines = 0
-                # Python takes a trace function away that raises. What runs next puts it back.
+                # Python removes a trace function that raises. The next code restores it.
                 sys.setprofile(self._again if self.left else None)
                 signal.raise_signal(signal.SIGINT)
-                sys.setprofile(None)  # it has been deferred
+                sys.setprofile(None)  # the interrupt was deferred
             self.lines += 1
         return self._line
 
@@ -71,7 +71,7 @@ class Interrupts:
 
 
 class Case:
-    """A small pipeline that always starts from the same weights, and the versions that it makes."""
+    """A small pipeline that always starts from the same weights, and its weight versions."""
 
     def __init__(
         self, method, *, dtype=torch.float32, optimizer=None, stages=3, ties=False, **settings
@@ -98,26 +98,23 @@ class Case:
         self._after: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
 
     def pipe(self):
-        """A pipeline at its start."""
         return self.pipe_of(self.modules())
 
     def modules(self):
-        """The stages at their start."""
         return copy.deepcopy(self._stages)
 
     def pipe_of(self, modules):
-        """A pipeline of these stages."""
         return st.Pipeline(modules, self._optimizer, nn.functional.mse_loss, **self._settings)
 
     def _note(self, pipe, k):
-        # While a step's hook runs, only the true weights are where they are to be looked for.
+        # While a step's hook runs, only the true weights are in their place.
         weights = pipe._weights[k]
         true = weights.true_weights()
         found = {f"w{n}": true[p] for n, p in enumerate(weights.params)}
         self.versions[k].append(clones({**found, **moments(weights.optimizer)}))
 
     def state(self, pipe):
-        """Per stage the weights, or the masters, and the momentum."""
+        """Return weights (or master weights) and momentum of each stage."""
         masters, found = pipe.masters(), []
         for k, opt in enumerate(pipe.optimizers):
             params = [p for group in opt.param_groups for p in group["params"]]
@@ -130,7 +127,7 @@ class Case:
         return found
 
     def check(self, pipe):
-        """Every stage has one of its versions, all of it; and the pipeline trains on from there."""
+        """Check that every stage has one complete version, and that training continues from it."""
         if self._ties:
             all_of_it = pipe.state_dict()
             assert torch.equal(all_of_it["0.0.bias"], all_of_it[f"{len(self._stages) - 1}.0.bias"])
@@ -148,7 +145,7 @@ class Case:
             assert same(mine, expected), (mine, expected)
 
     def _trained_from(self, state):
-        """What a new pipeline makes of these weights."""
+        """Return the weights that a new pipeline trains from these."""
         pipe = self.pipe()
         if masters := pipe.masters():
             for opt, parts in zip(pipe.optimizers, state, strict=True):
@@ -178,12 +175,12 @@ def adam(params):
 
 
 def foreign(params):
-    """Not the package's; no line of its step is one that an interrupt here comes at."""
+    """Return an optimizer of torch's; no interrupt occurs in a line of its step."""
     return torch.optim.AdamW(params, lr=0.01)
 
 
 def groups(params):
-    """Two groups that take a kernel each: one has momentum, one has not."""
+    """Return an optimizer with two groups of one kernel each: with and without momentum."""
     first, second = params
     return st.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
 

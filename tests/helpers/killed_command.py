@@ -1,6 +1,6 @@
-"""``spectrain``, with a rank that kills itself once: a script for torchrun.
+"""Runs ``spectrain`` under torchrun with a rank that kills itself once.
 
-Its first argument is the rank, the second the forward, counted from 0, the rest are spectrain's.
+The first argument is the rank, the second the forward, counted from 0; the others go to spectrain.
 """
 
 import os
@@ -17,8 +17,6 @@ from studies.__main__ import main
 
 
 class Killed(nn.Module):
-    """Ends the process at one forward."""
-
     def __init__(self, module: nn.Module, forward: int) -> None:
         super().__init__()
         self.module = module
@@ -38,7 +36,7 @@ if __name__ == "__main__":
     def build_faulty(*given: object) -> list[nn.Module]:
         stages = build(*given)  # type: ignore[arg-type]
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
-        # parameters have the same names in both lives
+        # parameters have the same names before and after the restart
         stages[rank] = Killed(stages[rank], -1 if again else forward)
         return stages
 

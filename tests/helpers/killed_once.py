@@ -1,4 +1,4 @@
-"""python killed_once.py SCRIPT RANK MINIBATCH FILE: run it, and kill that rank there, once."""
+"""Runs a script and kills one rank once: killed_once.py SCRIPT RANK MINIBATCH FILE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations and whole trainings that tests run in one process and on several ranks."""
+"""Evaluations and whole trainings for one process and for several ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import spectrain_ext as st
 
 WIDTH = 5
-SIZES = (6, 6, 11, 6, 3, 1, 6)  # larger than any batch of training, and smaller
+SIZES = (6, 6, 11, 6, 3, 1, 6)  # larger than any training batch, and smaller
 
 
 def stages(n):
-    """In training they draw, and keep statistics."""
+    """Return stages that draw random numbers and keep statistics in training."""
     torch.manual_seed(3)
     return [
         nn.Sequential(
@@ -40,7 +40,7 @@ def accuracy(output, target):
 
 
 class Count:
-    """A metric with a state that must see all batches, in order."""
+    """A metric with a state that must see all batches in order."""
 
     def __init__(self):
         self.reset()
@@ -66,7 +66,7 @@ def sgd(params):
 
 
 def program(pipe, feeds, evaluates=True):
-    """What a training with evaluations in between gives: every process calls this."""
+    """Train with evaluations in between; every process calls this."""
     torch.manual_seed(7)
     train, test = data([12] * 5), data(SIZES, seed=12)
     found = []
@@ -93,7 +93,7 @@ def program(pipe, feeds, evaluates=True):
 
 
 def loaded(n, states):
-    """The last two evaluations of ``program``, with the weights and buffers of each stage."""
+    """Repeat the last two evaluations of ``program`` with each stage's weights and buffers."""
     pipe = st.Pipeline(stages(n), sgd, nn.functional.cross_entropy)
     pipe.load_state_dict({name: tensor for state in states for name, tensor in state.items()})
     test = data(SIZES, seed=12)
@@ -129,7 +129,7 @@ def apart(rank, ranks, cases):
 
 
 def in_chunks(rank, ranks, chunks, method, parts):
-    """The same where each rank has several stages."""
+    """Run ``program`` with several stages on each rank."""
     torch.manual_seed(5)
     pipe = st.DistributedPipeline(
         stages(chunks * ranks)[rank::ranks],
@@ -143,7 +143,7 @@ def in_chunks(rank, ranks, chunks, method, parts):
 
 
 class Slow(nn.Module):
-    """Waits, and writes down when."""
+    """Waits, and records the time."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -159,19 +159,19 @@ class Slow(nn.Module):
 
 
 def slow(rank, ranks):
-    """When this rank's stage was at work in an evaluation, and whether its pipeline then dies."""
+    """Return when this rank's stage evaluated, and whether its pipeline is freed afterwards."""
     stage = Slow(0.02)
     pipe = st.DistributedPipeline(stage, sgd, nn.functional.cross_entropy, timeout=30.0)
     pipe.evaluate(data([4] * 12))
     alive = weakref.ref(pipe)
     gc.collect()
-    gc.disable()  # what a cycle holds, such as all buffers, would wait for it
+    gc.disable()  # a reference cycle with all buffers would otherwise wait for it
     del pipe
     return stage.times, alive() is None
 
 
 def failing(rank, ranks, what, where):
-    """How an evaluation ends on every rank, of which one fails."""
+    """Return how an evaluation ends on every rank if one fails."""
     pipe = st.DistributedPipeline(
         stages(ranks)[rank], sgd, nn.functional.cross_entropy, timeout=20.0
     )
@@ -202,7 +202,7 @@ class Broken(Count):
 
 
 def refused(rank, ranks):
-    """What is refused on every rank, and leaves the pipeline as it was."""
+    """Return the errors of calls that leave the pipeline unchanged."""
     pipe = st.DistributedPipeline(
         stages(ranks)[rank], sgd, nn.functional.cross_entropy, timeout=20.0
     )
@@ -234,10 +234,10 @@ def broken_at_1(result):
 
 
 def epochs(pipe, feeds):
-    """What a loader gives whose order a generator makes, epoch by epoch and run by run."""
+    """Yield the batches of a loader with a random order, by epoch and run."""
     torch.manual_seed(7)
     order = torch.Generator().manual_seed(1)
-    # The generator makes one more order where the loader is found to be exhausted.
+    # The generator draws one more order when the loader is exhausted.
     loader = DataLoader(TensorDataset(*data([24])[0]), 6, shuffle=True, generator=order)
     given = loader if feeds else None
     found = [pipe.fit(given, 2), pipe.fit(given)]
@@ -259,7 +259,7 @@ def epochs_together(n, method, parts):
 
 
 def epochs_apart(rank, ranks, cases):
-    """The same of this rank, which has several stages where there are more of them."""
+    """Run ``epochs`` on this rank, with several stages if there are more than ranks."""
     found = []
     for counts, method, more in cases:
         n = len(counts)
@@ -273,7 +273,7 @@ def epochs_apart(rank, ranks, cases):
 
 
 def sharded(rank, ranks):
-    """What is said of loaders that give a rank a part of the samples, and what one rank's gives."""
+    """Return the errors for loaders that shard the samples, and the batches of one rank."""
     dataset = TensorDataset(*data([24])[0])
     found = []
     for stage, more in ((rank, {}), (0, {"replicas": 2})):
@@ -282,7 +282,7 @@ def sharded(rank, ranks):
         whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0))
         part = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank))
         calls = (pipe.run, pipe.fit, pipe.evaluate)
-        for call in () if rank else calls:  # others take no batches
+        for call in () if rank else calls:  # other ranks take no batches
             try:
                 call(part)
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""Ranks that keep copies in the memory of several hosts, importable by their processes."""
+"""Programs of ranks that keep copies in the memory of several hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MINIBATCHES = 9
 
 
 def trains(rank, ranks, path, hosts, stop, more, killed=(None, 0)):
-    """Go on from what is there, on the host of this rank, up to ``stop`` minibatches.
+    """Resume on this rank's host and train up to ``stop`` minibatches.
 
-    ``killed`` is a rank, and at which of the calls of its second copy it is.
+    ``killed`` is a rank and the call in its second copy at which it is killed.
 
-    Returns where it went on, and all state under the names that one process has for it.
+    Returns the first minibatch and all state under the names of the in-process pipeline.
     """
     refuse_pickles()
     memory.ROOT = Path(path) / f"host{hosts[rank]}"
@@ -40,7 +40,7 @@ def trains(rank, ranks, path, hosts, stop, more, killed=(None, 0)):
 
 
 def kill_in_second_copy(manager, calls):
-    """Count, from there on, what is called of the system and of the other processes."""
+    """Count calls of the system and of other processes from then on, and kill the rank at one."""
     real = manager._copy
     copies = []
 

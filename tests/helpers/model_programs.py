@@ -1,4 +1,4 @@
-"""Whole models that ranks cut for themselves, importable by the ranks."""
+"""Programs of ranks that cut whole models themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def named():
 
 
 def loads_whole_dicts(rank, ranks):
-    """What a rank has of the whole model's state, after it has loaded all of that."""
+    """Load the whole model's state on every rank; return the rank's part."""
     pipe = st.DistributedPipeline(cut_at(named(), [1, 2, 3])[rank], sgd, nn.functional.mse_loss)
     whole = {name: tensor + 1 for name, tensor in named().state_dict().items()}
     found = pipe.load_state_dict(whole)
@@ -49,14 +49,12 @@ def loads_whole_dicts(rank, ranks):
 
 
 class Fails(nn.Linear):
-    """Where it is measured."""
-
     def forward(self, x):
         raise ArithmeticError("planned")
 
 
 def cuts(rank, ranks):
-    """How cuts by rank 0's measurements end: with blocks that fail there, other numbers, none."""
+    """Cut by rank 0's measurements with bad blocks, other counts, or none; return the errors."""
     found = []
     for blocks in ([nn.Linear(3, 3), Fails(3, 3)], [nn.Linear(3, 3)] * (3 + rank)):
         try:
@@ -68,7 +66,7 @@ def cuts(rank, ranks):
 
 
 def decoder(rank, ranks, tied):
-    """A decoder that every rank cuts, trained; its losses and weights by the model's names."""
+    """Cut and train a decoder on every rank; return losses and weights by the model's names."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -91,14 +89,14 @@ def batches():
         ids = torch.randint(1, 61, (size, length), generator=generator)
         mask = (torch.arange(length) < torch.randint(2, length, (size, 1))).long()
         labels = ids.masked_fill(mask == 0, -100)
-        added = {"idx": torch.arange(3), "text": ["a"] * size}  # by a collator
+        added = {"idx": torch.arange(3), "text": ["a"] * size}  # added by a collator
         yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
 
 
 def adapters(rank, ranks):
-    """An adapted GPT-2, trained, more of it unfrozen, trained again, and written back on all ranks.
+    """Train an adapted GPT-2, unfreeze more, train again, and write it back on all ranks.
 
-    Returns what it generates, its adapter, all that has been trained, and what has travelled.
+    Returns what it generates, its adapter, all trained parameters, and the transferred elements.
     """
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -131,7 +129,7 @@ def quick(params):
 
 
 def counted(peers):
-    """What is broadcast from here on."""
+    """Count what is broadcast from now on."""
     found, real = [], peers.broadcast
 
     def broadcast(self, rank, mine, shape, dtype):
@@ -143,9 +141,9 @@ def counted(peers):
 
 
 def with_replicas(rank, ranks):
-    """A model on two replicas of one stage, which has nothing to train at first, and another.
+    """Train a model with two replicas of a stage that is frozen at first, and an unreplicated one.
 
-    Returns the uncut model's state where it was wanted, this rank's own, and an error.
+    Returns the uncut model's state where requested, this rank's state, and an error.
     """
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
@@ -178,7 +176,7 @@ def with_replicas(rank, ranks):
 
 
 def unfreezing(rank, ranks):
-    """The errors of parameters that cannot train from the next run on, unfrozen on one rank."""
+    """Return the errors for parameters unfrozen on one rank that cannot train in the next run."""
     found = []
     stages = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
     torch.nn.init.ones_(stages[0][0].weight)
@@ -213,7 +211,7 @@ def gpt2(**more):
 
 
 def trained_from_files(rank, ranks, source, folder):
-    """A model that no rank has as a whole: each reads its stage, trains it and writes it back."""
+    """Read, train and write each stage from files, so that no rank has the whole model."""
     with torch.device("meta"):
         model = gpt2()
     parts = st.partition(model, 2)
@@ -235,7 +233,7 @@ def large():
 
 
 def peaks(rank, ranks, folder):
-    """MiB that a stage of eight takes, that reading it takes beside, and writing it."""
+    """Return MiB of a stage of eight, and the extra MiB to read and to write it."""
 
     def memory(name):
         with open("/proc/self/status") as status:
@@ -243,7 +241,7 @@ def peaks(rank, ranks, folder):
 
     def peak(work):
         with open("/proc/self/clear_refs", "w") as reset:
-            reset.write("5")  # the peak is now what is there
+            reset.write("5")  # the peak is now the present use
         before = memory("VmHWM")
         work()
         return memory("VmHWM") - before
@@ -251,7 +249,7 @@ def peaks(rank, ranks, folder):
     with torch.device("meta"):
         model, small = large(), nn.Linear(1, 1)
     stage = cut_at(model, range(2, BLOCKS + 1, 2))[3]
-    st.materialize(small)  # torch imports what it needs for that
+    st.materialize(small)  # makes torch import its modules first
     reading = peak(lambda: st.materialize(stage, folder))
     writing = peak(lambda: st.checkpoint.save(f"{folder}/stage", stage, only_model=True))
     whole = peak(lambda: large().load_state_dict(load_file(f"{folder}/model.safetensors")))

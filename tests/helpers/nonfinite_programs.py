@@ -1,4 +1,4 @@
-"""What is not finite in tests of one process and of several, importable by the ranks."""
+"""Trainings with values that are not finite, in one process and in several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import spectrain_ext as st
 
 
 class Overflow(torch.autograd.Function):
-    """The value; its gradient is infinite if any number of ``given`` is as large as 100."""
+    """Identity; its gradient is infinite if any number of ``given`` is at least 100."""
 
     @staticmethod
     def forward(ctx, value, given):
@@ -25,7 +25,7 @@ class Overflow(torch.autograd.Function):
 
 
 class Passes(nn.Module):
-    """A layer that hands on numbers of 100 or more as they are; see ``where``."""
+    """A layer that passes numbers of 100 or more unchanged; see ``where``."""
 
     def __init__(self, where=None):
         super().__init__()
@@ -33,7 +33,7 @@ class Passes(nn.Module):
 
     def forward(self, x):
         weight = self.linear.weight
-        if self.where == "weight":  # whose gradient alone is not finite
+        if self.where == "weight":  # only its gradient is not finite
             weight = Overflow.apply(weight, x)
         y = nn.functional.linear(x, weight, self.linear.bias).tanh()
         if self.where == "output":
@@ -42,14 +42,12 @@ class Passes(nn.Module):
 
 
 class Overflows(nn.Module):
-    """Hands on its input."""
-
     def forward(self, x):
         return Overflow.apply(x, x)
 
 
 def infinite(output, target):
-    """A loss that is infinite, with finite gradients, where a target is 1000 or more."""
+    """A loss that is infinite, with finite gradients, if a target is at least 1000."""
     return (
         (output - target.clamp(max=2)).square().mean()
         + (target * 1e306).amax().clamp(min=1e308)
@@ -58,7 +56,7 @@ def infinite(output, target):
 
 
 def everything(n=3):
-    """Stages with running statistics and random numbers."""
+    """Return stages with running statistics and random numbers."""
     return [
         nn.Sequential(
             *(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 5))
@@ -81,7 +79,7 @@ def stages_of(kind, n):
 
 
 def batches(kind, poison):
-    """A batch and more; the third and fourth are poisoned, or left out."""
+    """Return batches of which the third and fourth are poisoned or omitted."""
     g = torch.Generator().manual_seed(7)
     found = [(torch.randn(6, 5, generator=g), torch.randn(6, 5, generator=g)) for _ in range(8)]
     if not poison:
@@ -95,7 +93,7 @@ def batches(kind, poison):
 
 
 def trained(rank, ranks, cases):
-    """Of every case this rank's losses, state and momentum, and how many updates it left out."""
+    """Return this rank's losses, state, momentum and skipped updates for every case."""
     torch.set_default_dtype(torch.float64)
     found = []
     for counts, method, kind, poison, settings in cases:
@@ -112,7 +110,7 @@ def trained(rank, ranks, cases):
 
 
 def together(n, method, kind, poison, settings):
-    """The same of all stages in this process."""
+    """Return the same of all stages in this process."""
     parts = stages_of(kind, n)
     torch.manual_seed(5)
     pipe = st.Pipeline(parts, sgd, infinite, method, on_nonfinite="skip", **settings)
@@ -121,7 +119,7 @@ def together(n, method, kind, poison, settings):
 
 
 def raised(rank, ranks, method):
-    """What ends a run in which only the gradient of a stage's weights is not finite."""
+    """Return the error of a run in which only a stage's weight gradient is not finite."""
     torch.set_default_dtype(torch.float64)
     part = stages_of("passes", ranks)[rank]
     more = {"part": part, "loss_fn": infinite, "on_nonfinite": "raise"}

@@ -1,4 +1,4 @@
-"""Corrections by stale weights, in the arithmetic of ops_reference.py: of SGD and Adam."""
+"""Corrections by stale weights for SGD and Adam, in the arithmetic of ops_reference.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def corrected(
     largest_lr: float = 0.0,
     averaged: int = 0,
 ) -> ref.Array:
-    """The direction d that a step takes: its gradient, penalized or compensated, with decay."""
+    """Return a step's direction d: its gradient, penalized or compensated, with decay."""
     wide = ref.widen(w)
     scalar = ref.scalars_like(wide)
     old = ref.as_type(ref.widen(stale), wide)
@@ -54,7 +54,6 @@ def corrected(
 
 
 def averaged(correction: GapAware, average: Tensor, step: ref.Array) -> Tensor:
-    """The average after a step."""
     wide = ref.as_type(ref.widen(average), step)
     scalar = ref.scalars_like(step)
     with np.errstate(all="ignore"):
@@ -63,7 +62,7 @@ def averaged(correction: GapAware, average: Tensor, step: ref.Array) -> Tensor:
 
 
 def along(hyper: Any, d: ref.Array) -> Any:
-    """The same step with this direction."""
+    """Return the same step with this direction."""
 
     class Along(type(hyper)):  # type: ignore[misc]
         def direction(self, w: Tensor, g: Tensor) -> ref.Array:
@@ -73,7 +72,7 @@ def along(hyper: Any, d: ref.Array) -> Any:
 
 
 def way(hyper: Adam, m: Tensor, u: Tensor, d: ref.Array) -> ref.Array:
-    """What Adam takes from the weights, with its moments after the step."""
+    """Return what Adam subtracts from the weights, and its moments after the step."""
     scalar = ref.scalars_like(d)
     with np.errstate(all="ignore"):
         wide = ref.as_type(ref.widen(m), d), ref.as_type(ref.widen(u), d)

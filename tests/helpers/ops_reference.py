@@ -1,12 +1,11 @@
-"""The operators' arithmetic emulated exactly in numpy.
+"""Emulates the operators' arithmetic exactly in numpy.
 
-Every native result must equal it bit for bit (any NaN matches any NaN); nothing is approximate.
-A float32 fma is a float64 product (exact: 24 + 24 bits fit in 53), an error-free float64 sum,
+Every native result must be equal bit for bit (any NaN matches any NaN); nothing is approximate. A
+float32 fma is a float64 product (exact: 24 + 24 bits fit in 53) and an error-free float64 sum,
 rounded to odd and then to float32, which equals one rounding because 53 >= 2 * 24 + 2. A float64
 fma is the three-term sum of Boldo and Melquiond (Emulation of FMA and correctly rounded sums, IEEE
-TC 57, 2008), and plain rational arithmetic where an exponent is so extreme that an error-free
-transformation would not be free of error. 16-bit tensors compute in float32 and round once, when
-they are stored.
+TC 57, 2008), or rational arithmetic for exponents so extreme that an error-free transformation
+would have errors. 16-bit tensors compute in float32 and round once, when stored.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _round_to_odd(s: Array, e: Array) -> Array:
-    """The sum s + e rounded to odd: s (rounded to nearest) or its neighbour on e's side."""
+    """Return s + e rounded to odd: s (rounded to nearest) or its neighbour on e's side."""
     even = (np.ascontiguousarray(s).view(np.int64) & 1) == 0
     move = even & (e != 0) & np.isfinite(s) & np.isfinite(e)
     return np.where(move, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c for float32 arrays, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     assert a.dtype == b.dtype == c.dtype == np.float32
     with np.errstate(all="ignore"):
@@ -61,7 +59,7 @@ def _split(a: Array) -> tuple[Array, Array]:
 
 
 def _fma_rational(a: float, b: float, c: float) -> float:
-    """a * b + c of finite numbers in rational arithmetic: dividing integers rounds once."""
+    """Return a * b + c of finite numbers in rational arithmetic: integer division rounds once."""
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:  # an exact zero has the sign of a float sum of an exact product's sign and c
         product_sign = np.copysign(1.0, a) * np.copysign(1.0, b)
@@ -76,7 +74,6 @@ def _fma_rational(a: float, b: float, c: float) -> float:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c for float64 arrays, rounded once."""
     shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
     a, b, c = np.broadcast_arrays(*np.atleast_1d(a, b, c))
     assert a.dtype == b.dtype == c.dtype == np.float64
@@ -89,7 +86,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
         result = np.array(th + _round_to_odd(*_two_sum(tl, ul)))
         factors = np.isfinite(a) & np.isfinite(b)
         finite = factors & np.isfinite(c)
-        # A product that would overflow is still finite beside an infinite c.
+        # A product that would overflow is finite relative to an infinite c.
         result = np.where(finite, result, np.where(factors, c, product + c))
 
         def tame(x: Array) -> Array:
@@ -102,32 +99,31 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma(a: Array | np.floating[Any], b: Array, c: Array) -> Array:
-    """a * b + c, rounded once, in the type of b and c."""
     scalar = np.asarray(a, dtype=b.dtype)
     return fma64(scalar, b, c) if b.dtype == np.float64 else fma32(scalar, b, c)
 
 
 def widen(t: Tensor) -> Array:
-    """The values in the type that is computed in: float64 for float64, else float32."""
+    """Return the values in the compute type: float64 for float64, else float32."""
     t = t.detach().cpu()
     wide = t if t.dtype in (torch.float64, torch.float32) else t.float()
     return wide.contiguous().numpy().copy()
 
 
 def narrow(x: Array, like: Tensor) -> Tensor:
-    """Round to the type of ``like`` (to nearest, ties to even) and give it its strides."""
+    """Round to the type of ``like`` (to nearest, ties to even) with its strides."""
     out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     return out.copy_(torch.from_numpy(np.ascontiguousarray(x)).to(like.dtype).reshape(like.shape))
 
 
 def clone(t: Tensor) -> Tensor:
-    """A copy of the bits with the same strides, on the CPU."""
+    """Return a copy of the bits with the same strides, on the CPU."""
     t = t.detach()
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
 
 
 def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
-    """W - lr * steps * v as one fma, lr * steps formed in double; a zero product copies bits."""
+    """W - lr * steps * v as one fma, lr * steps in double; a zero product copies bits."""
     wide = widen(w)
     with np.errstate(over="ignore", under="ignore"):
         distance = np.asarray(lr * steps).astype(wide.dtype)
@@ -137,12 +133,11 @@ def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
 
 
 def as_type(x: Array, like: Array) -> Array:
-    """The numbers in the type of ``like``."""
     return x.astype(like.dtype, copy=False)
 
 
 def scalars_like(x: Array) -> Callable[[float], Array]:
-    """How a coefficient, formed in double, becomes a number of the type that is computed in."""
+    """Return the conversion of a coefficient, formed in double, to the compute type."""
 
     def scalar(value: float) -> Array:
         with np.errstate(over="ignore", under="ignore"):
@@ -158,7 +153,7 @@ def shrink(wide: Array, by: float) -> Array:
 
 
 def direction(w: Tensor, g: Tensor, *, maximize: bool, l2: float) -> Array:
-    """d = g, or -g, plus l2*W as one fma; without a penalty W is not looked at."""
+    """d = g, or -g, plus l2*W as one fma; without a penalty W is not read."""
     wide = widen(w)
     d = as_type(widen(g), wide)
     if maximize:
@@ -170,9 +165,9 @@ def direction(w: Tensor, g: Tensor, *, maximize: bool, l2: float) -> Array:
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD's hyper-parameters, and its step in explicit fma arithmetic.
+    """torch.optim.SGD's hyperparameters, and its step in explicit fma arithmetic.
 
-    Beside torch's: weight decay that is decoupled from the gradient, and an averaged momentum.
+    Also has decoupled weight decay and an averaged momentum.
     """
 
     lr: float
@@ -187,7 +182,7 @@ class SGD:
     def step(
         self, w: Tensor, g: Tensor | None, v: Tensor | None, *, first: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """New weights and momentum; a missing gradient leaves both as they are."""
+        """Return new weights and momentum; a missing gradient leaves both unchanged."""
         if g is None:
             return clone(w), None if v is None else clone(v)
         wide = widen(w)
@@ -214,22 +209,20 @@ class SGD:
             return narrow(fma(scalar(-self.lr), d, wide), w), new_v
 
     def direction(self, w: Tensor, g: Tensor) -> Array:
-        """The gradient that is stepped along: its sign, and the L2 penalty."""
+        """Return the gradient of the step, with its sign and the L2 penalty."""
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
         return direction(w, g, maximize=self.maximize, l2=l2)
 
     def keywords(self) -> dict[str, Any]:
-        """As keyword arguments of sgd_step_."""
         return dict(vars(self))
 
 
 def bits(t: Tensor) -> Tensor:
-    """The tensor's elements as integers, in logical order."""
     return t.detach().cpu().contiguous().view(_INT_OF[t.dtype])
 
 
 def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Every bit is equal, NaN payloads too."""
+    """Check that every bit is equal, NaN payloads too."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     differ = bits(actual) != bits(expected)
     if bool(differ.any()):
@@ -237,7 +230,7 @@ def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Every bit is equal, but any NaN matches any NaN."""
+    """Check that every bit is equal, but any NaN matches any NaN."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     a, e = actual.detach().cpu(), expected.detach().cpu()
     differ = (bits(a) != bits(e)) & ~(a.isnan() & e.isnan()).contiguous()
@@ -257,7 +250,7 @@ def _report(actual: Tensor, expected: Tensor, differ: Tensor, what: str) -> None
 def assert_lists(
     actual: Sequence[Tensor], expected: Sequence[Tensor], what: str, *, exact: bool = False
 ) -> None:
-    """Element by element, with the index in the message."""
+    """Compare element by element, with the index in the message."""
     assert len(actual) == len(expected), what
     check = assert_bits if exact else assert_same
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):

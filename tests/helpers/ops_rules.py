@@ -1,7 +1,7 @@
 """Adam's step, and predictions of every rule, in the arithmetic of ops_reference.py.
 
-Coefficients are formed in double and rounded once to the type that is computed in; square roots and
-divisions are IEEE's, which numpy's are. What a term of a prediction is, csrc/core/setting.h says.
+Coefficients are formed in double and rounded once to the compute type; square roots and divisions
+are IEEE's, as in numpy. csrc/core/setting.h defines the terms of a prediction.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from spectrain_ext.operators.numbers import Term
 
 @dataclass(frozen=True)
 class Adam:
-    """torch.optim.Adam, AdamW and NAdam: hyper-parameters and the step."""
-
     lr: float
     step: int
     betas: tuple[float, float] = (0.9, 0.999)
@@ -42,24 +40,22 @@ class Adam:
     mu_product: float = 0.0
 
     def keywords(self) -> dict[str, Any]:
-        """As keyword arguments of adam_step_."""
         return dict(vars(self))
 
     def at(self, step: int) -> Adam:
-        """The same at another step."""
         product = 1.0
         for i in range(1, step + 1):
             product *= self.mu(i)
         return Adam(**{**vars(self), "step": step, "mu_product": product})
 
     def mu(self, step: int) -> float:
-        """NAdam's momentum of an update."""
+        """Return NAdam's momentum of an update."""
         if self.momentum_decay is None:
             return 0.0
         return self.betas[0] * (1.0 - 0.5 * 0.96 ** (step * self.momentum_decay))
 
     def rates(self) -> tuple[float, float, float]:
-        """What the first moment, the gradient and the root of the second are multiplied by."""
+        """Return the factors of the first moment, the gradient, and the second moment's root."""
         beta1, beta2 = self.betas
         root = (1.0 - beta2**self.step) ** -0.5
         if self.momentum_decay is None:
@@ -73,14 +69,13 @@ class Adam:
         )
 
     def direction(self, w: Tensor, g: Tensor) -> Array:
-        """The gradient with the L2 penalty."""
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
         return direction(w, g, maximize=self.maximize, l2=l2)
 
     def updated(
         self, w: Tensor, g: Tensor | None, m: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """New weights and moments; a missing gradient leaves all as they are."""
+        """Return new weights and moments; a missing gradient leaves all unchanged."""
         if g is None:
             return clone(w), clone(m), clone(u)
         wide = widen(w)
@@ -107,7 +102,7 @@ def _step(
     u: Array,
     d: Array,
 ) -> Array:
-    """The quotient that Adam moves by."""
+    """Return the quotient that Adam moves by."""
     moment = scalar(by_moment) * m
     gradient = scalar(by_gradient)
     if gradient != 0:
@@ -126,7 +121,7 @@ def predict_adam(
     d: Array | None = None,
     like: Tensor | None = None,
 ) -> Tensor:
-    """One update after another, from stored values; one that does not move keeps W."""
+    """Apply the updates in turn to stored values; an update that does not move keeps W."""
     out = w if like is None else like
     wide = widen(w)
     scalar = scalars_like(wide)

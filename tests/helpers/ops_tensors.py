@@ -1,4 +1,4 @@
-"""Tensors for the operator tests: any dense layout, any bits, guard bands around them."""
+"""Builds tensors for the operator tests: any dense layout and bits, with guard bands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: (weights, momentum): the combinations the operators take.
+#: (weights, momentum): the supported combinations.
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.float64, torch.float64),
@@ -20,7 +20,7 @@ DTYPES = [
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 ]
-#: Around the widths of vectors (4 to 64 elements) and of unrolled loops.
+#: Sizes around the widths of vectors (4 to 64 elements) and of unrolled loops.
 SIZES = [
     0,
     1,
@@ -50,7 +50,7 @@ SIZES = [
     513,
     1025,
 ]
-#: What the numbers look like; "bits" is every bit pattern alike: NaN with payloads, infinities,
+#: Kinds of numbers; "bits" draws every bit pattern alike: NaN with payloads, infinities,
 #: subnormals.
 KINDS = ["normal", "wide", "special", "bits"]
 _SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0]
@@ -73,12 +73,10 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides in elements."""
         strides = [0] * len(self.shape)
         step = 1
         for d in reversed(self.order):
@@ -87,22 +85,20 @@ class Layout:
         return tuple(strides)
 
     def at(self, offset: int) -> Layout:
-        """The same layout at another offset."""
+        """Return the same layout at another offset."""
         return Layout(self.shape, self.order, offset)
 
 
 def contiguous(*shape: int) -> Layout:
-    """Row-major."""
     return Layout(shape, tuple(range(len(shape))))
 
 
 def channels_last(n: int, c: int, h: int, w: int) -> Layout:
-    """torch.channels_last."""
     return Layout((n, c, h, w), (0, 2, 3, 1))
 
 
 class Guarded:
-    """A tensor in a larger buffer of 0xFF bytes (NaN); ``check`` proves they are still there."""
+    """A tensor in a larger buffer of 0xFF bytes (NaN); ``check`` verifies the surrounding bytes."""
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, *, device: str | torch.device = "cpu"
@@ -120,7 +116,7 @@ class Guarded:
 
     @property
     def flat(self) -> Tensor:
-        """The elements in memory order."""
+        """Return the elements in memory order."""
         return self.buffer[self._start : self._end]
 
     def check(self, what: str) -> None:
@@ -136,7 +132,7 @@ class Guarded:
 
 
 def values(rng: np.random.Generator, kind: str, count: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of ``count`` numbers of a kind."""
+    """Return a flat tensor of ``count`` numbers of a kind."""
     if kind == "bits":
         info = np.iinfo(_NP_INT[dtype])
         raw = rng.integers(info.min, info.max, size=count, dtype=_NP_INT[dtype], endpoint=True)
@@ -160,7 +156,7 @@ def values(rng: np.random.Generator, kind: str, count: int, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of a list: its layout, its types, and where in memory each stream starts."""
+    """One row of a list: its layout, its types, and each stream's offset."""
 
     layout: Layout
     dtype: torch.dtype
@@ -170,7 +166,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """A list of tensors to build, or one; ``stream`` builds as many such lists as are wanted."""
+    """A list of tensors to build, or one; ``stream`` builds such lists."""
 
     rows: tuple[Spec, ...]
     single: bool
@@ -180,7 +176,7 @@ class Case:
     def stream(
         self, index: int, *, momentum: bool = False, kind: str | None = None
     ) -> list[Guarded]:
-        """The guarded tensors of one list; each index has its own values and offsets."""
+        """Return the guarded tensors of one list; each index has its own values and offsets."""
         rng = np.random.default_rng([self.seed, index])
         out = []
         for row in self.rows:
@@ -192,24 +188,22 @@ class Case:
         return out
 
     def given(self, stream: Sequence[Guarded]) -> list[Tensor] | Tensor:
-        """The argument to pass: a list, or the one tensor."""
+        """Return the argument to pass: a list, or the one tensor."""
         return stream[0].tensor if self.single else [g.tensor for g in stream]
 
 
 def tensors(stream: Sequence[Guarded]) -> list[Tensor]:
-    """The tensors of guarded ones."""
     return [g.tensor for g in stream]
 
 
 def check_guards(**streams: Sequence[Guarded]) -> None:
-    """Check every guard band of every list."""
     for name, stream in streams.items():
         for i, guarded in enumerate(stream):
             guarded.check(f"{name}[{i}]")
 
 
 def as_list(result: object) -> list[Tensor]:
-    """What an operator returned, as a list: one tensor in gives one tensor out."""
+    """Return an operator's result as a list: one input tensor gives one output tensor."""
     if isinstance(result, Tensor):
         return [result]
     assert isinstance(result, (list, tuple))
@@ -238,7 +232,7 @@ def cases(
                 lambda layout, dtypes, offsets: Spec(layout, *dtypes, tuple(offsets)),
                 layouts(),
                 hs.sampled_from(DTYPES),
-                # Streams that share an alignment take other paths than streams that do not.
+                # Streams with a common alignment use other code paths than streams without one.
                 hs.one_of(hs.just([0]), hs.lists(hs.integers(0, 17), min_size=1, max_size=4)),
             ),
             min_size=1 if one else min_size,
@@ -249,10 +243,10 @@ def cases(
 
 
 def rates() -> hs.SearchStrategy[float]:
-    """Learning rates: ordinary ones, zero, and awkward ones."""
+    """Learning rates: ordinary ones, zero, and extreme ones."""
     return hs.one_of(hs.sampled_from([0.0, 0.1, 0.05, 1.0, 1e-30, 3e38]), hs.floats(0, 10))
 
 
 def horizons() -> hs.SearchStrategy[float]:
-    """Horizons: whole and fractional, zero among them."""
+    """Horizons: whole and fractional, including zero."""
     return hs.one_of(hs.sampled_from([0.0, 1.0, 2.0, 7.0, 0.5]), hs.floats(0, 50))

@@ -1,4 +1,4 @@
-"""Parameters, gradients and comparisons that the tests of the optimizers share."""
+"""Parameters, gradients and comparisons of the optimizer tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spectrain_ext as st
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Over a score of steps: rounding once (here) against rounding after every operation (torch).
+# Over 20 steps: rounding once (here) against rounding after every operation (torch).
 TOLERANCE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
@@ -37,7 +37,7 @@ OPTIONS = [
 
 
 def make_params(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
-    """Parameters of many layouts: plain, scalar, empty, channels_last, transposed, odd sizes."""
+    """Return parameters of many layouts: scalar, empty, channels_last, transposed, odd sizes."""
     tensors = [
         torch.randn(7, 5, dtype=dtype),
         torch.randn((), dtype=dtype),
@@ -91,7 +91,7 @@ def trained(
     return params, optimizer
 
 
-# The optimizers beside SGD, and what each is tested with.
+# The optimizers other than SGD, and their settings in the tests.
 ADAM_OPTIONS = [
     {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
     for betas, eps, weight_decay, maximize in itertools.product(
@@ -115,7 +115,7 @@ every_adam = pytest.mark.parametrize("name", ADAMS)
 def pair_of(
     name: str, params: Sequence[nn.Parameter], **options: Any
 ) -> tuple[list[nn.Parameter], Any, Any]:
-    """Twins of the parameters, our optimizer of the parameters, and torch's of the twins."""
+    """Return copies of the parameters, our optimizer of these, and torch's of the copies."""
     theirs = twins(params)
     optimizer = getattr(st.optim, name)(params, **options)
     return theirs, optimizer, getattr(torch.optim, name)(theirs, **options)
@@ -134,7 +134,7 @@ def assert_same_state(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
 
 
 def adam_terms(group: dict[str, Any], name: str, t: int) -> tuple[float, float, float]:
-    """Of update t: what m and g are multiplied by, and the root of the bias correction of u."""
+    """Return the factors of m and g at update t, and the root of u's bias correction."""
     (b1, b2), lr = group["betas"], group["lr"]
     root = math.sqrt(1 - b2**t)
     if name != "NAdam":
@@ -150,7 +150,7 @@ def adam_terms(group: dict[str, Any], name: str, t: int) -> tuple[float, float, 
 def adam_step(
     name: str, group: dict[str, Any], t: int, w: Tensor, g: Tensor, m: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update t of Adam, AdamW or NAdam, written out in float64: new w, m and u."""
+    """Compute update t of Adam, AdamW or NAdam in float64: new w, m and u."""
     w, g, m, u = (x.double() for x in (w, g, m, u))
     (b1, b2), decay = group["betas"], group["weight_decay"]
     g = -g if group["maximize"] else g

@@ -1,8 +1,8 @@
-"""A rank of torch.distributed.pipelining, the peer of test_torch_schedules.py: its own process.
+"""A rank of torch.distributed.pipelining in its own process, for test_torch_schedules.py.
 
     python peer_stage.py RANK PORT FILE
 
-FILE holds a list of what to train; the losses, gradients and weights of each go to FILE.RANK.
+FILE holds a list of trainings; the losses, gradients and weights of each go to FILE.RANK.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(rank, port, file):
     try:
         jobs = torch.load(file, weights_only=False)
         torch.save([train(rank, job) for job in jobs], f"{file}.{rank}")
-        dist.barrier()  # nobody leaves while the other still receives
+        dist.barrier()  # no rank leaves while the other still receives
     finally:
         dist.destroy_process_group()
 

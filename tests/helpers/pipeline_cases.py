@@ -1,4 +1,4 @@
-"""Models, batches and comparisons that the tests of the pipeline share."""
+"""Models, batches and comparisons of the pipeline tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ mse = nn.functional.mse_loss
 
 @pytest.fixture(autouse=True)
 def float64():
-    """The oracle's precision; seeds and thread counts are the tests' own."""
+    """The oracle's precision; tests set their own seeds and thread counts."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     with checked_streams():
@@ -53,7 +53,7 @@ def torch_sgd(**changed):
 
 
 def examples(count):
-    """Settings of a property that is dear to evaluate; the nightly profile takes 20 times that."""
+    """Settings for an expensive property; the nightly profile runs 20 times as many examples."""
     return settings(
         max_examples=count * settings.default.max_examples // 100,
         deadline=None,
@@ -66,7 +66,7 @@ def losses(pipe, data):
 
 
 class Compared:
-    """A pipeline and the oracle of the same stages, run side by side."""
+    """A pipeline and the oracle of the same stages, run together."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Compared:
         scheduler=None,
         **more,
     ):
-        """``definition``: the oracle's row for a method of the test's own; more goes to both."""
+        """``definition``: the oracle's row for a test's own method; other arguments go to both."""
         mine, theirs = optimizer or (sgd(), torch_sgd())
         more.setdefault("microbatches", 1)
         stages = copy.deepcopy(list(stages))

@@ -1,6 +1,6 @@
-"""What the server of ranks imports once, instead of every rank, which then starts in 0.1 s.
+"""Imports shared modules once in the server of ranks, so that each rank starts in 0.1 s.
 
-Nothing here may start a thread: ranks are forks.
+It must not start any thread: ranks are forks.
 """
 
 import sys
@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-# At the end, as in conftest.py: studies/ has the package's sources beside it.
+# At the end, as in conftest.py: the package's sources are next to studies/.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 for name in (
@@ -17,5 +17,5 @@ for name in (
     *("helpers.checkpoint_programs", "helpers.cli_programs", "helpers.loop_programs"),
     *("helpers.rank_pipelines", "helpers.value_programs"),
 ):
-    with suppress(ImportError):  # a package that not everyone has
+    with suppress(ImportError):  # an optional package
         import_module(name)

@@ -1,4 +1,4 @@
-"""Modules that random programs are made of: every block keeps the shape of what it is given."""
+"""Modules for random programs; every block keeps the shape of its input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, CLASSES, STEPS = 6, 4, 3  # of (samples, WIDTH) and (STEPS, samples, WIDTH)
-CHANNELS, SIDE = 4, 4  # of (samples, CHANNELS, SIDE, SIDE)
+WIDTH, CLASSES, STEPS = 6, 4, 3  # shapes (samples, WIDTH) and (STEPS, samples, WIDTH)
+CHANNELS, SIDE = 4, 4  # shape (samples, CHANNELS, SIDE, SIDE)
 
 
 class Function(nn.Module):
-    """A function of layers and the input."""
-
     def __init__(self, function, *layers):
         super().__init__()
         self.function, self.layers = function, nn.ModuleList(layers)
@@ -26,8 +24,6 @@ class Function(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter without dimensions."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.1))
@@ -37,8 +33,6 @@ class Scale(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A parameter without elements."""
-
     def __init__(self):
         super().__init__()
         self.nothing = nn.Parameter(torch.zeros(0, 3))
@@ -61,8 +55,6 @@ class Moving(nn.Module):
 
 
 class Positive(nn.Module):
-    """A parametrization of one's own."""
-
     def forward(self, w):
         return nn.functional.softplus(w) - 0.6
 
@@ -75,8 +67,6 @@ def halved(module, given, taken):
 
 
 class Hooked(nn.Module):
-    """A layer with hooks on its outputs and on its gradients."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
@@ -84,7 +74,7 @@ class Hooked(nn.Module):
         layer.register_full_backward_hook(halved)
 
     def forward(self, x):
-        return self.layer(x) * 1.1  # nobody may work in place on what the hook returns
+        return self.layer(x) * 1.1  # the hook's result must not be changed in place
 
 
 class Recurrent(nn.Module):
@@ -107,7 +97,7 @@ def parametrized(layer):
 
 
 def transposed(layer):
-    """Its weight lies in memory the other way round."""
+    """Return the layer with a transposed memory layout of its weight."""
     layer.weight = nn.Parameter(layer.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))
     return layer
 
@@ -115,7 +105,7 @@ def transposed(layer):
 def old(norm):
     def made(layer):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's, for years
+            warnings.simplefilter("ignore")  # a warning of torch's
             return norm(layer)
 
     return made
@@ -142,7 +132,6 @@ def aside(x, layer):
 
 
 def plain(domain):
-    """A layer of weights."""
     if domain == "image":
         return nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
     return nn.Linear(WIDTH, WIDTH)
@@ -202,19 +191,19 @@ BLOCKS = {
     },
 }
 RANDOM = {"dropout", "checkpointed dropout", "attention dropout"}
-BATCHED = {"batch norm", "batch mean"}  # look at the whole microbatch
+BATCHED = {"batch norm", "batch mean"}  # depend on the whole microbatch
 MOVED = {"moving", "spectral", "old spectral"}  # read buffers that a forward changes
 WITHOUT_WEIGHTS = {"tanh", "gelu", "relu_", "dropout", "moving", "pooled", "largest"}
-# A gradient that is 0 but for rounding: of a bias before a norm that takes means away.
+# Gradients that are 0 except for rounding: of a bias before a norm that subtracts the mean.
 ZERO_GRADIENTS = {*BATCHED, "instance norm", "attention", "attention dropout"}
 WIDE_ONLY = {"orthogonal"}  # not in bfloat16
 
 
-# What goes into the model, from stage to stage, and out.
+# The model's inputs, the values between stages, and the outputs
 
 
 class Entry(nn.Module):
-    """Of a batch (x, gate), in whatever form, or of x alone."""
+    """Takes a batch (x, gate) in any form, or x alone."""
 
     def __init__(self, tokens):
         super().__init__()
@@ -229,7 +218,7 @@ class Entry(nn.Module):
 
 
 class Pack(nn.Module):
-    """Hands on more than one tensor: one that is learned from, numbers, and what nobody reads."""
+    """Returns several tensors: a trained one, numbers, and one that no stage reads."""
 
     def __init__(self, form):
         super().__init__()
@@ -247,7 +236,7 @@ class Unpack(nn.Module):
 
 
 class Head(nn.Module):
-    """Numbers of classes; ``last``: of the last step of time."""
+    """Class scores; ``last``: of the last time step."""
 
     def __init__(self, domain, last):
         super().__init__()
@@ -289,7 +278,7 @@ class Exit(nn.Module):
 
 
 class Loss:
-    """``(output, target) -> loss``; the target may be all of a batch."""
+    """``(output, target) -> loss``; the target may be the whole batch."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -315,7 +304,7 @@ LOSSES = {
 
 
 class OwnRandom(nn.Module):
-    """A stage that draws numbers of its own, from a state on; as a pipeline's stages do."""
+    """A stage with its own random state, like a pipeline's stages."""
 
     def __init__(self, stage, state):
         super().__init__()

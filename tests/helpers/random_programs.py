@@ -1,7 +1,7 @@
-"""Random programs: a model, an optimizer, a method and options that fit together, from a seed.
+"""Draws random programs from a seed: a model, an optimizer, a method and matching options.
 
-What the package refuses by design is known here and not drawn, so that any other refusal fails a
-test. ``str(program)`` is one line; the same seed is the same program everywhere.
+Combinations that the package rejects by design are not drawn, so that any other error fails a test.
+``str(program)`` is one line; the same seed gives the same program everywhere.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ COUNT = 400
 
 
 def seeds(few):
-    """As many seeds as a nightly run takes, of which an ordinary one takes a few."""
+    """Return the seeds: all in a nightly run, the first ``few`` otherwise."""
     return [pytest.param(n, marks=[] if n < few else pytest.mark.nightly) for n in range(COUNT)]
 
 
-# What torch (2.13, on a CPU) gets wrong with channels_last, and is not drawn either: a group norm's
-# backward crashes where nobody wants its input's gradient, and an instance norm's is another one
-# where what comes back from the next layer is channels_last.
+# Not drawn because torch (2.13, on a CPU) gets it wrong with channels_last: a group norm's backward
+# crashes if its input needs no gradient, and an instance norm's differs if the next layer's
+# gradient is channels_last.
 
 
 class Program:
-    """What a seed stands for.
+    """The program of a seed.
 
     Args:
         seed: the seed.
-        against: what it is to be compared with: ``"torch"``, the uncut model in a loop;
-            ``"definition"``, the oracle of all methods; ``"itself"``, to the bit.
+        against: the comparison: ``"torch"``, the uncut model in a loop; ``"definition"``, the
+            oracle of all methods; ``"itself"``, bit for bit.
     """
 
     def __init__(self, seed, against):
@@ -95,7 +95,7 @@ class Program:
         self._draw_blocks()
         self._draw_options()
         self._draw_batches()
-        self.offload = self.pick(None, None, "versions", "activations", "both")  # changes nothing
+        self.offload = self.pick(None, None, "versions", "activations", "both")  # changes no result
         if self.recompute and self.offload is not None:
             self.offload = "versions"
 
@@ -126,7 +126,7 @@ class Program:
     def chance(self, share):
         return self.draw.random() < share
 
-    # What is drawn. Later ones keep to what earlier ones allow.
+    # Draws. Later ones respect earlier ones.
 
     def _draw_method(self):
         if self.against == "torch":
@@ -155,7 +155,6 @@ class Program:
         self.flushes = self.named <= {*FLUSHING, "xgrad"}
 
     def _draw_numbers(self):
-        """The precision."""
         self.dtype, master = torch.float64, None
         if self.exactly:
             narrow, wide = torch.bfloat16, torch.float32
@@ -179,7 +178,7 @@ class Program:
             kinds = [*FOREIGN] if self.exactly else [k for k in FOREIGN if k not in ROUNDING]
             self.optimizer = self.pick(*kinds)
             if self.optimizer == "Whitened" and self.narrow and not self.has_masters:
-                self.optimizer = "Lion"  # inverses want 32 bits
+                self.optimizer = "Lion"  # inverses need 32 bits
         kind, numbers = self.optimizer, {"lr": RATE.get(self.optimizer, 0.005)}
         self.foreign = kind not in SAME
         if kind in ("st.SGD", "SGD"):
@@ -198,14 +197,14 @@ class Program:
             numbers |= {"lr_decay": self.pick(0.0, 0.1)}
         averaging = numbers.keys() & {"ema", "decoupled_weight_decay"}
         if kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam") and not averaging and self.chance(0.1):
-            numbers |= {"maximize": True, "lr": numbers["lr"] / 10}  # a loss has no largest value
+            numbers |= {"maximize": True, "lr": numbers["lr"] / 10}  # a loss has no maximum
         how = [{}]
         how += [{"fused": True}] if kind in FUSED else []
         how += [{"foreach": True}, {"foreach": False}] if kind in FOREACH else []
         numbers |= self.pick(*how)
         if kind == "Muon":
             numbers = {}
-        # A kernel or a loop of torch's may want its numbers as they are.
+        # Some kernels and loops need the rate as a plain number.
         self.tensor_rate = (
             self.against != "definition"
             and kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam", "RAdam")
@@ -220,7 +219,7 @@ class Program:
         if still and numbers["momentum"] and self.chance(0.15):
             self.groups = "one still"
             numbers["lr"] = RATE[kind]
-            for key in ("nesterov", "ema"):  # without a momentum there is none
+            for key in ("nesterov", "ema"):  # they need a momentum
                 numbers.pop(key, None)
         self.has_momentum = not self.foreign and bool(numbers.get("momentum", 0.9))
         self.scheduler = None
@@ -228,7 +227,7 @@ class Program:
             both = self.groups != "one still" and (
                 numbers.get("momentum", 0.0)
                 if kind in ("st.SGD", "SGD")
-                # Which step's betas a prediction's bias corrections have, no definition says.
+                # No definition says which step's betas a prediction's bias corrections have.
                 else "betas" in numbers and self.against != "definition"
             )
             self.scheduler = self.pick(*[s for s in SCHEDULERS if both or "of both" not in s])
@@ -248,14 +247,14 @@ class Program:
         elif not named & {"sc", "sc-lwp", "error-feedback"} and self.chance(0.25):
             numbers["nesterov"] = True
         elif "error-feedback" not in named and self.chance(0.25) and not self._of_second_order:
-            numbers["dampening"] = 0.3  # whose first change is none, says the package's law
+            numbers["dampening"] = 0.3  # the package's law takes its first change as zero
         if self.optimizer == "st.SGD" and "dampening" not in numbers and self.chance(0.2):
             numbers["decoupled_weight_decay"] = True
         return numbers
 
     @property
     def _of_second_order(self):
-        """Whether a definition is asked, by which the first change is all of the momentum."""
+        """Whether the comparison is a definition whose first change is the whole momentum."""
         return not self.exactly and self.named & SECOND_ORDER
 
     def _draw_blocks(self):
@@ -297,7 +296,7 @@ class Program:
             for names, frozen in zip(self.blocks, self.frozen, strict=True)
         ]
         if not any(learning):
-            self.frozen = ["no"] * self.n  # the head learns
+            self.frozen = ["no"] * self.n  # the head always trains
         if self.last:
             first = learning.index(True) if True in learning else self.n
             for k, names in enumerate(self.blocks):
@@ -311,12 +310,13 @@ class Program:
         self.tie_biases = self.chance(0.3)
         self.shared = bool(self.ties) or self.head == "table"
         self.cut = self.chance(0.4)
-        # A hook of a parameter that stages share is refused; the oracle copies models without them.
+        # The package rejects hooks of parameters that stages share; the oracle copies models
+        # without them.
         self.hook = not self.shared and self.against != "definition" and self.chance(0.15)
 
     @property
     def by_microbatch(self):
-        """Whether a minibatch is another one where it is not cut."""
+        """Whether cutting changes the result of a minibatch."""
         return bool(self.used & (BATCHED | MOVED | RANDOM))
 
     def _notes(self):
@@ -344,7 +344,7 @@ class Program:
         if self.domain == "time":
             self.options["split_dim"] = self._split_dim()
         least, most = 1, 6
-        if self.used & BATCHED:  # a statistic of one sample is none
+        if self.used & BATCHED:  # one sample has no statistics
             m = self.options["microbatches"]
             least = 2 * (self.n if m == "auto" else m)
             most = least + 3
@@ -359,19 +359,19 @@ class Program:
         more = {"tensor": [], "tuple": [(1, 1)], "dict": [{"x": 1, "gate": 1}]}[self.input_form]
         return self.pick(1, *more), of_target
 
-    # What is made of it.
+    # Building the program
 
     @property
     def ends(self):
-        """Where the blocks of each stage end, with what stands around them."""
-        sizes = [len(blocks) + 1 for blocks in self.blocks]  # with what takes the input
+        """Return where the blocks of each stage end, including the surrounding modules."""
+        sizes = [len(blocks) + 1 for blocks in self.blocks]  # including the input module
         for k, form in enumerate(self.forms):
             sizes[k] += form != "tensor"
         sizes[-1] += 1 + (self.out != "tensor")
         return [sum(sizes[: k + 1]) for k in range(self.n)]
 
     def stages(self, salt=0):
-        """The stages, with weights of the seed and the salt."""
+        """Return the stages with weights of the seed and the salt."""
         before = torch.get_rng_state()
         torch.manual_seed(1000 * self.seed + salt)
         try:
@@ -379,7 +379,8 @@ class Program:
         finally:
             torch.set_rng_state(before)
 
-    @torch.no_grad()  # what the old norms make would else have a graph, and could not be copied
+    # results of the old norms would otherwise have a graph and could not be copied
+    @torch.no_grad()
     def _stages(self):
         made = [[BLOCKS[self.domain][name](self.domain) for name in row] for row in self.blocks]
         if self.ties:
@@ -419,7 +420,6 @@ class Program:
         return [nn.Sequential(*row) for row in every]
 
     def make_optimizer(self, kind):
-        """What makes an optimizer of that class from parameters."""
         if self.optimizer == "Muon":
             return muon_and_adamw
         numbers = dict(self.numbers)
@@ -459,7 +459,7 @@ class Program:
 
     @property
     def theirs(self):
-        """One of torch's with the same numbers."""
+        """Return torch's optimizer with the same numbers."""
         return self.make_optimizer(FOREIGN[self.optimizer] if self.foreign else self._pair[1])
 
     @property
@@ -480,7 +480,8 @@ class Program:
 
     def pipeline(self, salt=0, **more):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*rounded away")  # as is drawn
+            # some draws have such values
+            warnings.filterwarnings("ignore", message=".*rounded away")
             return st.Pipeline(
                 self.stages(salt),
                 self.ours,

@@ -1,4 +1,4 @@
-"""What random programs are trained by: methods, optimizers, schedulers, and what fits together."""
+"""Methods, optimizers and schedulers for random programs, and their valid combinations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import spectrain_ext as st
 
-# Methods.
+# Methods
 
 FLUSHING = ("sync", "gpipe", "1f1b", "zb-h1", "interleaved")
 HYBRIDS = (
@@ -23,7 +23,7 @@ HYBRIDS = (
     ("auto", "1f1b"),
     ("vanilla", "lwp-w"),
 )
-# What they need of the package's optimizers; the others take any optimizer.
+# Their requirements on the package's optimizers; the others take any optimizer.
 MOMENTUM = {
     *("spectrain", "spectrain-local", "spectrain-stash", "spectrain-ema", "second-order"),
     *("pipeoptim", "xpipe", "msnag", "msnag-stash", "lwp-v", "xgrad", "sc-lwp", "error-feedback"),
@@ -34,12 +34,11 @@ SGD_ONLY = {"spectrain-ema", "sc", "sc-lwp", "braking"}
 WIDE_STEPS = {"dc-asgd", "gap-aware"}  # read stale weights, in 32 bits or more
 PREVIOUS = {"pipedream-2bw", "error-feedback"}  # a delay of at most one update
 SECOND_ORDER = {"second-order", "auto", "zb-h1-async", "interleaved-async"}
-OTHERWISE = {"auto", "zb-h1-async", "interleaved-async"}  # have another law without a momentum
+OTHERWISE = {"auto", "zb-h1-async", "interleaved-async"}  # use another law without a momentum
 OWN_WINDOWS = {*FLUSHING, "xgrad", "wpipe", "interleaved-async"}
 
 
 def method_of(name):
-    """The method of a name, of ours or of the registry."""
     if name == "spectrain difference":
         return st.spectrain(law="difference")
     if name == "pipedream until a gap":
@@ -48,7 +47,7 @@ def method_of(name):
 
 
 def otherwise(definition):
-    """By the difference law, over what stage 0 has to predict."""
+    """Return the definition with the difference law for the prediction of stage 0."""
     return replace(
         definition,
         law="difference",
@@ -70,7 +69,7 @@ def definition_of(name, momentum):
     return otherwise(found) if name in OTHERWISE and not momentum else found
 
 
-# Optimizers: (class of ours, torch's with the same numbers), or one class.
+# Optimizers: (our class, torch's with the same numbers), or one class
 
 SAME = {
     "st.SGD": (st.optim.SGD, torch.optim.SGD),
@@ -94,10 +93,10 @@ RATE = {
     "Lion": 0.002,
     "Rprop": 0.002,
 }  # of others 0.005
-LINEAR = {"st.SGD", "SGD", "ASGD", "Replacing"}  # no whole step of a gradient that is rounding
+LINEAR = {"st.SGD", "SGD", "ASGD", "Replacing"}  # no full step for a gradient that is only rounding
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 FOREACH = (*FUSED, "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD", "Rprop", "Adafactor")
-ROUNDING = {"Muon"}  # computes in bfloat16 itself: nothing is like it but to the bit
+ROUNDING = {"Muon"}  # computes in bfloat16 itself: comparable only bit for bit
 DECAYING = {"st.SGD", "st.Adam", "st.AdamW", "st.NAdam", *FOREACH} - {"Rprop"}
 
 SCHEDULERS = {

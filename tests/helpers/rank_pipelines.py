@@ -1,4 +1,4 @@
-"""The pipelines that tests run in one process and on several ranks, importable by the ranks."""
+"""Pipelines that tests run in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RANGE = re.compile(r"[FBW]\d+|predict|send|recv|loss|update")
 
 
 def stages(n):
-    """The same on every rank: tuples, several dtypes, dropout, running statistics between them."""
+    """Return the same stages on every rank: tuples, several dtypes, dropout, running statistics."""
     torch.manual_seed(3)
     return [Part(k, n) for k in range(n)]
 
 
 def tied_stages(n, places):
-    """The same, with one weight for the stages at these places."""
+    """Return these stages with one weight shared by the stages at ``places``."""
     made = stages(n)
     for k in places[1:]:
         made[k].linear.weight = made[places[0]].linear.weight
@@ -43,7 +43,7 @@ def tied_stages(n, places):
 
 
 class Part(nn.Module):
-    """Passes a tuple on: activations, some of them complex, and something without a gradient."""
+    """Passes a tuple on: activations, some of them complex, and a value without a gradient."""
 
     def __init__(self, k, n):
         super().__init__()
@@ -64,7 +64,7 @@ class Part(nn.Module):
 
 
 class Centred(nn.Module):
-    """Takes off a running mean, as a BatchNorm would, of any number of samples."""
+    """Subtracts a running mean like a BatchNorm, for any number of samples."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def scheduler(opt):
 
 
 def settings_of(method, n):
-    """What a method needs to be asked for."""
+    """Return the required options of a method."""
     parts = 2 if method in ("gpipe", "1f1b", "xpipe", "zb-h1-async") else 1
     if method in ("pipedream-2bw", "error-feedback", "zb-h1"):
         parts = n
@@ -110,7 +110,7 @@ def make_optimizer(method, foreign=None):
 
 
 def together(method, n, runs, foreign=None, places=()):
-    """Losses and final states of a run in this process; ``foreign`` names an optimizer."""
+    """Return losses and final states of an in-process run; ``foreign`` names an optimizer."""
     torch.manual_seed(5)
     parts = tied_stages(n, places)
     torch.manual_seed(5)
@@ -126,7 +126,7 @@ def together(method, n, runs, foreign=None, places=()):
 
 
 def apart(rank, ranks, methods, runs, foreign=None, places=(), chunks=1):
-    """The same of this rank, for one method after another; chunks: its stages."""
+    """Return the same of this rank for each method; ``chunks``: its stages."""
     found = {}
     for method in methods:
         parts = tied_stages(chunks * ranks, places)[rank::ranks]
@@ -160,7 +160,7 @@ def apart(rank, ranks, methods, runs, foreign=None, places=(), chunks=1):
 
 
 class Scaled(nn.Module):
-    """Nothing but element by element, and sums of columns: on a GPU the same bits every time."""
+    """Only elementwise operations and column sums: the same bits on a GPU every time."""
 
     def __init__(self, k):
         super().__init__()
@@ -173,7 +173,7 @@ class Scaled(nn.Module):
 
 
 def scaled_apart(rank, ranks, replicas, method, device):
-    """How bodies travel, losses, and this rank's state; all ranks have the same device."""
+    """Return the backend of tensors, losses, and this rank's state; all ranks share one device."""
     stage = 0 if rank < replicas[0] else 1
     pipe = st.DistributedPipeline(
         Scaled(stage),
@@ -194,7 +194,6 @@ def scaled_apart(rank, ranks, replicas, method, device):
 
 
 def scaled_together(method, device):
-    """Losses and the states of all stages, in this process."""
     pipe = st.Pipeline(
         [Scaled(0), Scaled(1)],
         optimizer,
@@ -208,7 +207,7 @@ def scaled_together(method, device):
 
 
 def endless(rank, ranks, timeout, mark, after):
-    """Train until something ends it; opens a FIFO when that may be."""
+    """Train until stopped; open a FIFO when the test may stop it."""
     pipe = st.DistributedPipeline(
         stages(ranks)[rank], optimizer, nn.functional.mse_loss, "vanilla", timeout=timeout
     )
@@ -219,9 +218,9 @@ def endless(rank, ranks, timeout, mark, after):
 
 
 def traced(rank, ranks, folder):
-    """A traced run in which rank 1 computes only once the next message has come meanwhile.
+    """Trace a run in which rank 1 computes only when the next message has arrived.
 
-    Returns the names of the ranges in a profile, in the order in which they began.
+    Returns the names of the ranges in a profile, in order of their start.
     """
     pipe = small(rank, ranks, "spectrain")
     if rank == 1:
@@ -244,14 +243,13 @@ def traced(rank, ranks, folder):
 
 
 def versions_met(rank, ranks, method, chunks=1):
-    """The turns of a traced run on this rank, with the versions that they computed with."""
+    """Return this rank's instructions in a traced run with their weight versions."""
     pipe, trace = small(rank, ranks, method, chunks=chunks), st.Trace()
     list(pipe.run(data(6), trace=trace))
     return [(*s[:2], str(s.kind), *s[3:5], *s[7:]) for s in trace.spans() if s.version is not None]
 
 
 def small(rank, ranks, method="vanilla", make=optimizer, chunks=1, **settings):
-    """A pipeline of this rank's stage, or of its stages."""
     settings = {"timeout": 20.0, **settings}
     parts = stages(chunks * ranks)[rank::ranks]
     return st.DistributedPipeline(
@@ -260,7 +258,7 @@ def small(rank, ranks, method="vanilla", make=optimizer, chunks=1, **settings):
 
 
 def opening(rank, ranks, culprit, when):
-    """One rank fails, or hangs, before the others have opened their links, or know of its own."""
+    """Make one rank fail or hang before the others have connected or learned of its failure."""
     name = "backend_of_bodies" if when == "earlier" else "open_links"
     real = getattr(connections, name)
 
@@ -275,7 +273,7 @@ def opening(rank, ranks, culprit, when):
 
 
 def missing(rank, ranks, culprit, late):
-    """One rank does not make its pipeline, or when the others have given up."""
+    """Leave one rank without its pipeline until the others have given up."""
     board.SLOW = 5.0  # instead of 15
     if rank == culprit and not late:
         commit("hang")
@@ -289,7 +287,7 @@ def missing(rank, ranks, culprit, late):
 
 
 def leaving_early(rank, ranks):
-    """Rank 0, which keeps the store, has ended when the others come."""
+    """End rank 0, which keeps the store, before the others connect."""
     if rank == 0:
         small(rank, ranks, timeout=-1.0)
     with suppress(RuntimeError):
@@ -299,7 +297,7 @@ def leaving_early(rank, ranks):
 
 
 def leaving(rank, ranks, leaves, after, method="vanilla", chunks=1):
-    """One rank leaves the loop; results seen here, and updates after each of two runs."""
+    """Leave the loop on one rank; return results seen here, and updates after each of two runs."""
     pipe = small(rank, ranks, method, chunks=chunks)
     opt = pipe.optimizers[-1]
     steps = [0]
@@ -318,7 +316,7 @@ def leaving(rank, ranks, leaves, after, method="vanilla", chunks=1):
 
 
 def disagreeing(rank, ranks):
-    """The errors of arguments that differ."""
+    """Return the errors of arguments that differ between ranks."""
     found = {}
 
     def attempt(name, make):
@@ -347,7 +345,7 @@ def disagreeing(rank, ranks):
 
 
 def refusing(rank, ranks):
-    """The errors of several stages on a rank where they cannot be."""
+    """Return the errors of invalid options with several stages on a rank."""
     found = {}
 
     def attempt(name, parts, **settings):
@@ -368,7 +366,7 @@ def refusing(rank, ranks):
 
 
 def of_a_cut(rank, ranks, method, order):
-    """The message to a rank that takes every so many of a cut's stages, in that order."""
+    """Return the error of a rank that takes every n-th stage of a cut, in that order."""
     parts = cut_at([nn.Linear(WIDTH, WIDTH) for _ in order], range(1, len(order) + 1))
     mine = [parts[order[k]] for k in range(rank, len(order), ranks)]
     try:
@@ -379,7 +377,7 @@ def of_a_cut(rank, ranks, method, order):
 
 
 def shuffled(seed, samples=40, batch=8):
-    """A loader whose order a seed makes; the targets tell of the inputs."""
+    """Return a loader with a seeded order; the targets identify the inputs."""
     g = torch.Generator().manual_seed(11)
     x = torch.randn(samples, WIDTH, generator=g)
     order = None if seed is None else torch.Generator().manual_seed(seed)
@@ -387,14 +385,12 @@ def shuffled(seed, samples=40, batch=8):
 
 
 class Untouched:
-    """Batches that nobody asks for."""
-
     def __iter__(self):
         raise AssertionError("these batches are not wanted")
 
 
 def feeding(rank, ranks):
-    """The losses where other ranks than the first have batches that nobody wants, or none."""
+    """Return the losses if ranks other than the first have unused batches or none."""
     found = {}
     for name, others in (("ignored", Untouched()), ("none", None)):
         results = list(small(rank, ranks).run(others if rank else shuffled(7)))
@@ -407,7 +403,7 @@ def feeding(rank, ranks):
 
 
 def growing(rank, ranks, dynamic, chunks=1):
-    """Sizes of the minibatches that arrived."""
+    """Return the sizes of the minibatches that arrived."""
     g = torch.Generator().manual_seed(0)
     sizes = [2, 5, 3, 9]
     made = [(torch.randn(n, WIDTH, generator=g), torch.randn(n, WIDTH, generator=g)) for n in sizes]
@@ -421,7 +417,7 @@ def growing(rank, ranks, dynamic, chunks=1):
 
 
 class Faulty(nn.Module):
-    """Does what it should, and in one forward or one backward something else."""
+    """Behaves normally except in one forward or one backward."""
 
     def __init__(self, module, fault, where, when):
         super().__init__()
@@ -440,7 +436,7 @@ class Faulty(nn.Module):
         self.at("forward")
         output = self.module(value)
         x = output[0] if isinstance(output, tuple) else output
-        if x.requires_grad:  # a recomputed stage runs its first forward without a graph
+        if x.requires_grad:  # the first forward of a recomputed stage has no graph
             x.register_hook(lambda gradient: self.at("backward"))
         if self.fault == "shape" and self.left["forward"] == -1:
             return (
@@ -452,7 +448,7 @@ class Faulty(nn.Module):
 
 
 def failing(rank, ranks, trial):
-    """A run in which one rank fails, in one of its stages if it has several."""
+    """Run with one rank failing, in one of its stages if it has several."""
     tempfile.tempdir = trial.get("temporary", tempfile.tempdir)
     chunks = trial.get("chunks", 1)
     parts = stages(chunks * ranks)[rank::ranks]
@@ -473,7 +469,6 @@ def failing(rank, ranks, trial):
 
 
 def measured(rank, ranks, path):
-    """A run that is looked at."""
     pipe = small(rank, ranks)
     with st.Metrics(pipe, path, every=4) as metrics:
         for _ in pipe.run(data(9), trace=metrics):
@@ -481,7 +476,7 @@ def measured(rank, ranks, path):
 
 
 class Connected(nn.Module):
-    """No sequence: its first values, and one of its inputs, are needed at its end."""
+    """Not a sequence: its end needs its first values and one of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -495,7 +490,7 @@ class Connected(nn.Module):
 
 
 def cut(rank, ranks):
-    """A stage of a traced model: what it has learned, and what it returns in evaluation."""
+    """Train a stage of a traced model; return its weights and its output in evaluation."""
     torch.manual_seed(3)
     batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
     profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
@@ -518,7 +513,7 @@ def cut(rank, ranks):
 
 
 def interrupted(rank, ranks, path, method, update):
-    """Rank 1 is interrupted in an update; it writes down whether it is left with true weights."""
+    """Interrupt rank 1 in an update; it records whether its weights are the true ones."""
     pipe = small(rank, ranks, method)
     (opt,), (weights,) = pipe.optimizers, pipe._weights
     versions = []
@@ -556,7 +551,7 @@ class Twice(nn.Module):
 
 
 def tied_and_cut(rank, ranks, folder):
-    """Of two models: losses, and the states by the model's names after training and a resume."""
+    """Return two models' losses, and their states after training and resuming, by name."""
 
     def make(name):
         torch.manual_seed(3)
@@ -602,14 +597,14 @@ def tied_and_cut(rank, ranks, folder):
 
 
 def tied_small(rank, ranks, method="vanilla"):
-    """A pipeline of this rank's stage; the last one has a weight of the first."""
+    """Return a pipeline of this rank's stage; the last one has a weight of the first."""
     part = tied_stages(ranks, (0, ranks - 1))[rank]
     loss_fn = nn.functional.mse_loss
     return st.DistributedPipeline(part, optimizer, loss_fn, method, timeout=20.0)
 
 
 def tied_in_steps(rank, ranks):
-    """A run that rank 0 leaves; whether the copy is its home's weight, then and during a run."""
+    """Leave a run on rank 0; return whether the copy has its home's weight, then and in a run."""
     pipe = tied_small(rank, ranks, method="spectrain")
     (module,) = pipe.children()
     run = pipe.run(data(30))
@@ -630,7 +625,7 @@ def tied_in_steps(rank, ranks):
 
 
 def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
-    """Evaluations of weights that somebody has changed; with one rank a pipeline of 3 stages."""
+    """Evaluate after a change of weights; one rank has a pipeline of 3 stages."""
     if ranks == 1:
         parts = tied_stages(3, (0, 2))
         pipe = st.Pipeline(parts, optimizer, nn.functional.mse_loss, method)
@@ -644,7 +639,7 @@ def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
         found.append(pipe.evaluate(data(4))["loss"])
 
     if rank == ranks - 1 and ranks > 1:
-        last.data.zero_()  # the first stage's counts
+        last.data.zero_()  # the first stage's weight counts
     evaluate()
     for way in (lambda: first.mul_(0.5), lambda: first.data.mul_(2.5)):
         for _ in pipe.run(data(5)):
@@ -663,12 +658,11 @@ def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
     evaluate()
     torch.manual_seed(3)
     output = pipe.eval()(data(1)[0][0])
-    last = parts[-1].linear.weight.detach()  # after release() maybe another object
+    last = parts[-1].linear.weight.detach()  # after release() it may be another object
     return found, last, None if output is None else output.detach()
 
 
 def tied_wrongly(rank, ranks):
-    """The errors of ties that cannot be."""
     found = {}
 
     def attempt(name, stage, **settings):
@@ -693,7 +687,7 @@ def tied_wrongly(rank, ranks):
 
 
 def tied_between_replicas(rank, ranks, replicas):
-    """Losses, and this rank's state, where stages between the two have replicas."""
+    """Return losses and this rank's state if stages between the two have replicas."""
     k = [k for k, count in enumerate(replicas) for _ in range(count)][rank]
     part = Scaled(k)
     if k == 2:
@@ -717,7 +711,7 @@ def tied_between_replicas(rank, ranks, replicas):
 
 
 def tied_and_failing(rank, ranks, culprit):
-    """One rank fails in its fourth forward."""
+    """Make one rank fail in its fourth forward."""
     pipe = tied_small(rank, ranks)
     (module,) = pipe.children()
     if rank == culprit:

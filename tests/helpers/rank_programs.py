@@ -1,4 +1,4 @@
-"""What the ranks of tests run, importable by their processes."""
+"""Programs of ranks for the tests of transport, boards and worlds."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def board(rank, ranks, timeout=30.0, grace=5.0):
 
 @contextmanager
 def travelling(way):
-    """Inside, bodies travel as they would with GPUs, although all stages have the CPU.
+    """Transfer tensors as with GPUs, although all stages are on the CPU.
 
-    "staged": as between stages on one GPU. "apart": by groups of their own, as by NCCL.
+    "staged": as between stages on one GPU. "apart": by separate groups, as with NCCL.
     """
 
     def staged(*given):
@@ -62,13 +62,13 @@ def travelling(way):
 
 
 def travels(rank, ranks, way, program, *args):
-    """Another program, whose bodies travel in that way."""
+    """Run another program with this kind of transfer."""
     with travelling(way):
         return program(rank, ranks, *args)
 
 
 def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
-    """A board and the two ends of edge 0 -> 1, of which each rank has one."""
+    """Return a board and the two ends of edge 0 -> 1, of which each rank has one."""
     told = board(rank, ranks, timeout)
     links = open_links(None, CPU, told, dynamic)
     stream = callers_stream(CPU)
@@ -86,7 +86,7 @@ def send(sender, *tensors, grads=None, header=NO_HEADER):
 
 
 def tensors(seed, rows=4):
-    """Several dtypes, layouts and an empty place."""
+    """Return tensors of several dtypes and layouts, and an empty place."""
     g = torch.Generator().manual_seed(seed)
     images = torch.randn(rows, 3, 5, 5, generator=g).to(memory_format=torch.channels_last)
     return (
@@ -101,7 +101,7 @@ def tensors(seed, rows=4):
 
 
 def checked(rank, ranks, dropped, *given):
-    """``same_bits`` of a staged edge, with every use ordered but for waits of some streams."""
+    """Run ``same_bits`` of a staged edge with all uses ordered, except some streams' waits."""
     wait = CheckedStream.wait
 
     def waits(stream, event):
@@ -113,7 +113,7 @@ def checked(rank, ranks, dropped, *given):
 
 
 def few_layouts(rank, ranks, messages):
-    """``same_bits`` where the ends keep no more than two layouts."""
+    """Run ``same_bits`` with ends that keep at most two layouts."""
     with patch.object(ends, "_KINDS", 2):
         return same_bits(rank, ranks, messages, dynamic=True)
 
@@ -151,7 +151,7 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
                         wrong.append((n, place, got.shape, got.stride()))
                 wrong += [slot.message.differentiable] * (slot.message.differentiable != GRADS)
                 n += 1
-                if len(held) == 2:  # a buffer that is in use is not written again
+                if len(held) == 2:  # a buffer in use is not written again
                     first, old = held.pop(0)
                     if not torch.equal(old.message.tensors[0], tensors(*messages[first])[0]):
                         wrong.append(("overwritten", first))
@@ -191,7 +191,7 @@ def grows(rank, ranks):
 
 
 def chain(rank, ranks, fault, culprit, timeout, grace):
-    """Every rank waits for the one before it, and the culprit does something else."""
+    """Let every rank wait for the previous one while the culprit does something else."""
     told = board(rank, ranks, timeout, grace)
     links = open_links(None, CPU, told, False)
     receiver = sender = None
@@ -214,7 +214,7 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
 
 
 def frees_late(rank, ranks):
-    """Rank 1 gives a buffer back after rank 0, which had sent into it, has gone."""
+    """Let rank 1 return a buffer after rank 0, which sent into it, has ended."""
     told, end = ends_of(rank, ranks)
     with told.run():
         if rank == 0:
@@ -230,9 +230,10 @@ def frees_late(rank, ranks):
 
 
 def cut_off(rank, ranks, fails):
-    """Rank 0 fails and lives on, and rank 1 waits in a call, as for its device, until an abort.
+    """Make rank 0 fail but stay alive while rank 1 waits in a call.
 
-    The call then fails, or returns what has not come, and the rank fails at that.
+    The call waits, as for a device, until an abort. It then fails or returns data that has not
+    arrived, and the rank fails.
     """
     store, aborted = _get_default_store(), threading.Event()
 
@@ -271,7 +272,7 @@ def cut_off(rank, ranks, fails):
 
 
 def waits_for_one(rank, ranks, timeout, grace, seconds):
-    """Rank 0 works alone, in steps of so many seconds (None: without end), and the others wait."""
+    """Let rank 0 work alone in steps of ``seconds`` (None: endless) while the others wait."""
     told = board(rank, ranks, timeout, grace)
     with told.together("the work of one"):
         if rank == 0:
@@ -293,13 +294,13 @@ def commit(fault):
         raise ArithmeticError("planned")
     if fault == "hang":
         threading.Event().wait()
-    if fault.startswith("/"):  # a pipe: whoever reads it hears of the hang
+    if fault.startswith("/"):  # a pipe: its reader notices the hang
         with open(fault, "w"):
             threading.Event().wait()
 
 
 def partitions(rank, ranks, blocks):
-    """Where every rank cuts, each having been slow at another block."""
+    """Return every rank's cut; each was slow at another block."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(blocks[rank])))
 
     def lingers(*_):
@@ -314,10 +315,10 @@ def partitions(rank, ranks, blocks):
 
 
 def joined(rank, ranks, port, start):
-    """Who this rank is, by a store that other starts have used, and what all sum up there."""
-    dist.destroy_process_group()  # of the test
+    """Return this rank and the ranks' sum, on a store that earlier starts have used."""
+    dist.destroy_process_group()  # the test's group
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    if rank == 0 and ranks > 1:  # the others find what was there before
+    if rank == 0 and ranks > 1:  # the others see the earlier content
         store.wait([f"{start} has begun"])
     store.set(f"{start} has begun", "")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
@@ -329,7 +330,7 @@ def joined(rank, ranks, port, start):
 
 
 def joining(rank, ranks, port, as_rank):
-    """A rank that nobody waits for."""
+    """Join with a rank that no other rank expects."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with suppress(TimeoutError):
         _met(store, as_rank, as_rank + 1, timedelta(seconds=0.1))

@@ -1,6 +1,6 @@
-"""Processes that are the ranks of a group: started, watched with a deadline, their ends collected.
+"""Starts processes as ranks of a group, watches them with a deadline, and collects their results.
 
-They come from a server that has imported torch and these helpers already (preloaded.py).
+They are forked from a server that has imported torch and these helpers (preloaded.py).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from slow_link import Host
 
 _DEADLINE = 120.0
 _TESTS = Path(__file__).resolve().parents[1]
-# What the server looks for modules in: up to Python 3.13 it does not get this process's sys.path.
+# The server's module path: up to Python 3.13 it does not get this process's sys.path.
 _PATH = os.pathsep.join(
     filter(None, [str(_TESTS), str(_TESTS.parent / "bench"), os.environ.get("PYTHONPATH")])
 )
 
 
 class End(NamedTuple):
-    """How a rank ended: exit code (negative: the signal), what it returned, its stderr."""
+    """How a rank ended: exit code (negative: the signal), result, stderr."""
 
     code: int | None
     value: Any
     error: str
-    reports: dict[str, str]  # of failures, by name: those of all ranks
+    reports: dict[str, str]  # failure reports of all ranks, by name
 
 
 def _main(
@@ -60,9 +60,9 @@ def _main(
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     tempfile.tempdir = folder
-    # which shells ignore for what they run in the background
+    # shells ignore it for background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.register(signal.SIGUSR1)  # says where it is, to whom it keeps waiting
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that hangs
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = "127.0.0.1"
     if hosts is not None:
@@ -81,7 +81,7 @@ def _main(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    # A rank that has done its work already would be gone while another one still connects to it.
+    # A finished rank would otherwise be gone while another one still connects to it.
     store.set(f"connected {rank}", "")
     store.wait([f"connected {each}" for each in range(ranks)])
     try:
@@ -100,11 +100,11 @@ class Ranks:
     """Started ranks.
 
     Args:
-        program: a function of a module that can be imported: ``(rank, ranks, *args)``.
+        program: a function of an importable module: ``(rank, ranks, *args)``.
         ranks: their number.
         args: more arguments.
         keeper: whether this process keeps the store, as torchrun does, or rank 0.
-        hosts: where each rank is, None: all here; without a keeper only.
+        hosts: the host of each rank, None: all here; only without a keeper.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Ranks:
         port = 0 if self._store is None else self._store.port
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["helpers.preloaded"])
-        # a pipe would mix up what several read at once; kept, as its lock has to outlive the starts
+        # a shared pipe would mix messages; kept, because its lock must outlive the starts
         self._port_of_store = context.SimpleQueue()
         self.processes = [
             context.Process(
@@ -147,13 +147,12 @@ class Ranks:
                 process.start()
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
         pid = self.processes[rank].pid
         assert pid is not None
         return pid
 
     def join(self, but: tuple[int, ...] = (), deadline: float = _DEADLINE) -> list[End]:
-        """Wait for all ranks ``but`` those, which are killed then; code None: it hung."""
+        """Wait for all ranks except ``but``, which are killed then; code None means a hang."""
         hung = []
         for rank, process in enumerate(self.processes):
             if rank not in but:
@@ -193,7 +192,7 @@ def run_ranks(
     keeper: bool = True,
     hosts: tuple[Host, ...] | None = None,
 ) -> list[Any]:
-    """Run the program on all ranks, expect success, return what each returned."""
+    """Run the program on all ranks, require success, and return every rank's result."""
     ends = Ranks(program, ranks, *args, keeper=keeper, hosts=hosts).join()
     for rank, end in enumerate(ends):
         assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
@@ -201,9 +200,9 @@ def run_ranks(
 
 
 def run_script(path: Path, ranks: int = 1, *arguments: str, folder: Path) -> str:
-    """Run a program in a folder, as Python does or, on several ranks, torchrun; what rank 0 prints.
+    """Run a program in a folder like Python or torchrun; return rank 0's output.
 
-    Without the seconds that torchrun takes to start, and each of its processes to import torch.
+    Saves the seconds in which torchrun starts and each process imports torch.
     """
     return run_ranks(_script, ranks, free_port(), str(path), arguments, str(folder))[0]
 
@@ -211,7 +210,7 @@ def run_script(path: Path, ranks: int = 1, *arguments: str, folder: Path) -> str
 def _script(
     rank: int, ranks: int, port: int, path: str, arguments: tuple[str, ...], folder: str
 ) -> str:
-    dist.destroy_process_group()  # of the test: the program makes its own
+    dist.destroy_process_group()  # the test's group: the program makes its own
     if ranks > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT="0")
@@ -224,13 +223,13 @@ def _script(
 
 
 def run_pytest(folder: Path, *arguments: object) -> tuple[int, str]:
-    """Run another pytest in a folder; its exit code, and what it prints."""
+    """Run another pytest in a folder; return its exit code and output."""
     code, printed = run_ranks(_pytest, 1, str(folder), list(map(str, arguments)))[0]
     return code, printed
 
 
 def _pytest(rank: int, ranks: int, folder: str, arguments: list[str]) -> tuple[int, str]:
-    for name in list(os.environ):  # a benchmark is no benchmark beside what pytest-xdist starts
+    for name in list(os.environ):  # pytest-benchmark is disabled under pytest-xdist's variables
         if name.startswith("PYTEST_"):
             del os.environ[name]
     os.chdir(folder)
@@ -240,17 +239,17 @@ def _pytest(rank: int, ranks: int, folder: str, arguments: list[str]) -> tuple[i
 
 
 def run_main(main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any) -> None:
-    """What starts the ranks of a command of the package's, in the place of ``torch``'s spawn."""
+    """Replace ``torch``'s spawn to start the ranks of a command of the package."""
     run_ranks(_main_of, nprocs, main, arguments)
 
 
 def _main_of(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    dist.destroy_process_group()  # of the test: the command makes its own
+    dist.destroy_process_group()  # the test's group: the command makes its own
     main(rank, *arguments)
 
 
 def run_said(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
-    """The same in the place of ``bench_distributed.spawned``: what one of the ranks says."""
+    """Replace ``bench_distributed.spawned``; return one rank's result."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heard = run_ranks(_said, ranks, main, store.port, arguments)
     return next(each[0] for each in heard if each)
@@ -270,7 +269,7 @@ class _Said(list[Any]):
 
 
 def free_port() -> int:
-    """A port that stays free: below those that outgoing connections are given meanwhile."""
+    """Return a port below those of outgoing connections, so that it stays free."""
     while True:
         port = 20000 + secrets.randbelow(12000)
         with socket.socket() as listening, suppress(OSError):

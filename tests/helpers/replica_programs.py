@@ -1,4 +1,4 @@
-"""Pipelines with replicas that tests run on several ranks, importable by the ranks."""
+"""Pipelines with replicas that tests run on several ranks."""
 
 from __future__ import annotations
 
@@ -53,12 +53,11 @@ def steps(optimizer):
 
 
 def stage_and_replica(counts, rank):
-    """(stage, replica) of a rank, counted plainly."""
+    """(stage, replica) of a rank, counted directly."""
     return [(k, c) for k, r in enumerate(counts) for c in range(r)][rank]
 
 
 def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
-    """The pipeline of this rank."""
     if part is None:
         part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     settings = {"timeout": 30.0, "replicas": counts, **settings}
@@ -67,7 +66,7 @@ def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
 
 
 def trained(rank, ranks, cases):
-    """Per case: losses where there are any, the stage's weights, the optimizer's momentum."""
+    """Return losses if any, the stage's weights and the optimizer's momentum for each case."""
     found = []
     for counts, method, settings in cases:
         optimizer = averaging if method == "spectrain-ema" else sgd
@@ -87,14 +86,14 @@ WORDS, IGNORED = 7, -100
 
 
 def words(k):
-    """A stage of a model of words, of two."""
+    """Return stage ``k`` of two of a model of words."""
     torch.manual_seed(5 + k)
     parts = [(nn.Embedding(WORDS, WIDTH), nn.Tanh()), (nn.Linear(WIDTH, WORDS),)][k]
     return nn.Sequential(*parts).double()
 
 
 def sentences(count=5):
-    """Batches of eight rows of 1 to 12 words; of some the first or the last rows have none."""
+    """Return batches of eight rows of 1 to 12 words, some without the first or last rows."""
     g = torch.Generator().manual_seed(3)
     for i in range(count):
         ids, labels = torch.randint(WORDS, (2, 8, 12), generator=g).unbind()
@@ -115,7 +114,7 @@ def total_and_count(output, labels):
 
 
 def counted(rank, ranks, cases):
-    """Per case: losses where there are any, means of an epoch and of an evaluation, weights."""
+    """Return losses if any, means of an epoch and an evaluation, and weights for each case."""
     found = []
     for counts, method, settings in cases:
         part = words(stage_and_replica(counts, rank)[0])
@@ -132,8 +131,8 @@ def counted(rank, ranks, cases):
 
 
 def sharded(rank, ranks):
-    """Per way to update a replicated stage: losses, and its weights."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes a second to import
+    """Return losses and weights for each way to update a replicated stage."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second to import
 
     found = []
     for way in ("whole", "sharded", "sharded narrow", "whole narrow"):
@@ -143,7 +142,7 @@ def sharded(rank, ranks):
             if way.startswith("sharded"):
                 return ZeroRedundancyOptimizer(params, torch.optim.AdamW, **more)
             made = torch.optim.AdamW(params, **more)
-            made.param_groups[0]["called"] = lambda: 0  # whose text is another on every rank
+            made.param_groups[0]["called"] = lambda: 0  # its text differs between ranks
             return made
 
         settings = {"microbatches": 4, "clip_norm": 0.05}
@@ -162,7 +161,7 @@ def sharded(rank, ranks):
 
 
 def leaving(rank, ranks, counts, leaves, after):
-    """One rank leaves the loop; results seen here, and updates after each of two runs."""
+    """Leave the loop on one rank; return results seen here, and updates after each of two runs."""
     pipe = make(rank, counts, microbatches=2)
     made = [0]
     pipe.optimizers[0].register_step_post_hook(lambda *_: made.__setitem__(-1, made[-1] + 1))
@@ -179,7 +178,7 @@ def leaving(rank, ranks, counts, leaves, after):
 
 
 def refused(rank, ranks):
-    """The errors of arguments that do not fit, on four ranks."""
+    """Return the errors of invalid arguments, on four ranks."""
     found = {}
 
     def attempt(name, call):
@@ -213,12 +212,11 @@ def refused(rank, ranks):
 
 
 def too_small(rank, ranks):
-    """The last minibatch cannot be dealt to two replicas."""
+    """Run with a last minibatch that is too small for two replicas."""
     list(make(rank, [1, 2], microbatches=2).run(data(3, 8, 1)))
 
 
 def failing(rank, ranks, trial):
-    """A run in which one replica fails."""
     counts = trial["counts"]
     part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     if rank == trial["culprit"]:
@@ -232,7 +230,7 @@ def failing(rank, ranks, trial):
 
 
 def overlap(rank, ranks):
-    """In which order a backward and the all-reduces of its buckets come, for one minibatch."""
+    """Return the order of a backward and its buckets' all-reduces in one minibatch."""
     collectives.LEAST_BYTES = 1
     events = []
     part = stages(1, layers=6)[0]
@@ -255,7 +253,7 @@ def overlap(rank, ranks):
 
 
 class Choosy(nn.Module):
-    """Has a parameter that some microbatches use, and one that none does."""
+    """Has a parameter that some microbatches use, and one that none uses."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +268,7 @@ class Choosy(nn.Module):
 
 
 def plain(rank, ranks):
-    """A stage without parameters that has two replicas: losses, updates as a trace saw them."""
+    """Return losses and traced updates of a stage without parameters and with two replicas."""
     parts = [*stages(1), nn.Tanh(), *stages(1)]
     pipe = make(
         rank, [1, 2, 1], "sync", part=parts[[0, 1, 1, 2][rank]], microbatches=4, share_loss=True
@@ -282,7 +280,7 @@ def plain(rank, ranks):
 
 
 def choosy(rank, ranks):
-    """Weights, updates of the parameter that is used sometimes, and of bfloat16 with masters."""
+    """Return weights, updates of a sometimes used parameter, and those of bfloat16 with masters."""
     part = Choosy()
     list(make(rank, [2], "gpipe", part=part, microbatches=2).run(data(9)))
     narrow = stages(1, layers=2)[0].to(torch.bfloat16)
@@ -295,7 +293,7 @@ def choosy(rank, ranks):
 
 
 def against_ddp(rank, ranks):
-    """Weights after training one stage with two replicas, and by DDP with half the batch each."""
+    """Compare one stage with two replicas with DDP on half the batch each; return both weights."""
     module = stages(1, layers=3)[0]
     replicated = DistributedDataParallel(copy.deepcopy(module))
     optimizer = torch.optim.SGD(replicated.parameters(), lr=0.05, momentum=0.9)
@@ -322,7 +320,7 @@ def against_ddp(rank, ranks):
 
 
 def sharded_checkpoint(rank, ranks, path):
-    """Losses after a checkpoint of a sharded optimizer, of whoever saved and of whoever loaded."""
+    """Return losses after a checkpoint of a sharded optimizer: of its writer and its reader."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def pipe():
@@ -344,10 +342,10 @@ def sharded_checkpoint(rank, ranks, path):
 
 
 def averaged(rank, ranks, cases, path):
-    """Per case: losses, own weights, the averages, an evaluation; and what a checkpoint made of it.
+    """Return losses, own weights, the averages and an evaluation for each case, and a checkpoint's.
 
-    Of a checkpoint: the losses of a third run, and those of another pipeline that has loaded it;
-    own weights after both; and the averages that a model and a pipeline without averaging loaded.
+    For a checkpoint: the losses of a third run, and of another pipeline that loaded it; own weights
+    after both; and the averages that a model and a pipeline without averaging loaded.
     """
     found = []
     for number, (counts, method, averaging, settings) in enumerate(cases):
@@ -374,7 +372,7 @@ def averaged(rank, ranks, cases, path):
         st.checkpoint.save(where, pipe, minibatches=10)
         third = run(pipe, (4, 12, 12))
         other = made()
-        run(other, (2, 12, 12))  # which is overwritten
+        run(other, (2, 12, 12))  # overwritten by the checkpoint
         st.checkpoint.load(where, other)
         again = run(other, (4, 12, 12))
         ends = [row(pipe), row(other)]
@@ -393,7 +391,7 @@ def row(module):
 
 
 def bad_averaging(rank, ranks):
-    """What is refused, and a rank that has another averaging."""
+    """Return the errors of invalid averaging, and of ranks with different averaging."""
     reasons = []
     for settings in (
         {"counts": [1] * ranks},
@@ -411,7 +409,7 @@ def bad_averaging(rank, ranks):
 
 
 def failing_replica(rank, ranks):
-    """Rank 1 fails in its third minibatch, while the other waits for its weights."""
+    """Make rank 1 fail in its third minibatch while the other waits for its weights."""
     calls = []
 
     def loss(value, target):

@@ -1,4 +1,4 @@
-"""What ranks of the suite for GPUs run in its tests: ``gpu.launch`` imports it in each."""
+"""Programs of ranks in the tests of the GPU suite; ``gpu.launch`` imports it in each rank."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def hangs(rank: int, ranks: int, scale: object, culprit: int) -> None:
 
 
 def told(rank: int, ranks: int, scale: object) -> tuple[str, int]:
-    """What it finds in its environment, and which rank it is."""
+    """Return a variable of the rank's environment, and the rank."""
     return os.environ["TOLD"], rank

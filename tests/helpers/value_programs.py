@@ -37,7 +37,7 @@ ENDS = {
 
 
 class Part(nn.Module):
-    """Words and numbers come in, a hidden state and a mask go on, and there may be dropout."""
+    """Takes words and numbers, and returns a hidden state and a mask, with optional dropout."""
 
     def __init__(self, k, n, form, end="tensor", drop=0.2):
         super().__init__()
@@ -68,7 +68,7 @@ def stages(n, form, end="tensor", dtype=torch.float32, drop=0.2):
 
 
 def data(sizes, form, dtype=torch.float32):
-    """Batches; as dicts they are a UserDict every second time."""
+    """Return batches; in dict form every second one is a UserDict."""
     g = torch.Generator().manual_seed(11)
     made = []
     for i, size in enumerate(sizes):
@@ -100,7 +100,7 @@ def sgd(params):
 
 
 def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **settings):
-    """Losses and the states of all stages, of a run in this process."""
+    """Return losses and the states of all stages of an in-process run."""
     torch.manual_seed(5)
     parts = [copy.deepcopy(part) for part in stages(n, form, end, dtype, drop)]
     torch.manual_seed(5)
@@ -110,7 +110,7 @@ def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **sett
 
 
 def apart(rank, ranks, sizes, cases, drop=0.2):
-    """The same of this rank with dicts, for one case after another."""
+    """Return the same of this rank with dicts, for each case."""
     found = []
     for end, settings in cases:
         counts = settings.get("replicas", [1] * ranks)
@@ -126,7 +126,7 @@ def apart(rank, ranks, sizes, cases, drop=0.2):
 
 
 class Recurrent(nn.Module):
-    """(time, batch, features) in, and out; the last one has the last time's alone."""
+    """(time, batch, features) in and out; the last stage returns only the last time step."""
 
     def __init__(self, last):
         super().__init__()
@@ -137,7 +137,7 @@ class Recurrent(nn.Module):
 
 
 def time_first(rank=0, ranks=1, **settings):
-    """Losses, an evaluation and weights of this rank, or of both stages in one process."""
+    """Return losses, an evaluation and weights of this rank, or of both stages in one process."""
     torch.manual_seed(7)
     parts = [Recurrent(last) for last in (False, True)]
     data = [(torch.randn(5, size, WIDTH), torch.randn(size, WIDTH)) for size in (6, 6, 4, 6, 5)]
@@ -151,7 +151,7 @@ def time_first(rank=0, ranks=1, **settings):
 
 
 class Nested(nn.Module):
-    """A batch with more than tensors in it comes in, and nested values go on; also uncut."""
+    """Takes a batch with non-tensors and passes nested values on; also works uncut."""
 
     def __init__(self, k, n):
         super().__init__()
@@ -181,7 +181,7 @@ def nested_stages(n):
     return [Nested(k, n) for k in range(n)]
 
 
-#: Of ``nested_data``: what is not named has 0.
+#: Split dimensions of ``nested_data``; 0 if not listed.
 NESTED_DIM = {"weights": None}
 
 
@@ -206,7 +206,7 @@ def nested_data(sizes, dtype=torch.float32):
 
 
 def cut_by_hand(batch, sizes, lengths):
-    """Microbatches of these sizes, each as long as it has to be."""
+    """Return microbatches of these sizes, each with its own length."""
     begin, found = 0, st.Microbatches()
     for size, length in zip(sizes, lengths, strict=True):
         part = dict(batch)
@@ -226,7 +226,7 @@ def nested_loss(output, batch):
 
 
 def nested_batches(dtype=torch.float32):
-    """Some to be cut, and some that have been; one has fewer microbatches than there may be."""
+    """Return batches to cut and cut ones; one has fewer microbatches than allowed."""
     sizes = [6, 6, 7, 1, 8, 6]
     made = nested_data(sizes, dtype)
     made[1] = cut_by_hand(made[1], (1, 3, 2), (3, 2, 1))
@@ -236,7 +236,7 @@ def nested_batches(dtype=torch.float32):
 
 
 def uncut_nested(n, made):
-    """The losses of plain torch, and the weights that it ends with."""
+    """Return the losses and final weights of plain torch."""
     whole = nn.Sequential(*nested_stages(n)).to(made[0]["x"].dtype)
     optimizer, found = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9), []
     for batch in made:
@@ -252,7 +252,7 @@ def uncut_nested(n, made):
 
 
 def nested(rank=0, ranks=1, **settings):
-    """Losses, an evaluation and weights of this rank, or of all stages in one process."""
+    """Return losses, an evaluation and weights of this rank, or of all stages in one process."""
     made = nested_batches()
     more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, **settings}
     if ranks == 1:
@@ -282,7 +282,7 @@ def nested(rank=0, ranks=1, **settings):
 
 
 def coded(rank=0, ranks=1):
-    """Losses, an evaluation, a call, bytes by stage and weights of four stages with a codec."""
+    """Run four stages with a codec: losses, an evaluation, a call, bytes by stage, weights."""
     settings = {"microbatches": 2, "share_loss": True} if ranks > 1 else {"microbatches": 2}
     settings["codec"] = st.codecs.Int8(block=8), st.codecs.Int4(block=16)
     parts = stages(4, "dict")[rank::ranks]

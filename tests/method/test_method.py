@@ -1,4 +1,4 @@
-"""The methods by name, their formulas, and what a Method must not say."""
+"""Tests the registered methods, their formulas, and the errors of invalid methods."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_the_papers_horizons():
 
 
 def test_rounds_in_updates_of_several_microbatches():
-    """Halves go up: 7/2 -> 4, 5/2 -> 3, 1/2 -> 1."""
+    """Halves round up: 7/2 -> 4, 5/2 -> 3, 1/2 -> 1."""
     found = at("spectrain", m=2)
     assert [c.forward_horizon for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
     assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_auto_predicts_as_far_as_stage_0_has_to_less_half_of_its_own_delay():
-    """One update with its own microbatches, where the last stage is not late and leads by one."""
+    """One update with its usual microbatches; the last stage is not delayed and leads by one."""
     assert microbatches_of(find_method("auto"), 8) == 8
     found = at("auto", m=8)
     assert [(c.forward_horizon, c.lead) for c in found] == [(1, 0)] * 7 + [(0, 1)]
@@ -180,7 +180,7 @@ def test_windows():
     assert windows("sync", 3) == [1, 1, 1]
     assert windows("gpipe", 3, m=4) == [4, 4, 4]
     assert windows("1f1b", 3, m=2) == [2, 2, 1]
-    assert windows("zb-h1", 3, m=2) == [3, 3, 3]  # but no more than a minibatch is ever there
+    assert windows("zb-h1", 3, m=2) == [3, 3, 3]  # limited by the minibatch
     assert windows("zb-h1-async", 3, m=3) == [3, 2, 1]
 
 
@@ -232,7 +232,7 @@ def test_interleaved_with_other_numbers_of_chunks():
         assert windows(four, 8, m=8) == [four.schedule.window(k, 8, 8) for k in range(8)]
         with pytest.raises(ValueError, match="there is no window to choose"):
             windows(four, 8, window=3)
-    # of two devices: the first stages are late by one update, and all predict that one
+    # on two devices the first stages are delayed by one update, and all predict one ahead
     late = at(interleaved(chunks=4, flushes=False), n=8, m=8)
     delays = [delay_under(four.schedule, place) for place in places_of(four, 8, 8)]
     assert delays == [1, 1, 1, 1, 0, 0, 0, 0]
@@ -379,7 +379,7 @@ def test_whether_a_method_can_run_is_known_without_a_pipeline(name, stages, more
 
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-async", "wpipe"])
 def test_schedules_with_windows_of_their_own_want_equal_replicas(name):
-    """With [1, 2, 1] the ranks of interleaved wait for one another in a circle."""
+    """With [1, 2, 1] the ranks of interleaved wait for each other in a cycle."""
     with pytest.raises(ValueError, match="made for as many replicas of every stage"):
         check(name, 4, microbatches=8, replicas=[1, 2, 1, 1])
     check(name, 4, microbatches=8, replicas=[2, 2, 2, 2])

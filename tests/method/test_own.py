@@ -1,4 +1,4 @@
-"""Generators and laws of one's own: the named ones' numbers to the bit, and what is refused."""
+"""Tests user-defined generators and laws: the registered ones' bits, and errors."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def last_first(place):
     for i in count():
         yield from chain.from_iterable(forward(place, i, j) for j in range(m))
         for j in reversed(range(m)):
-            # the update stands behind the last microbatch's actions; here microbatch 0 is last
+            # the update follows the last microbatch's actions; here microbatch 0 is last
             yield from (a for a in backward(place, i, j) if a.kind.value != "update")
         yield backward(place, i, m - 1)[-1]
 
 
 @dataclass(frozen=True)
 class Half:
-    """Half of the way of the linear law."""
+    """Half of the linear law's prediction."""
 
     steps: int
 
@@ -64,7 +64,7 @@ def early(place):
     return place.window - 1
 
 
-# The same to the bit.
+# Equal bits
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -139,7 +139,7 @@ def test_a_schedules_name_is_the_same_everywhere():
     assert "0x" not in name_of(Callable())
 
 
-# What is refused.
+# Errors
 
 
 def tuples(place):
@@ -157,7 +157,7 @@ def hasty(place):
 
 
 def mixed(place):
-    """The backward of the second minibatch is in the first one's update."""
+    """The second minibatch's backward belongs to the first one's update."""
     for i in count(0, 2):
         yield from chain.from_iterable(forward(place, i + n, 0) for n in range(2))
         first, second = backward(place, i, 0), backward(place, i + 1, 0)
@@ -165,7 +165,7 @@ def mixed(place):
 
 
 def waiting(place):
-    """Stage 0 waits for a gradient before it has sent the microbatch."""
+    """Stage 0 waits for a gradient before it sends the microbatch."""
     yield from backward(place, 0, 0)
 
 

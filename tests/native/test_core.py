@@ -1,4 +1,4 @@
-"""The native half without Python: C++ tests under sanitizers, and what the compiler made of it."""
+"""Tests the native code without Python: C++ tests under sanitizers, and the compiled code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-# cmake and ninja from the environment that runs the tests, else from the machine.
+# cmake and ninja from the tests' environment, otherwise from the machine
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -67,7 +67,7 @@ def test_the_native_half_under_sanitizers(sanitizers: str, tests: str, tmp_path:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction set units are x86-64 only")
 @pytest.mark.parametrize("isa", ["v3", "v4"])
 def test_vector_units_call_nothing_and_leave_nothing_behind(isa: str, tmp_path: Path) -> None:
-    """No fma() library call (6.5 ns an element), and no function for another unit to link to."""
+    """No fma() library call (6.5 ns per element), and no function that another unit can link."""
     version = "".join(map(str, sys.version_info[:2]))
     name = f"CMakeFiles/spectrain_cpu_{isa}.dir/csrc/kernels/cpu/kernels.cpp.o"
     unit = next(ROOT.glob(f"build/temp.*-cpython-{version}/cmake/{name}"), None)

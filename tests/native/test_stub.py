@@ -1,4 +1,4 @@
-"""spectrain_ext/_C.pyi against the module it describes: names, arguments, properties, both ways."""
+"""Tests spectrain_ext/_C.pyi against the module: names, arguments, properties, both ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spectrain_ext.operators.calls import StepOptions
 from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 _STUB = Path(st.__file__).with_name("_C.pyi")
-#: What pybind11 and Python put into every class, and into those of enumerations.
+#: Members that pybind11 and Python give every class, and every enumeration.
 _GENERATED = {"_pybind11_conduit_v1_", "__entries", "name", "value"}
 
 
@@ -26,7 +26,7 @@ def _tree() -> ast.Module:
 
 
 def _constants(body: list[ast.stmt]) -> set[str]:
-    """Names with a type and no value. What is private is the stub's own."""
+    """Return names with a type and no value. Private names belong to the stub."""
     return {
         node.target.id
         for node in body
@@ -41,7 +41,7 @@ def _is_property(node: ast.FunctionDef) -> bool:
 
 
 def _arguments(node: ast.FunctionDef) -> list[tuple[str, bool]]:
-    """Names in order, each with whether it has a default."""
+    """Return names in order, each with whether it has a default."""
     a = node.args
     assert not a.vararg and not a.kwarg and not a.kwonlyargs and not a.posonlyargs, node.name
     names = [x.arg for x in a.args]
@@ -50,7 +50,7 @@ def _arguments(node: ast.FunctionDef) -> list[tuple[str, bool]]:
 
 
 def _split(signature: str) -> list[str]:
-    """Split at the commas that are inside no brackets."""
+    """Split at commas outside brackets."""
     parts, depth, part = [], 0, ""
     for c in signature:
         depth += (c in "[(") - (c in "])")
@@ -63,7 +63,7 @@ def _split(signature: str) -> list[str]:
 
 
 def _native_arguments(function: Any) -> list[tuple[str, bool]]:
-    """From the first line of the docstring, which pybind11 writes: name(arg: type = default)."""
+    """Parse the docstring's first line by pybind11: name(arg: type = default)."""
     line = (function.__doc__ or "").strip().splitlines()[0]
     match = re.fullmatch(r"\w+\((.*)\)(?: -> .*)?", line)
     assert match, f"not a signature: {line!r}"
@@ -82,7 +82,7 @@ def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def _public(x: object) -> set[str]:
-    """The names a module or class has of its own."""
+    """Return the names that a module or class defines."""
     names = {n for n in vars(x) if not (n.startswith("__") and n.endswith("__"))}
     return {n for n in names - _GENERATED if not isinstance(vars(x)[n], ModuleType)}
 
@@ -142,7 +142,7 @@ def test_everything_in_the_stub_is_annotated() -> None:
 
 
 def test_a_signature_is_read_as_it_should_be() -> None:
-    """Otherwise the comparisons above could agree about nothing."""
+    """Otherwise the comparisons above would be meaningless."""
 
     def function() -> None:
         """f(self: a.B, x: dict[str, tuple[int, int]], y: int = (1, 2)) -> None"""
@@ -170,7 +170,7 @@ def test_numbers_lie_as_the_native_half_reads_them() -> None:
 
 
 def test_options_are_those_that_the_native_half_knows() -> None:
-    """An unknown one is refused: what it takes, and nothing else, is typed."""
+    """An unknown option is rejected; the types list exactly the accepted ones."""
     w = torch.ones(1, dtype=torch.bfloat16)
     nothing = dict.fromkeys(StepOptions.__annotations__)
     st.sgd_step_(w, w.clone(), None, lr=1.0, momentum=0.0, **nothing)

@@ -1,4 +1,4 @@
-"""Metrics: the right numbers, the same bits, and whole files."""
+"""Tests metrics: correct numbers, unchanged training, complete files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_staleness_is_what_the_schedule_says_once_the_pipeline_is_full(tmp_path)
 
 
 def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
-    """Against weights copied by hooks of the test's own."""
+    """Compared with weights copied by the test's own hooks."""
     pipe = pipeline(n=2)
     stage = next(pipe.children())
     computed = []
@@ -120,7 +120,7 @@ def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
         for record in lines(tmp_path / "m")
         if record["stage"] == 0 and record["prediction_error"] is not None
     }
-    # the forward of minibatch 4 follows 3 updates and predicts 1 ahead; likewise that of 8
+    # the forward of minibatch 4 follows 3 updates and predicts 1 ahead; so does that of 8
     assert set(found) == {1, 4, 8}
     for i in (4, 8):
         aim = after_updates(i)
@@ -134,7 +134,7 @@ def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
 
 
 def after_updates(count):
-    """Stage 0's true weights after so many updates of the same run."""
+    """Return stage 0's true weights after ``count`` updates of the same run."""
     pipe = pipeline(n=2)
     stage = next(pipe.children())
     kept = [[p.detach().clone() for p in stage.parameters()]]

@@ -1,4 +1,4 @@
-"""Traces of real runs: the same actions and versions as in a simulation, at real times."""
+"""Tests traces of real runs: the instructions and versions of a simulation, with real times."""
 
 from __future__ import annotations
 

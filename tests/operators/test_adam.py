@@ -1,4 +1,4 @@
-"""adam_step_ and adam_predict: Adam, AdamW and NAdam to the bit, and beside torch.optim."""
+"""Tests adam_step_ and adam_predict for Adam, AdamW and NAdam: exact bits, and torch.optim."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from spectrain_ext.operators import numbers
 
 @hs.composite
 def hypers(draw: hs.DrawFn) -> Adam:
-    """Adam, AdamW and NAdam at any step, with awkward numbers among the ordinary ones."""
+    """Adam, AdamW and NAdam at any step, with ordinary and extreme numbers."""
     hyper = Adam(
         lr=draw(rates()),
         step=1,
@@ -53,7 +53,7 @@ def hypers(draw: hs.DrawFn) -> Adam:
 
 
 def keywords(hyper: Adam) -> dict[str, Any]:
-    """What adam_step_ takes of it: the product of all mu is NAdam's alone."""
+    """Return the arguments of adam_step_: only NAdam has the product of all mu."""
     given_ = hyper.keywords()
     if hyper.momentum_decay is None:
         given_.pop("mu_product")
@@ -61,12 +61,12 @@ def keywords(hyper: Adam) -> dict[str, Any]:
 
 
 def checked(hyper: Adam) -> numbers.Adam:
-    """The same numbers as a Plan takes them."""
+    """Return the same numbers as a Plan takes them."""
     return numbers.Adam(**keywords(hyper))
 
 
 def second_moments(case: Case, index: int, negative: bool) -> list[Guarded]:
-    """A stream of second moments; squares cannot be negative, unless that is to be tried."""
+    """Return a stream of second moments; not negative unless requested."""
     stream = case.stream(index, momentum=True)
     if not negative:
         for g in stream:
@@ -112,7 +112,7 @@ def test_one_step(case: Case, hyper: Adam, data: hs.DataObject) -> None:
 
 @given(case=cases(), hyper=hypers(), steps=hs.one_of(horizons(), hs.integers(0, 70)))
 def test_a_prediction_alone(case: Case, hyper: Adam, steps: float) -> None:
-    """Linear, and the loop for a whole number of steps; nothing but the output is written."""
+    """Linear, and the loop for a whole number of steps; only the output is written."""
     hyper = replace(hyper, momentum_decay=None)
     w, m = case.stream(0), case.stream(1, momentum=True)
     u, out = second_moments(case, 2, False), case.stream(3)
@@ -146,7 +146,7 @@ def test_a_prediction_alone(case: Case, hyper: Adam, steps: float) -> None:
 def test_the_step_writes_what_a_later_prediction_gives(
     case: Case, hyper: Adam, s: int, data: hs.DataObject
 ) -> None:
-    """Laws of one term and of many, in the same pass and alone, NAdam's too."""
+    """Laws of one and many terms, in the same pass and alone, including NAdam's."""
     w, g, m = tensors(case.stream(0)), tensors(case.stream(1)), case.stream(2, momentum=True)
     u = tensors(second_moments(case, 3, False))
     some: list[laws.Law] = [
@@ -262,7 +262,7 @@ def test_torch_over_many_steps_in_float64(
     expected = _torch_run(kind, start, gradients, options)
     got = _run(start, gradients, {**options, **ours})
     for i, (a, e) in enumerate(zip(got, expected, strict=True)):
-        # NAdam: torch keeps mu_product in float32, which is good for 1e-6 of a step of 0.01.
+        # NAdam: torch keeps mu_product in float32, accurate to 1e-6 of a step of 0.01.
         loose = 1e-8 if kind is torch.optim.NAdam else 1e-13
         torch.testing.assert_close(a, e, rtol=1e-11, atol=loose, msg=f"{name}, tensor {i}")
 
@@ -300,7 +300,6 @@ def test_many_steps_bit_for_bit(
     ours: dict[str, Any],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """Twenty steps of the emulated arithmetic, no bound needed."""
     w = torch.randn(201).to(dtypes[0])
     m, u = torch.zeros(201, dtype=dtypes[1]), torch.zeros(201, dtype=dtypes[1])
     expected = w.clone(), m.clone(), u.clone()
@@ -317,7 +316,7 @@ def test_many_steps_bit_for_bit(
 def test_sizes_around_blocks_chunks_and_streamed_outputs(
     offset: int, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """Also more bytes than a cache holds, where outputs are written past it."""
+    """Also more bytes than a cache holds, where outputs bypass it."""
     sizes = [1023, 1024, 1025, 4095, 4097, 16385, 300_001]
     rng = np.random.default_rng(offset)
 
@@ -367,7 +366,7 @@ def test_threads_do_not_change_a_bit(threads: int) -> None:
 
 
 def test_what_does_not_move_keeps_its_weights() -> None:
-    """A rate of 0, or one that vanishes in float32, beside moments of 0 and infinity."""
+    """A rate of 0, or one that vanishes in float32, with moments of 0 and infinity."""
     w = torch.tensor([1.0, -0.0, 2.0, 0.0])
     m = torch.tensor([math.inf, 1.0, 0.0, math.nan])
     u = torch.tensor([math.inf, 0.0, 0.0, math.nan])
@@ -410,7 +409,7 @@ def test_step_counts_of_any_kind_are_the_same_number() -> None:
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-24, 1e18, 1e19, 1e20])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam"])
 def test_extreme_gradients_are_taken_as_torch_takes_them(name: str, magnitude: float) -> None:
-    """The square of 1e20 is no float32; (1 - beta2)*g*g in torch's order is, and weights go on."""
+    """The square of 1e20 overflows float32; (1 - beta2)*g*g in torch's order does not."""
     gradients = [magnitude, -magnitude, 1.0, -1e-3 * magnitude]
     p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     mine = getattr(st.optim, name)([p], lr=1e-2)

@@ -1,4 +1,4 @@
-"""Arrays of any framework on the CPU: NumPy, buffers, DLPack capsules; and who owns what."""
+"""Tests CPU arrays of any framework: NumPy, buffers, DLPack capsules, and their ownership."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = [np.float16, np.float32, np.float64]
 
 
 def _arrays(count: int, dtype: Any = np.float32, seed: int = 0) -> list[list[np.ndarray]]:
-    """Lists of arrays, among them one in Fortran order, one of no dimension and an empty one."""
+    """Return lists of arrays, including Fortran order, no dimensions, and an empty one."""
     rng = np.random.default_rng(seed)
 
     def one() -> list[np.ndarray]:
@@ -36,7 +36,7 @@ def _arrays(count: int, dtype: Any = np.float32, seed: int = 0) -> list[list[np.
 
 
 def _tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
-    """Copies of the arrays as tensors, with the arrays' strides."""
+    """Return copies of the arrays as tensors with the same strides."""
     return [torch.from_numpy(a.copy(order="K")) for a in arrays]
 
 
@@ -103,7 +103,7 @@ def test_new_outputs_belong_to_the_framework_of_their_parameter(tmp_path: Path) 
 
 
 class TestReadOnly:
-    """Memory that may be read and not written."""
+    """Read-only memory."""
 
     def test_an_input_may_be(self) -> None:
         w, v = np.zeros(3, np.float32), np.ones(3, np.float32)
@@ -135,7 +135,7 @@ class TestReadOnly:
 
 
 class TestCapsules:
-    """Managed tensors: taken as the protocol says, kept by the plan, given back once."""
+    """Capsules are consumed as the protocol requires, kept by the plan, and released once."""
 
     @pytest.mark.parametrize("versioned", [True, False])
     def test_taken_and_given_back(self, versioned: bool) -> None:
@@ -168,7 +168,7 @@ class TestCapsules:
         assert (first.returned, second.returned) == (1, 0)
         plan.sgd_step_(lr=1.0, momentum=0.5)
         assert v.tolist() == [2.5] * 3
-        plan.refresh()  # reads the same array's address again
+        plan.refresh()  # reads the address of the same array again
         assert (len(second.lent), second.returned) == (2, 1)
         bad = Producer(np.zeros(4, np.float32))
         with pytest.raises(ValueError, match="grads"):
@@ -223,7 +223,7 @@ class TestCapsules:
             st.stash(Wrong(), np.zeros(3, np.float32))
 
     def test_a_tensor_through_the_protocol(self) -> None:
-        """What torch exports, taken from an owner that hides its type."""
+        """A tensor exported by torch, from an owner that hides its type."""
 
         class Owner:
             def __init__(self, tensor: torch.Tensor) -> None:
@@ -242,8 +242,6 @@ class TestCapsules:
 
 
 class TestBuffers:
-    """Anything with the buffer protocol."""
-
     @pytest.mark.parametrize("letter", ["f", "d"])
     def test_arrays_of_the_standard_library(self, letter: str) -> None:
         w, v = array.array(letter, [0.0] * 5), array.array(letter, [1.0] * 5)
@@ -298,11 +296,11 @@ _asks_torch = pytest.mark.skipif(
 
 
 class TestCudaWithoutADevice:
-    """What is asked of owners on a GPU; nothing is launched."""
+    """Queries to owners on a GPU; nothing is launched."""
 
     @staticmethod
     def _cupy(monkeypatch: pytest.MonkeyPatch, handle: int) -> tuple[type, list[int]]:
-        """A stand-in for CuPy: its class, and the devices whose stream was asked for."""
+        """Return a stand-in for CuPy, and the devices whose stream was queried."""
         asked: list[int] = []
 
         def get_current_stream(device: int) -> Any:
@@ -318,7 +316,7 @@ class TestCudaWithoutADevice:
     def test_cupy_is_asked_for_its_own_stream(
         self, monkeypatch: pytest.MonkeyPatch, handle: int, passed: int
     ) -> None:
-        """With its own stream, CuPy has nothing to wait for."""
+        """On its own stream, CuPy need not wait."""
         ndarray, asked = self._cupy(monkeypatch, handle)
         derived = type("derived", (ndarray,), {})
         w, v = ndarray(np.zeros(3, np.float16)), derived(np.ones(3, np.float16))

@@ -1,4 +1,4 @@
-"""Version counters: operators bump them like torch's own in-place ones, Plans do not."""
+"""Tests version counters: operators increment them like torch's in-place ones, Plans do not."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_prediction_out_of_place_leaves_the_graph_alone() -> None:
 
 
 def test_a_plan_does_not_bump() -> None:
-    """That is what a Plan is for: a pipeline changes weights between forward and backward."""
+    """A pipeline changes weights between forward and backward, which is what a Plan is for."""
     w, v, g, kept, out = (torch.randn(6) for _ in range(5))
     plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=kept, outs=[out])
     before = [t._version for t in (w, v, g, kept, out)]
@@ -189,7 +189,7 @@ def test_views_share_their_base_counter() -> None:
 
 
 def test_in_place_operators_return_what_they_were_given() -> None:
-    """Like torch's own: an in-place operator returns its first argument, or nothing at all."""
+    """Like torch's own: an in-place operator returns its first argument or nothing."""
     w, v = torch.randn(5), torch.randn(5)
     result = st.predict_(w, v, lr=0.1, steps=1.0)
     assert result is None or result is w

@@ -1,6 +1,6 @@
-"""Bad input to operators and Plans: an error that names argument and index, nothing changed.
+"""Tests invalid input to operators and Plans: errors name argument and index; nothing changes.
 
-Numbers are in test_bad_numbers.py; what concerns pipelines is in the pipeline's own tests.
+Numbers are in test_bad_numbers.py; the pipeline has its own tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_the_good_arguments_are_good(op: Op) -> None:
 
 
 class TestListsThatDiffer:
-    """Against the first list, whose tensors everything else must match."""
+    """Lists that differ from the first one, which all others must match."""
 
     @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
     @pytest.mark.parametrize("count", [COUNT + 1, 0])
@@ -95,7 +95,7 @@ class TestListsThatDiffer:
         "dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float64)]
     )
     def test_momentum_of_16_bit_weights(self, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Their own type or float32, nothing else."""
+        """Their own type or float32 only."""
         w = [torch.randn(SHAPE).to(dtypes[0]) for _ in range(COUNT)]
         v = [torch.randn(SHAPE) for _ in range(COUNT)]
         v[BAD] = v[BAD].to(dtypes[1])
@@ -108,7 +108,7 @@ class TestListsThatDiffer:
 
     @pytest.mark.parametrize("name", ["grads", "predict0"])
     def test_gradients_and_predictions_have_the_type_of_the_weights(self, name: str) -> None:
-        """float32 momentum beside 16-bit weights does not make float32 right elsewhere."""
+        """A float32 momentum of 16-bit weights does not allow float32 elsewhere."""
         op = BY_NAME["sgd_step_"]
         lists = {n: [t.bfloat16() for t in ts] for n, ts in op.build().items()}
         lists[name][BAD] = lists[name][BAD].float()
@@ -153,7 +153,7 @@ def _kinds() -> dict[str, Callable[[], object]]:
 
 
 KINDS = _kinds()
-#: What a message must say came, where the plain word exists.
+#: The description of wrong input in a message.
 SAYS = {
     "int64": "int64",
     "complex64": "complex64",
@@ -166,9 +166,9 @@ SAYS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 class TestKinds:
-    """Tensors that no operator can take, wherever they are."""
+    """Tensors that no operator supports, at any place."""
 
-    # Every kind for a call and for a plan, whose ways part; two of them for all others.
+    # Every kind for a call and for a plan, which take different paths; two of them for all others.
     _KINDS: ClassVar = [
         (op, name, kind)
         for op, name in EVERY
@@ -204,25 +204,25 @@ class TestKinds:
         raises(TypeError, pattern(op, name, None), lambda: op(lists), lists)
 
     def test_real_part_of_a_conjugate(self) -> None:
-        """.imag of a conj view is a real tensor with the neg bit: its memory has the wrong sign."""
+        """.imag of a conj view is a real tensor with the neg bit: memory has the opposite sign."""
         w = torch.randn(6, dtype=torch.complex64).conj().imag
         assert w.is_neg()
         raises(ValueError, "params", lambda: st.restore_(w, torch.zeros(6)), w)
 
 
 class TestOverlap:
-    """Memory that a call would write twice, or read after it wrote."""
+    """Memory that a call would write twice, or read after writing it."""
 
     @pytest.mark.parametrize(("op", "name"), EVERY, ids=ids(EVERY))
     def test_inside_a_tensor(self, op: Op, name: str) -> None:
-        """An expanded tensor names the same memory again and again."""
+        """An expanded tensor has the same memory several times."""
         lists = op.build()
         lists[name][BAD] = torch.randn(1, 3).expand(SHAPE)
         raises(ValueError, pattern(op, name), lambda: op(lists), lists)
 
     @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
     def test_inside_every_tensor_alike(self, op: Op) -> None:
-        """Equal strides everywhere do not make them right."""
+        """Equal strides everywhere do not make them valid."""
         lists = {n: [torch.randn(1, 3).expand(SHAPE)] for n in op.lists}
         raises(ValueError, pattern(op, op.lists[0], 0), lambda: op(lists), lists)
 
@@ -270,7 +270,7 @@ class TestOverlap:
     def test_a_written_tensor_elsewhere_in_another_list(
         self, op: Op, written: str, other: str
     ) -> None:
-        """The whole tensor under another index: another row may have overwritten it already."""
+        """The whole tensor at another index: another row may already have overwritten it."""
         lists = op.build()
         lists[other][1] = lists[written][BAD]
         names = f"{pattern(op, written)}|{pattern(op, other, 1)}"
@@ -308,7 +308,7 @@ class TestOverlap:
         assert all(bool((t == -1).all()) for t in w)
 
     def test_a_prediction_out_of_place_into_its_weights(self) -> None:
-        """That is predict_; predict promises to leave the weights alone."""
+        """This is predict_'s job; predict must not change the weights."""
         w, v = torch.zeros(SHAPE), torch.ones(SHAPE)
         raises(ValueError, "out|params", lambda: st.predict(w, v, lr=1.0, steps=1.0, out=w), (w, v))
 

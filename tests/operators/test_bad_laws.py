@@ -1,4 +1,4 @@
-"""Prediction laws refuse what they cannot do, and say what they need."""
+"""Tests the errors of prediction laws for unsupported input, and the requirements they name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 
 class TestErrors:
-    """Numbers, rates, momentum, and laws of one's own."""
+    """Numbers, rates, momentum, and user-defined laws."""
 
     @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -1e-300])
     @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder, lambda x: FutureRates([x])])
@@ -75,7 +75,7 @@ class TestErrors:
         ids=str,
     )
     def test_what_is_taken_for_a_horizon(self, steps: Any, came: str) -> None:
-        """Everywhere the same words, and what to write instead."""
+        """All messages use the same words and name the alternative."""
         w, v, g, out = lists = [torch.randn(9) for _ in range(4)]
         plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=torch.zeros(9), outs=[out])
         before = [t.clone() for t in lists]
@@ -96,7 +96,7 @@ class TestErrors:
                 lambda: st.sgd_step_(w, g, v, **numbers, predict=[(steps, out)]),
             ],
         }
-        if steps is None:  # a plan then leaves the out alone
+        if steps is None:  # a plan then skips the out
             del calls["predict[0]"][:2]
         for name, each in calls.items():
             for call in each:
@@ -117,7 +117,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("n_terms", [2, 9, 65])
     def test_a_law_of_ones_own_with_more_terms_than_sgd_takes(self, n_terms: int) -> None:
-        """Either every term counts, or it is refused; nothing in between."""
+        """Every term counts, or the law is rejected."""
 
         class Own:
             def sgd(self, numbers: Sgd) -> list[Term]:

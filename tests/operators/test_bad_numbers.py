@@ -1,4 +1,4 @@
-"""Bad numbers, options and refreshed gradients: as test_bad_input.py, for what is not a list."""
+"""Tests invalid numbers, options and refreshed gradients, like test_bad_input.py for lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spectrain_ext import laws
 
 
 class TestNumbers:
-    """Scalars that make no sense."""
+    """Invalid scalars."""
 
     _SCALED: ClassVar = [
         BY_NAME[n] for n in ("predict_", "predict", "stash_predict_", "adam_predict")
@@ -81,7 +81,7 @@ class TestNumbers:
 
 
 class TestStep:
-    """What only sgd_step_ can get wrong."""
+    """Errors of sgd_step_ alone."""
 
     def _lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         return tuple([torch.randn(SHAPE) for _ in range(COUNT)] for _ in range(4))  # type: ignore[return-value]
@@ -110,7 +110,7 @@ class TestStep:
 
     @pytest.mark.parametrize("options", [{"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}])
     def test_nesterov_needs_momentum_and_no_dampening(self, options: dict[str, float]) -> None:
-        """As torch.optim.SGD has it."""
+        """As in torch.optim.SGD."""
         w, g, v, _ = self._lists()
         raises(
             ValueError,
@@ -160,7 +160,7 @@ class TestStep:
 
 
 class TestAdamStep:
-    """What only adam_step_ and adam_predict can get wrong."""
+    """Errors of adam_step_ and adam_predict alone."""
 
     _BOTH: ClassVar = [BY_NAME["adam_step_"], BY_NAME["adam_predict"]]
 
@@ -216,7 +216,7 @@ class TestAdamStep:
         raises(ValueError, rf"^{name}: ", lambda: op(lists, **options), lists)
 
     def test_nadam_without_its_product(self) -> None:
-        """1, the default, would divide by zero."""
+        """The default of 1 would divide by zero."""
         op = BY_NAME["adam_step_"]
         lists = op.build()
         raises(ValueError, "^mu_product", lambda: op(lists, momentum_decay=4e-3), lists)
@@ -243,7 +243,7 @@ class TestAdamStep:
         "bad", [None, "x", [1.0], object()], ids=["None", "x", "list", "object"]
     )
     def test_an_output_without_a_horizon(self, op: Op, bad: object) -> None:
-        """Only a Plan's None leaves an output alone: here it would be asked for and not written."""
+        """Only a Plan's None skips an output; here it would be requested but not written."""
         lists = op.build()
         pairs = [(1.0, lists["predict0"]), (bad, lists["predict1"])]
         raises(TypeError, r"predict\[1\]", lambda: op(lists, predict=pairs), lists)
@@ -257,7 +257,7 @@ class TestAdamStep:
 
 
 class TestNumbersThatAreNotNeeded:
-    """A number that makes no sense is refused even where the law does not look at it."""
+    """An invalid number is rejected even if the law does not use it."""
 
     @pytest.mark.parametrize("changes", [{"momentum": NAN}, {"weight_decay": -1.0}], ids=str)
     @pytest.mark.parametrize("name", ["predict_", "predict", "stash_predict_"])
@@ -269,7 +269,7 @@ class TestNumbersThatAreNotNeeded:
 
 
 class TestPlanRefresh:
-    """A refresh validates gradients like the constructor, and keeps the old ones if it refuses."""
+    """A refresh validates gradients like the constructor, and keeps the old ones on an error."""
 
     @pytest.mark.parametrize(
         ("bad", "error"),

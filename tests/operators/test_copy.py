@@ -1,4 +1,4 @@
-"""stash, restore_ and swap_: every bit, NaN payloads too."""
+"""Tests stash, restore_ and swap_: every bit, NaN payloads too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps corrected by the weights that gradients were computed with: the bits, the refusals."""
+"""Tests steps corrected by stale weights: exact bits and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spectrain_ext.operators.corrections import DelayCompensation, GapAware
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 #: (weights and state, gradients and stale weights).
 PAIRS = [(F32, F32), (F64, F64), (F32, BF16), (F32, F16)]
-#: Several blocks and chunks, heads and tails, no element at all.
+#: Several blocks and chunks, heads and tails, and no elements.
 SIZES = [0, 1, 7, 33, 300, 4099]
 CORRECTIONS = [DelayCompensation(0.3), GapAware(), GapAware(0.5)]
 SGDS = [
@@ -42,7 +42,7 @@ every_correction = pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 
 
 def _lists(kind: str, pair: tuple[torch.dtype, torch.dtype], offset: int) -> list[list[Guarded]]:
-    """W, g, v, u, A, W_stale, and an output beside it; some weights are as they were."""
+    """Return W, g, v, u, A, W_stale and an output; some weights have not changed."""
     wide, narrow = pair
     lists = [
         [
@@ -70,7 +70,7 @@ def _lists(kind: str, pair: tuple[torch.dtype, torch.dtype], offset: int) -> lis
 )
 @every_correction
 class TestBits:
-    """Every element as exact arithmetic says; the stale weights are an output as well."""
+    """Every element has the bits of exact arithmetic, also if the stale weights are an output."""
 
     @pytest.mark.parametrize("hyper", SGDS, ids=lambda h: f"{h.momentum}-{h.nesterov}-{h.ema}")
     def test_sgd(
@@ -167,7 +167,7 @@ class TestDefinition:
         torch.testing.assert_close(r["w"], w - 0.1 * d, rtol=1e-13, atol=1e-14)
 
     def test_gap_aware(self) -> None:
-        """Over some steps, from nothing: the average is of those before, the rate the largest."""
+        """Several steps from zero: the average covers earlier steps, the rate is the largest."""
         w = torch.randn(50, dtype=F64)
         v, average = torch.zeros_like(w), torch.zeros_like(w)
         ours = w.clone(), v.clone(), average.clone()
@@ -235,12 +235,12 @@ class TestDefinition:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
 class TestIdentity:
-    """What does not correct is the plain step to the bit, whatever the numbers are."""
+    """A correction without effect has the plain step's bits."""
 
     @pytest.mark.parametrize("correction", [DelayCompensation(0.0), GapAware()], ids=str)
     @pytest.mark.parametrize("kind", ["special", "wide"])
     def test_no_strength(self, correction: Correction, kind: str, pair: Any) -> None:
-        """Gap-aware has none at its first step."""
+        """Gap-aware has no effect at its first step."""
         w, g, v, _, average, stale, _ = map(tensors, _lists(kind, pair, 1))
         plain = [ref.clone(t) for t in w], [ref.clone(t) for t in v]
         options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -345,7 +345,7 @@ class TestValues:
 
 
 class TestRefusals:
-    """Each names what is wrong, and nothing is written."""
+    """Each error names its cause, and nothing is written."""
 
     @pytest.mark.parametrize(
         ("kind", "words", "change"),
@@ -387,7 +387,7 @@ class TestRefusals:
             )
 
     def test_overlap(self) -> None:
-        """Stale weights may be an output, but no part of one, and nothing else that is written."""
+        """Stale weights may be an output, but not a part of one or of other written lists."""
         w, g, v, memory = torch.ones(8), torch.ones(8), torch.ones(8), torch.ones(16)
         options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         options["correction"] = DelayCompensation(1)
@@ -415,7 +415,6 @@ class TestRefusals:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_bits_of_the_cpu(correction: Correction, pair: Any, kind: str, momentum: float) -> None:
-    """On a GPU, with the stale weights an output, SGD and Adam."""
     results: list[list[list[Tensor]]] = []
     for device in ("cpu", "cuda"):
         lists = [[t.to(device) for t in tensors(stream)] for stream in _lists(kind, pair, 1)]

@@ -1,4 +1,4 @@
-"""CuPy arrays, DLPack and the CUDA array interface on a GPU, beside torch tensors."""
+"""Tests CuPy arrays, DLPack and the CUDA array interface on a GPU, together with torch tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _cupy() -> Any:
 
 
 class _Hidden:
-    """A tensor whose owner only speaks DLPack."""
+    """A tensor whose owner supports only DLPack."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -35,7 +35,7 @@ class _Hidden:
 
 
 class _Interface:
-    """A tensor whose owner only has the CUDA array interface."""
+    """A tensor whose owner has only the CUDA array interface."""
 
     def __init__(self, tensor: torch.Tensor, **changes: Any) -> None:
         self.tensor = tensor
@@ -111,7 +111,7 @@ class TestCuPy:
         assert w[0]._version == 1
 
     def test_work_on_cupys_stream_comes_before_a_call_on_torchs(self, cupy: Any) -> None:
-        """The owner is told the stream, and makes it wait; the host does not."""
+        """The owner receives the stream and makes it wait; the CPU does not wait."""
         side = torch.cuda.Stream()
         values = torch.zeros(1000, device="cuda")
         w = torch.zeros(1000, device="cuda")
@@ -119,7 +119,7 @@ class TestCuPy:
         with cupy.cuda.ExternalStream(side.cuda_stream):
             v = cupy.from_dlpack(values)
             _late(side, values, 1.0)
-            st.predict_(w, v, lr=1.0, steps=1.0)  # on torch's current stream, w's
+            st.predict_(w, v, lr=1.0, steps=1.0)  # torch's current stream, also w's
         torch.cuda.current_stream().synchronize()
         assert bool((w == -1).all())
 
@@ -156,7 +156,7 @@ def test_dlpack_on_the_device(dtype: torch.dtype) -> None:
 
 
 def test_the_owners_stream_comes_first() -> None:
-    """A call on another stream waits for the one the owner works on, without the host."""
+    """A call on another stream waits for the owner's stream, without a wait of the CPU."""
     side = torch.cuda.Stream()
     w, v = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
     torch.cuda.synchronize()

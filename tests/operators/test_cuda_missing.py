@@ -1,4 +1,4 @@
-"""Without a usable GPU: import and CPU work, and asking for CUDA gives one clear error."""
+"""Tests a machine without a usable GPU: the CPU works, and CUDA gives one clear error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_refused_pipeline_leaves_the_modules_alone() -> None:
 
 @needs_no_gpu
 def test_the_cpu_ignores_a_stream() -> None:
-    """One program for both: a stream means nothing to CPU tensors."""
+    """One program serves both: CPU tensors ignore a stream."""
     w = torch.zeros(3)
     st.predict_(w, torch.ones(3), lr=1.0, steps=1.0, stream=None)
     assert w.tolist() == [-1.0] * 3

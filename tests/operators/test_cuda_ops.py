@@ -1,4 +1,4 @@
-"""Operators on a GPU: the bits of the CPU, streams, graphs, long lists, more than 2^31 elements."""
+"""Tests operators on a GPU: the CPU's bits, streams, graphs, long lists, over 2^31 elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cuda
 def _gpu(
     case: Case, index: int, *, momentum: bool = False, kind: str | None = None
 ) -> list[Guarded]:
-    """The same list as case.stream, at the same alignments, inside guard bands on the GPU."""
+    """Return case.stream's list with the same alignments, inside guard bands on the GPU."""
     out = []
     for row, host in zip(case.rows, case.stream(index, momentum=momentum, kind=kind), strict=True):
         layout = row.layout.at(row.offsets[index % len(row.offsets)])
@@ -138,11 +138,11 @@ def test_more_than_two_to_the_31_elements(flat: bool) -> None:
 
 
 class TestStreams:
-    """The caller's current stream unless another one is named."""
+    """The caller's current stream, unless another one is given."""
 
     @staticmethod
     def _late_fill(stream: torch.cuda.Stream, t: Tensor, value: float) -> None:
-        """Long after this call has returned t becomes value; another stream would not see it."""
+        """Set t to value long after the call returns; another stream would not see it."""
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             t.fill_(value)
@@ -231,7 +231,7 @@ class TestStreams:
 
 
 class TestGraphs:
-    """A plan's calls are launches and nothing else, so a CUDA graph can hold them."""
+    """A plan's calls are only launches, so that a CUDA graph can hold them."""
 
     @pytest.mark.parametrize("count", [1, 300, 3000])
     def test_capture_and_replay(self, count: int) -> None:
@@ -267,7 +267,7 @@ class TestGraphs:
 
 
 class TestBadInput:
-    """What only a GPU can get wrong."""
+    """Errors that only occur on a GPU."""
 
     def test_host_and_device_in_one_call(self) -> None:
         w = [torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")]

@@ -1,4 +1,4 @@
-"""Numbers on a GPU, tables that stay there, and steps in CUDA graphs."""
+"""Tests numbers and tables on a GPU, and steps in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def apart(n: int, count: int, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    """`count` lists of n positive tensors that no table can join."""
+    """Return `count` lists of n positive tensors that no table can merge."""
     random = torch.Generator().manual_seed(11)
     return [
         [
@@ -45,7 +45,7 @@ def assert_same_bits(a: list[list[Tensor]], b: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("n", [3, LONG])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 class TestTheBitsOfPlainNumbers:
-    """Up to a power's last bit in double, which these types do not show."""
+    """Except for a power's last bit in double, which is invisible in these types."""
 
     def test_sgd(self, n: int, dtype: torch.dtype) -> None:
         on_device = apart(n, 5, dtype)
@@ -112,7 +112,7 @@ class TestOneLaunch:
 
     @pytest.mark.parametrize("how", ["plan", "operator", "distance"])
     def test_memory_of_a_call_is_free_for_its_stream(self, how: str) -> None:
-        """What the current stream has let go of, and is late to write, lies in no call's table."""
+        """No call's table is in memory that the current stream released but has yet to write."""
         w, v = apart(LONG, 2)
         expected = st.predict(w, v, lr=0.1, steps=2)
         lr = number(0.1, torch.float64)
@@ -155,7 +155,7 @@ class TestOneLaunch:
                     t.zero_()
 
     def test_many_groups(self) -> None:
-        """More arguments than a long table leaves room for: they are made on the device."""
+        """More arguments than a long table leaves room for: the device computes them."""
         w, g, v = apart(LONG, 3)
         others = [[t.clone() for t in some] for some in (w, v)]
         groups = [i % 20 for i in range(LONG)]

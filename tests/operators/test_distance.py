@@ -1,4 +1,4 @@
-"""distance: how far versions of the weights are apart, to the same bits everywhere."""
+"""Tests distance between weight versions: the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_norms_are_those_of_the_definition(dtype: torch.dtype) -> None:
 
 
 def test_the_order_of_summation_is_fixed() -> None:
-    """Lanes, then a tree: the very sums, made again in Python."""
+    """Lanes, then a tree: the same sums in Python."""
     (now,), (other,) = ([v[-1]] for v in versions(torch.float32, 2))
     chunks = []
     for begin in range(0, len(now), 4096):
         d = (other[begin : begin + 4096].double() - now[begin : begin + 4096].double()).numpy()
         lanes = [0.0] * 256
         for i, x in enumerate(d):
-            # x*x is exact in double only up to rounding; fma rounds once, as math.fma would.
+            # In double x*x is exact only up to rounding; fma rounds once, as math.fma would.
             lanes[i % 256] = math.fsum([lanes[i % 256], *_exact_square(float(x))])
         chunks.append(_tree(lanes))
     lanes = chunks + [0.0] * (256 - len(chunks))

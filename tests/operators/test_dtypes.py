@@ -1,4 +1,4 @@
-"""Every operator with every combination of dtypes: refused, or right and inside its arrays."""
+"""Tests every operator with every combination of dtypes: rejected, or correct and in bounds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from spectrain_ext.operators.numbers import Adam
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COUNT = 9  # elements of an array
-_STRIDE = 2 * 8 * _COUNT  # bytes before and behind an array, which may be taken for a wider one
-_ROOM = [2 * _STRIDE * k + _STRIDE for k in range(8)]  # where arrays begin
+# bytes before and after an array, which a kernel could mistake for a wider one
+_STRIDE = 2 * 8 * _COUNT
+_ROOM = [2 * _STRIDE * k + _STRIDE for k in range(8)]  # offsets of arrays
 _VALUES = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 1.5, (len(_ROOM), _COUNT)))
-#: How far from float64 a number of a type may be, twice over: that it was rounded, and computed.
+#: Allowed deviation of a type from float64, doubled: for rounding and for computing.
 _ROUNDING = {t: 8 * torch.finfo(t).eps for t in DTYPES}
 
 
 @dataclass(frozen=True)
 class Op:
-    """What a call is given, what it writes of that, and how many combinations it takes."""
+    """A call's arguments, the ones it writes, and the number of accepted combinations."""
 
     given: str
     written: str
@@ -36,7 +37,7 @@ class Op:
     call: Callable[[Mapping[str, Tensor]], object]
 
     def arrays(self, memory: Tensor, dtypes: tuple[torch.dtype, ...]) -> dict[str, Tensor]:
-        """Its arguments in one buffer of bytes, far enough from one another."""
+        """Return its arguments in one byte buffer, with sufficient distance."""
         arrays = {
             name: memory[at : at + _COUNT * dtype.itemsize].view(dtype)
             for name, at, dtype in zip(self.given.split(), _ROOM, dtypes, strict=False)
@@ -209,7 +210,7 @@ _MOMENTS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
 def test_the_state_of_a_parameter_has_one_dtype(
     name: str, moments: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """What one of them has is what both are written as: the narrower one's memory ends before."""
+    """A kernel writes both states with one dtype: a narrower one's memory would end earlier."""
     one, other = moments
     w = [torch.ones(4, dtype=torch.bfloat16) for _ in range(3)]
     g, out = [t.clone() for t in w], [t.clone() for t in w]

@@ -1,4 +1,4 @@
-"""Scalars of a step that lie on the device: gradient scale, found_inf, clipping factor."""
+"""Tests a step's scalars on the device: gradient scale, found_inf, clipping factor."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_skipped_step_writes_nothing(name: str, found: float) -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_passes_after_the_step_are_skipped_too(rule: str) -> None:
-    """Outputs of another dtype, more than a kernel takes, and of rows without a gradient."""
+    """Outputs of another dtype, more than one kernel writes, and of rows without a gradient."""
     x = _lists(4)
     grads: list[Tensor | None] = list(x[1])
     grads[1] = None
@@ -201,7 +201,7 @@ def test_a_skipped_first_step_stays_to_be_made(first: Any) -> None:
 def test_any_array_of_one_element(make: Callable[[Any], Any]) -> None:
     source = np.full((1,), 2.0, np.float32)
     scale = make(source)
-    if isinstance(scale, np.floating):  # a NumPy scalar is no array
+    if isinstance(scale, np.floating):  # a NumPy scalar is not an array
         scale = np.asarray(scale)
     w, g, v = (np.ones(5, np.float32) for _ in range(3))
     st.sgd_step_(w, g, v, lr=1.0, momentum=0.5, grad_scale=scale)
@@ -228,7 +228,7 @@ def test_no_tensors_no_step() -> None:
 
 
 class TestBadInput:
-    """Every error names the argument and leaves everything as it was."""
+    """Every error names the argument, and nothing changes."""
 
     @pytest.mark.parametrize("argument", ["grad_scale", "found_inf", "clip_factor"])
     @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ class TestBadInput:
 
 @pytest.mark.cuda
 class TestOnAGpu:
-    """No host waits: torch's own synchronizations are errors meanwhile."""
+    """The CPU never waits: torch's synchronizations are errors in these tests."""
 
     @pytest.mark.parametrize("found", [0.0, 1.0])
     @every_step
@@ -299,7 +299,7 @@ class TestOnAGpu:
         x = _lists(3, device="cuda")
         found = _one(0.0, "cuda")
         plan = st.Plan(x[0], momentum_buffers=x[2], grads=x[1])
-        plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)  # asks the device what it asks once
+        plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)  # queries the device's constants once
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Prediction laws under momentum SGD: each against what it is defined as, in float64.
+"""Tests prediction laws with momentum SGD against their definitions in float64.
 
 Adam's are in test_laws_adam.py.
 """
@@ -31,7 +31,6 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 
 @hs.composite
 def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
-    """SGD of every kind."""
     mu = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
     kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "ema", "ema nesterov"]))
     with_decay = draw(hs.booleans()) if decay is None else decay
@@ -52,7 +51,7 @@ def weights(n: int = 40) -> tuple[Tensor, Tensor]:
 
 
 def update(numbers: Sgd, w: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """One update as torch.optim.SGD documents it, in plain float64 arithmetic."""
+    """Return one update as documented for torch.optim.SGD, in float64."""
     decay, l2 = numbers.weight_decay, 0.0
     if not numbers.decoupled_weight_decay:
         decay, l2 = 0.0, numbers.weight_decay
@@ -64,28 +63,28 @@ def update(numbers: Sgd, w: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tenso
 
 
 def coast(numbers: Sgd, w: Tensor, v: Tensor, rates: Sequence[float]) -> Tensor:
-    """Updates whose gradients are zero, one for each learning rate."""
+    """Return updates with zero gradients, one per learning rate."""
     for lr in rates:
         w, v = update(replace(numbers, lr=lr), w, v, torch.zeros_like(w))
     return w
 
 
 def predicted(numbers: Sgd, law: Law, w: Tensor, v: Tensor) -> Tensor:
-    """What the operators make of a law."""
+    """Return the operators' predictions by a law."""
     out = torch.full_like(w, math.nan)
     st.Plan(w, momentum_buffers=v, outs=[out]).predict([numbers], steps=law)
     return out
 
 
 def close(actual: Tensor, expected: Tensor, *terms: Tensor, what: str = "") -> None:
-    """Equal to 1e-12 of the terms that were added up."""
+    """Compare to 1e-12 of the summed terms."""
     scale = expected.abs() + sum((t.abs() for t in terms), torch.zeros_like(expected))
     error = ((actual - expected).abs() / scale.clamp_min(1e-30)).max()
     assert float(error) <= 1e-12, f"{what}: relative error {float(error):.2e}"
 
 
 class TestLinear:
-    """W - s*lr*v, whatever else SGD does."""
+    """W - s*lr*v for every kind of SGD."""
 
     @given(numbers=sgds(), steps=hs.floats(0, 100))
     def test_definition(self, numbers: Sgd, steps: float) -> None:
@@ -109,7 +108,7 @@ class TestLinear:
 
 
 class TestGeometric:
-    """Further steps of real SGD with gradients of zero."""
+    """Further steps of SGD with zero gradients."""
 
     @given(numbers=sgds(), steps=hs.integers(0, 40))
     def test_zero_gradients(self, numbers: Sgd, steps: int) -> None:
@@ -141,7 +140,7 @@ class TestGeometric:
         ids=str,
     )
     def test_further_steps_of_torch(self, options: dict[str, Any], steps: int) -> None:
-        """From a momentum that real gradients have built."""
+        """Starting from a momentum of real gradients."""
         p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
         opt = torch.optim.SGD([p], lr=0.1, **options)
         for _ in range(5):
@@ -161,7 +160,7 @@ class TestGeometric:
         w, v = weights()
         reach = (mu - mu ** (s + 1)) / (1 - mu) * (mu if nesterov else 1.0)
         law = Geometric(s)
-        # What cancels in mu - mu^(s+1) is not the operator's error: compare what it was given.
+        # Cancellation in mu - mu^(s+1) is not the operator's error: use its input.
         got = predicted(Sgd(lr, mu, nesterov=nesterov), law, w, v)
         close(got, w - lr * reach * v, w, v * lr / (1 - mu))
         same = st.predict(w, v, lr=lr, steps=law, momentum=mu, nesterov=nesterov)
@@ -169,7 +168,7 @@ class TestGeometric:
 
     @given(mu=hs.floats(0.1, 0.99), a=hs.floats(0, 20), b=hs.floats(0, 20))
     def test_fractions_of_the_way_add_up(self, mu: float, a: float, b: float) -> None:
-        """After a steps the momentum is mu^a of what it was; b more from there are a + b."""
+        """After a steps the momentum has the factor mu^a; b further steps equal a + b."""
         w, v = weights()
         numbers = Sgd(0.1, mu)
         half_way = predicted(numbers, Geometric(a), w, v)
@@ -184,7 +183,7 @@ class TestGeometric:
 
     @given(numbers=sgds(decay=True), steps=hs.integers(100, 3000))
     def test_far_ahead(self, numbers: Sgd, steps: int) -> None:
-        """Thousands of updates with decay: what a power of a matrix gives, a loop gives."""
+        """Thousands of updates with decay: a matrix power equals a loop."""
         w, v = weights(3)
         expected = coast(numbers, w, v, [numbers.lr] * steps)
         got = predicted(numbers, Geometric(steps), w, v)
@@ -203,7 +202,7 @@ class TestGeometric:
             Geometric(s).sgd(numbers)
 
     def test_of_the_operators(self) -> None:
-        """predict_, predict and stash_predict_ take what the law has to know."""
+        """predict_, predict and stash_predict_ accept all that the law needs."""
         w, v = weights()
         options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True}
         expected = coast(Sgd(**options), w, v, [0.1] * 4)  # type: ignore[arg-type]
@@ -269,7 +268,7 @@ class TestFutureRates:
 
 
 class TestSecondOrder:
-    """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], v_prev kept by the test."""
+    """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], with v_prev kept by the test."""
 
     @given(
         numbers=sgds(),
@@ -280,23 +279,23 @@ class TestSecondOrder:
     def test_definition(self, numbers: Sgd, delay: float, share: float, first: bool) -> None:
         lead = max(-delay, share)
         if first and numbers.dampening:
-            return  # a first buffer then is no continuation of any other
+            return  # a first buffer does not continue another one
         w, v = weights()
         g, out = torch.randn_like(w), torch.empty_like(w)
         v_prev = v.clone()
         if first:
-            # The buffer that would have become the gradient: of a sum 0, of an average itself.
+            # The buffer that would have become the gradient: 0 for a sum, itself for an average.
             d = g if numbers.decoupled_weight_decay else g + numbers.weight_decay * w
             v_prev = d if numbers.ema else torch.zeros_like(v)
         plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
         plan.sgd_step_([numbers], first_step=first, predict=[SecondOrder(delay, lead)])
         change = delay * (delay + 1) / 2
         expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
-        # v - v_prev is had from the gradient by dividing by mu.
+        # v - v_prev follows from the gradient by division by mu.
         close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
 
     def test_over_a_run(self) -> None:
-        """The first step included; for a sum and for an average."""
+        """Including the first step, for a sum and for an average."""
         for ema in (False, True):
             w, v, out = torch.randn(20).double(), torch.zeros(20).double(), torch.zeros(20).double()
             v_prev = v.clone()

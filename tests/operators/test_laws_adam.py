@@ -1,4 +1,4 @@
-"""Prediction laws under Adam, AdamW and NAdam: each against what it is defined as, in float64."""
+"""Tests prediction laws with Adam, AdamW and NAdam against their definitions in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectrain_ext.operators.numbers import Adam
 
 @hs.composite
 def adams(draw: hs.DrawFn, *, nadam: bool | None = None) -> Adam:
-    """The three of them, after any number of updates."""
+    """The three optimizers after any number of updates."""
     beta1 = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
     step = draw(hs.integers(1, 2000))
     is_nadam = draw(hs.booleans()) if nadam is None else nadam
@@ -48,7 +48,7 @@ def moments(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def predicted(numbers: Adam, law: Law, w: Tensor, m: Tensor, u: Tensor) -> Tensor:
-    """What the operators make of a law."""
+    """Return the operators' predictions by a law."""
     out = torch.full_like(w, math.nan)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, outs=[out])
     plan.predict([numbers], steps=law)
@@ -56,7 +56,7 @@ def predicted(numbers: Adam, law: Law, w: Tensor, m: Tensor, u: Tensor) -> Tenso
 
 
 def ahead(numbers: Adam, m: Tensor, u: Tensor, i: int, lr: float) -> Tensor:
-    """What a first moment m moves by in update number step + i, bias-corrected for it."""
+    """Return the movement by a first moment m in update step + i, with bias correction."""
     t = numbers.step + i
     denominator = u.sqrt() / math.sqrt(1 - numbers.betas[1] ** t) + numbers.eps
     if numbers.momentum_decay is None:
@@ -79,19 +79,19 @@ def loop(numbers: Adam, w: Tensor, m: Tensor, u: Tensor, rates: list[float]) -> 
 
 
 def close(actual: Tensor, expected: Tensor, scale: Tensor) -> None:
-    """Equal to 1e-12 of the terms that were added up."""
+    """Compare to 1e-12 of the summed terms."""
     error = ((actual - expected).abs() / (expected.abs() + scale.abs() + 1e-30)).max()
     assert float(error) <= 1e-12, f"relative error {float(error):.2e}"
 
 
 def far(numbers: Adam, w: Tensor, m: Tensor, u: Tensor, n: float) -> Tensor:
-    """How large the terms of n updates can be together."""
+    """Return how large the terms of n updates can be together."""
     return w.abs() + n * ahead(numbers, m.abs(), u, 0, max(numbers.lr, 0.5))
 
 
 @given(numbers=adams(), steps=hs.floats(0, 100))
 def test_linear(numbers: Adam, steps: float) -> None:
-    """The last update's momentum part s times over, without decay; the gradient is gone."""
+    """The momentum part of the last update, s times, without decay and gradient."""
     w, m, u = moments()
     expected = w - steps * ahead(numbers, m, u, 0, numbers.lr)
     close(predicted(numbers, Linear(steps), w, m, u), expected, far(numbers, w, m, u, steps))
@@ -156,7 +156,7 @@ def test_second_order_over_a_run(decoupled: bool, maximize: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam"])
 def test_the_loop_is_what_torch_does_without_gradients(kind: str) -> None:
-    """torch lets the second moment decay too; put back before every step, the rest is the same."""
+    """torch also decays the second moment; with that restored before every step, they agree."""
     p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
     options = {"lr": 0.05, "weight_decay": 0.2 if kind == "AdamW" else 0.0}
     opt = getattr(torch.optim, kind)([p], **options)
@@ -175,7 +175,7 @@ def test_the_loop_is_what_torch_does_without_gradients(kind: str) -> None:
         p.grad = torch.zeros_like(p)
         state["exp_avg_sq"].copy_(u / 0.999)
         opt.step()
-    # NAdam's product of all mu is float32 in torch: good for 1e-7 of a step.
+    # NAdam's product of all mu is float32 in torch: accurate to 1e-7 of a step.
     loose = 1e-7 if kind == "NAdam" else 1e-12
     got = predicted(numbers, Geometric(6), w, m, u)
     torch.testing.assert_close(got, p.detach(), rtol=1e-12, atol=loose)
@@ -183,7 +183,7 @@ def test_the_loop_is_what_torch_does_without_gradients(kind: str) -> None:
 
 @given(numbers=adams())
 def test_one_linear_step_is_one_step_of_the_last_direction(numbers: Adam) -> None:
-    """Linear(1) moves by what the last update moved by (Adam; NAdam's gradient part aside)."""
+    """Linear(1) moves by the last update (for Adam; NAdam without its gradient part)."""
     numbers = replace(numbers, weight_decay=0.0, momentum_decay=None, mu_product=1.0)
     w, m, u = moments()
     before, g = w.clone(), torch.randn_like(w)
@@ -194,7 +194,7 @@ def test_one_linear_step_is_one_step_of_the_last_direction(numbers: Adam) -> Non
 
 
 class TestErrors:
-    """What a law cannot do under Adam."""
+    """Errors of laws under Adam."""
 
     _ADAM = Adam(0.1, (0.9, 0.999), 1e-8, 0.0, 1)
 

@@ -1,4 +1,4 @@
-"""Memory stays constant however often plans are made, used and refused."""
+"""Tests that memory stays constant when plans are made, used and rejected repeatedly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# In a process of its own: the highest memory use so far is that of these calls.
+# In a separate process, whose peak memory is that of these calls.
 _PROGRAM = """
 import resource
 import sys
@@ -45,7 +45,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def _growth(calls: int) -> int:
-    """KiB by which the memory of a process grows over so many rounds of calls."""
+    """Return the growth of a process's memory in KiB over several rounds of calls."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(calls)], capture_output=True, text=True, timeout=1800
     )
@@ -59,5 +59,5 @@ def _growth(calls: int) -> int:
     [20_000, pytest.param(1_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(2000)])],
 )
 def test_memory_does_not_grow(calls: int) -> None:
-    """One small object lost per call would be 64 bytes or more, 1.25 MiB over the short run."""
+    """A small object lost per call would take 64 bytes or more, 1.25 MiB in the short run."""
     assert _growth(calls) < 1024

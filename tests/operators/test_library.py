@@ -1,4 +1,4 @@
-"""torch.ops.spectrain: schemas, versions, fake kernels, and operators inside compiled functions."""
+"""Tests torch.ops.spectrain: schemas, versions, fake kernels, and compiled functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _list(requires_grad: bool = False) -> list[Tensor]:
     return [torch.rand(3, 2).requires_grad_(requires_grad), torch.rand(5, 4).t()]
 
 
-# Arguments of every operator. Of the lists the schema marks some as written.
+# Arguments of every operator. The schema marks some lists as written.
 _ARGUMENTS: dict[str, Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "predict_": lambda g: ((_list(g), _list()), {"lr": 0.1, "steps": [2.0]}),
     "predict": lambda g: ((_list(g), _list()), {"lr": 0.1, "steps": [2.0]}),
@@ -161,7 +161,7 @@ def test_laws_survive_the_schema(law: Any) -> None:
 
 
 class TestBadInput:
-    """What only the flat forms of the schemas can get wrong."""
+    """Errors that only the flat forms of the schemas can have."""
 
     @pytest.mark.parametrize(
         ("law", "steps"), [("cubic", [1.0]), ("linear:x", [1.0]), ("rates:x", [0.1])]
@@ -203,7 +203,7 @@ class TestBadInput:
             _ops.predict_([torch.zeros(3)], [torch.zeros(4)], lr=0.1, steps=[1.0])
 
 
-# The operators of the package inside compiled functions.
+# The package's operators inside compiled functions
 
 _NO_COMPILER = not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 _INDUCTOR = pytest.param(
@@ -275,7 +275,7 @@ _GEOMETRIC = Geometric(3.0)
 @pytest.fixture(autouse=True)
 def _compile_afresh() -> Iterator[None]:
     torch._dynamo.reset()
-    # A graph of an earlier run would do, whatever the operators' registrations say now.
+    # A cached graph of an earlier run would hide changes of the operators' registrations.
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
@@ -298,7 +298,8 @@ def test_compiled_calls_do_what_eager_ones_do(name: str, backend: str) -> None:
     _same(result, call(copies))
     for k, (tensors, expected) in enumerate(zip(lists, copies, strict=True)):
         _same(tensors, expected)
-        # A schema speaks of lists: without a gradient, a tensor is bumped like its neighbours.
+        # A schema covers whole lists: a tensor without a gradient gets a new version like the
+        # others.
         assert any(t._version for t in tensors) == any(t._version for t in expected), f"list {k}"
         for i, (t, e) in enumerate(zip(tensors, expected, strict=True)):
             assert t._version > 0 or e._version == 0, f"list {k}, tensor {i}"
@@ -306,7 +307,7 @@ def test_compiled_calls_do_what_eager_ones_do(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_training_step_compiles_once_for_all_learning_rates(backend: str) -> None:
-    """And once more when lr and step first change, as always under torch.compile."""
+    """It compiles once more when lr and step first change, as always under torch.compile."""
 
     def update(x: Lists, lr: float, step: int) -> Tensor:
         grads = [w.detach() * 2 for w in x[0]]
@@ -330,7 +331,7 @@ def test_a_training_step_compiles_once_for_all_learning_rates(backend: str) -> N
 
 @pytest.mark.parametrize("backend", ["aot_eager", _INDUCTOR])
 def test_values_computed_in_the_graph_are_those_before_the_writes(backend: str) -> None:
-    """Inductor may compute a value again where it is used; not after its weights were changed."""
+    """Inductor may recompute a value at its use, but not after its weights have changed."""
 
     def call(x: Lists) -> list[Tensor]:
         g = [w * 2 for w in x[0]]
@@ -405,7 +406,7 @@ def test_a_plan_breaks_the_graph_and_says_what_to_do_where_it_may_not() -> None:
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in _ARGUMENTS}))
 def test_a_graph_takes_what_the_operator_takes(name: str) -> None:
-    """By the schema, or in another form; corrections, with what belongs to them, are refused."""
+    """In the schema's form or another; corrections with their arguments are rejected."""
     schema = {a.name for a in getattr(_ops, name).default._schema.arguments}
     takes = set(inspect.signature(getattr(st, name)).parameters)
     if "options" in takes:

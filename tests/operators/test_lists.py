@@ -1,4 +1,4 @@
-"""Long lists, sizes around every boundary, and views of one flat buffer that merge."""
+"""Tests long lists, sizes around every boundary, and views of one flat buffer, which merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import spectrain_ext as st
 
-# Vectors, unrolled loops, chunks of 4096 elements, pages, and the point where threads start.
+# Vectors, unrolled loops, chunks of 4096 elements, pages, and the threshold for threads.
 _BOUNDARIES = [2**k + d for k in (10, 11, 12, 13, 14, 16, 17) for d in (-1, 0, 1)]
 
 
@@ -43,7 +43,7 @@ def test_sizes_around_boundaries(dtypes: tuple[torch.dtype, torch.dtype], offset
 
 @pytest.mark.parametrize("count", [300, 999, 1000, 1001, 3000])
 def test_hundreds_of_tensors(count: int) -> None:
-    """All types mixed; about a thousand rows is where a kernel's table changes place."""
+    """All types mixed; a kernel's table moves at about a thousand rows."""
     rng = np.random.default_rng(count)
     w, g, v, out = ([] for _ in range(4))
     for i in range(count):
@@ -74,7 +74,7 @@ def _views(flat: Tensor, sizes: list[int], gap: int) -> list[Tensor]:
 @pytest.mark.parametrize("gap", [0, 1, 5])
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
 def test_views_of_one_buffer_give_the_bits_of_separate_tensors(gap: int, order: str) -> None:
-    """Neighbours that touch in every stream are merged: nothing may show, least of all in gaps."""
+    """Adjacent tensors are merged if they are adjacent in every stream; gaps must not change."""
     sizes = [64, 1, 7, 0, 4096, 33, 128, 5000, 3]
     total = sum(sizes) + gap * len(sizes)
     hyper = ref.SGD(lr=0.1, momentum=0.9, nesterov=True)

@@ -1,4 +1,4 @@
-"""float32 master weights and state, with 16-bit gradients and 16-bit outputs."""
+"""Tests float32 master weights and state with 16-bit gradients and outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spectrain_ext import laws
 from spectrain_ext.operators import numbers
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-#: (gradients, outputs) beside float32 weights and state.
+#: (gradients, outputs) for float32 weights and state.
 PAIRS = [(BF16, BF16), (F16, F16), (F32, BF16), (F32, F16), (BF16, F32), (F16, F32), (F32, F32)]
 _NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16"}
 
@@ -37,7 +37,7 @@ def lists(
     dtypes: list[list[torch.dtype]],
     offsets: list[int],
 ) -> list[list[Guarded]]:
-    """Guarded lists, each with its own dtypes and its own alignment."""
+    """Return guarded lists, each with its own dtypes and alignment."""
     return [
         [
             Guarded(contiguous(n).at(offsets[k % len(offsets)]), dtype).filled(
@@ -51,7 +51,7 @@ def lists(
 
 @hs.composite
 def mixtures(draw: hs.DrawFn) -> tuple[list[list[Guarded]], list[bool]]:
-    """W, g, state, state and three outputs; the pair of types may change from row to row."""
+    """Draw W, g, two states and three outputs; the types may differ between rows."""
     sizes = draw(hs.lists(hs.sampled_from(SIZES), min_size=1, max_size=5))
     pairs = [draw(hs.sampled_from(PAIRS)) for _ in sizes]
     all32 = [F32] * len(sizes)
@@ -72,7 +72,7 @@ def mixtures(draw: hs.DrawFn) -> tuple[list[list[Guarded]], list[bool]]:
 
 @given(mixture=mixtures(), steps=hs.sampled_from([0.0, 1.0, 2.5]), ema=hs.booleans())
 def test_sgd(mixture: tuple[list[list[Guarded]], list[bool]], steps: float, ema: bool) -> None:
-    """Three outputs of different types in one step, rows without a gradient among them."""
+    """Three outputs of different types in one step, including rows without a gradient."""
     built, missing = mixture
     w, g, v, _, *outs = map(tensors, built)
     grads = [None if gone else t for gone, t in zip(missing, g, strict=True)]
@@ -123,7 +123,7 @@ def _good(n: int = 1000) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_what_a_step_writes_is_a_later_prediction_rounded(
     rule: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """To a narrow output directly, and through float32: one rounding, to nearest even."""
+    """Directly to a narrow output, and through float32: one rounding, to nearest even."""
     w, g, v, u = _good()
     out, later = torch.empty(1000, dtype=dtypes[1]), torch.empty(1000, dtype=dtypes[1])
     if rule == "sgd":
@@ -161,7 +161,7 @@ def test_a_narrow_gradient_is_the_float32_number_it_stands_for(
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_outputs_of_three_types_in_one_step(rule: str) -> None:
-    """The types that one kernel does not write together take a pass each, with the same bits."""
+    """Types that one kernel does not write together need a pass each, with the same bits."""
     w, g, v, u = _good()
     horizon = [1.0, 2.0, 3.0, 4.0, 5.0]
     outs = [torch.empty(1000, dtype=d) for d in (BF16, F32, F16, BF16, F32)]
@@ -181,7 +181,7 @@ def test_outputs_of_three_types_in_one_step(rule: str) -> None:
 
 
 def test_a_mixed_precision_training_loop() -> None:
-    """Working weights in bfloat16 written by the step; the master never loses what they lose."""
+    """The step writes bfloat16 working weights; the master keeps what they lose."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 1).bfloat16()
     params = list(layer.parameters())
@@ -264,7 +264,7 @@ class TestWriteOut:
 
 
 class TestUnsupported:
-    """Types that no kernel takes together: an error that names the tensor, and nothing changes."""
+    """Types that no kernel supports together: the error names the tensor, and nothing changes."""
 
     _BAD: ClassVar = [(BF16, F16), (F16, BF16)]
 
@@ -285,7 +285,7 @@ class TestUnsupported:
 
     @pytest.mark.parametrize("missing", [False, True])
     def test_of_a_later_pass_is_found_before_the_step(self, missing: bool) -> None:
-        """Whatever the types of several outputs: all of it works, or nothing is done."""
+        """For any types of several outputs, the call works completely or changes nothing."""
         kinds = [F32, BF16, F16]
         for g_type, *out_types in itertools.product(kinds, repeat=4):
             w, g, v, _ = ([t, t.clone()] for t in _good(5))

@@ -1,4 +1,4 @@
-"""Sgd and Adam: what numbers they take, and the coefficients that they make of them."""
+"""Tests the numbers that Sgd and Adam accept, and their coefficients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestSgd:
     def test_dampening(self, value: float) -> None:
         with pytest.raises(ValueError, match=r"^dampening: "):
             Sgd(0.1, 0.9, dampening=value)
-        assert Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as torch takes it
+        assert Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
 
     @pytest.mark.parametrize("name", ["lr", "momentum", "dampening", "weight_decay"])
     @pytest.mark.parametrize("value", ["0.1", None, [0.1]], ids=repr)
@@ -118,7 +118,7 @@ class TestSgd:
         self, lr: float, mu: float, wd: float, nesterov: bool, ema: bool, decoupled: bool,
         maximize: bool, w: float, v: float, g: float,
     ) -> None:  # fmt: skip
-        """One number through the coefficients, and through the textbook's update."""
+        """Compares the coefficients with the textbook's update on one number."""
         made = Sgd(lr, mu, 0.0, wd, nesterov, maximize, decoupled, ema)
         sign, l2, decay, gain, decay2, eps, step = made.setting()
         assert decay2 == eps == 0.0 and step.root == 1.0
@@ -181,7 +181,7 @@ class TestAdam:
     )
     @pytest.mark.parametrize("options", [_ADAM, _NADAM], ids=["Adam", "NAdam"])
     def test_steps_of_any_kind_are_the_same_number(self, step: Any, options: Any) -> None:
-        """torch keeps it in a float32 tensor; a power must not be taken in float32."""
+        """torch stores it in a float32 tensor; the power must not be computed in float32."""
         made = Adam(**{**options, "step": step})
         assert made == Adam(**options) and type(made.step) is int
         assert made.setting() == Adam(**options).setting()
@@ -193,7 +193,7 @@ class TestAdam:
 
     @pytest.mark.parametrize("value", [-0.1, 1.0, 1.5, NAN, INF])
     def test_products_that_cannot_be(self, value: float) -> None:
-        """Every mu is below 1; 1, the default, is what Adam does not look at."""
+        """Every mu is below 1; the default of 1 stands for Adam, which ignores it."""
         with pytest.raises(ValueError, match=r"^mu_product: "):
             Adam(**{**_NADAM, "mu_product": value})
 
@@ -204,7 +204,7 @@ class TestAdam:
 
     @pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**6])
     def test_bias_corrections(self, step: int) -> None:
-        """Against exact rational powers, up to where they are 1."""
+        """Compared with exact rational powers until they reach 1."""
         beta1, beta2 = Fraction(0.9), Fraction(0.999)
         made = Adam(**{**_ADAM, "step": step}).setting()[-1]
         if step > 1000:
@@ -223,7 +223,7 @@ class TestAdam:
         assert math.isclose(step.momentum, 0.1 * mu[1] / (1 - 0.2 * mu[1]), rel_tol=1e-14)
 
     def test_decay(self) -> None:
-        """L2 goes into the direction, AdamW's into what is kept; never both."""
+        """L2 enters the direction, AdamW's decay the kept weights; never both."""
         coupled = Adam(**_ADAM).setting()
         decoupled = Adam(**_ADAM, decoupled_weight_decay=True).setting()
         assert coupled[1] == 0.01 and coupled[-1].keep == 1.0

@@ -1,4 +1,4 @@
-"""Plan: the operators' bits, resolved once; what it keeps alive, refreshes and refuses."""
+"""Tests Plan: the operators' bits, references kept, refreshes, and errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_empty_plan() -> None:
 
 
 class TestLaunches:
-    """What a call costs: launches, and rows after merging."""
+    """The cost of a call: launches, and rows after merging."""
 
     @staticmethod
     def _step(lists: list[list[Tensor]], **options: object) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def test_a_plan_sees_values_as_they_are_when_it_runs() -> None:
 
 
 def test_a_plan_keeps_its_tensors_alive() -> None:
-    """Observed through the numpy arrays whose memory the tensors borrow."""
+    """Observed through the numpy arrays that own the tensors' memory."""
     arrays = [np.full(5000, float(k), dtype=np.float32) for k in range(5)]
     alive = [weakref.ref(a) for a in arrays]
     w, v, g, kept, out = (torch.from_numpy(a) for a in arrays)
@@ -195,7 +195,7 @@ def test_tensors_that_a_refresh_replaces_are_let_go() -> None:
 
 
 class TestRefresh:
-    """refresh re-reads the gradients, and nothing else."""
+    """refresh re-reads only the gradients."""
 
     @staticmethod
     def _leaf(n: int = 6) -> Tensor:
@@ -285,7 +285,7 @@ class TestRefresh:
 
 
 class TestRefuses:
-    """What a Plan was not built with, it says so."""
+    """Errors for arguments that the Plan was not built with."""
 
     def test_pickle_and_copies(self) -> None:
         plan = st.Plan(torch.zeros(3), stashed=torch.zeros(3))
@@ -355,13 +355,13 @@ class TestRefuses:
             plan.sgd_step_(lr=0.1, momentum=0.9, first_step=[True])
 
     def test_gradients_that_move_after_a_capture(self) -> None:
-        """What a captured step does to its plan: the graph goes on reading the old gradients."""
+        """A captured step and its plan: the graph keeps reading the old gradients."""
         w, v, g = ([torch.randn(3), torch.randn(2)] for _ in range(3))
         plan = st.Plan(w, momentum_buffers=v, grads=g)
         plan.refresh([g[0].clone(), g[1]])
         plan.refresh(g)
         plan._native.pin_gradients()
-        plan.refresh(list(g))  # the same ones
+        plan.refresh(list(g))  # unchanged
         for moved in ([g[0], g[1].clone()], [g[0], None]):
             with pytest.raises(RuntimeError, match=r"grads\[1\]: .*captured in a CUDA graph"):
                 plan.refresh(moved)

@@ -1,4 +1,4 @@
-"""Random calls of a plan, each against float64 arithmetic; and nothing else may change."""
+"""Tests random calls of a plan against float64 arithmetic; nothing else may change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Expected = dict[str, list[Tensor]]
 
 
 class _Case:
-    """A plan over random tensors, and what each of its calls should do to them."""
+    """A plan over random tensors, and the expected effects of its calls."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -56,7 +56,7 @@ class _Case:
         return self.dice.choice([(many,), (many, 2), (), (0, 3), (2, 1, many)])
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        shift = self.dice.randint(0, 3)  # from the alignment of an allocation
+        shift = self.dice.randint(0, 3)  # relative to an allocation's alignment
         n = int(torch.tensor(shape, dtype=torch.int64).prod())
         return torch.randn(n + shift).to(dtype)[shift:].view(shape)
 
@@ -94,7 +94,7 @@ class _Case:
         ]
 
     def velocity(self, numbers: list[Sgd] | list[Adam]) -> list[Tensor]:
-        """What one update takes from each weight, by the state as it is: lr*v."""
+        """Return what one update subtracts from each weight, from the present state: lr*v."""
         if not self.adam:
             return [
                 numbers[g].lr * v for g, v in zip(self.groups, self.exact("momentum"), strict=True)
@@ -107,7 +107,7 @@ class _Case:
             moved.append(c.lr * m_hat / (u_hat.sqrt() + c.eps))
         return moved
 
-    # The calls: each returns the lists that change, as float64.
+    # The calls: each returns the changed lists as float64
 
     def predict(self) -> Expected:
         numbers, steps = self.numbers(), self.dice.choice([0, 1, 2.5])
@@ -177,7 +177,7 @@ class _Case:
             self.plan.sgd_step_(numbers, predict=asked, zero_grad=zero)
         if zero:
             result["grads"] = [torch.zeros_like(g) for g in before["grads"]]
-        # A prediction goes on from what was stored, with the bias corrections of the step.
+        # A prediction continues from the stored values, with the step's bias corrections.
         moved = self.velocity(numbers)
         for j, steps in enumerate(asked):
             if steps is None:
@@ -222,7 +222,7 @@ def _check(case: _Case, seed: int, n_calls: int) -> None:
                 bound = case.tolerance * (1.0 + size)
                 apart = float((now.double() - exact).abs().max()) if exact.numel() else 0.0
                 assert apart <= bound, f"{where}: {name}[{i}] is {apart} from {exact.flatten()[:3]}"
-        for tensors in case.lists.values():  # numbers stay where the tolerance means something
+        for tensors in case.lists.values():  # keep numbers in the range of the tolerance
             for t in tensors:
                 t.clamp_(-100, 100).nan_to_num_(0.0)
         for u in case.lists.get("second", ()):

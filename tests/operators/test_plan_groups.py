@@ -1,4 +1,4 @@
-"""Plans with parameter groups: numbers of their own for every group, in one launch."""
+"""Tests plans with parameter groups: separate numbers for every group in one launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SGD = [
 
 
 def _groups(draw: Any, n: int, n_groups: int) -> list[int]:
-    """A group for every tensor; all groups exist, because the last one does."""
+    """Assign a group to every tensor; the last one makes all groups exist."""
     groups = draw(hs.lists(hs.integers(0, n_groups - 1), min_size=n, max_size=n))
     if n:
         groups[draw(hs.integers(0, n - 1))] = n_groups - 1
@@ -37,7 +37,7 @@ def _groups(draw: Any, n: int, n_groups: int) -> list[int]:
 
 @given(case=cases(min_size=1, single=False), data=hs.data(), n_groups=hs.integers(1, 4))
 def test_sgd(case: Case, data: hs.DataObject, n_groups: int) -> None:
-    """Every tensor gets what its group's numbers give, whoever its neighbours are."""
+    """Every tensor gets the result of its group's numbers, independent of other tensors."""
     groups = data.draw(hs.composite(lambda d: _groups(d, len(case.rows), n_groups))())
     w, g, v, out, out2 = (case.stream(i, momentum=i == 2) for i in range(5))
     hyper = _SGD[:n_groups]
@@ -68,7 +68,7 @@ def test_sgd(case: Case, data: hs.DataObject, n_groups: int) -> None:
 
 @given(case=cases(min_size=1, single=False), data=hs.data(), n_groups=hs.integers(1, 4))
 def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
-    """Adam, AdamW and NAdam beside each other, with different step counts."""
+    """Adam, AdamW and NAdam together, with different step counts."""
     groups = data.draw(hs.composite(lambda d: _groups(d, len(case.rows), n_groups))())
     w, g, m, u, out = (case.stream(i, momentum=i in (2, 3)) for i in range(5))
     for t in tensors(u):
@@ -101,7 +101,7 @@ def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
 
 
 class TestLaunches:
-    """Groups cost no launches."""
+    """Groups need no additional launches."""
 
     @pytest.mark.parametrize("n_groups", [1, 2, 40])
     def test_any_number_of_groups_is_one_launch(self, n_groups: int) -> None:
@@ -160,7 +160,7 @@ def test_the_methods_of_one_group_apply_to_all() -> None:
 
 
 def test_every_group_may_have_a_law_of_its_own() -> None:
-    """The same bits as of plans of one group each, from a step and without one."""
+    """The bits equal those of one plan per group, with and without a step."""
     w, v, g = ([torch.rand(5) for _ in range(3)] for _ in range(3))
     outs = [[torch.zeros(5) for _ in range(3)] for _ in range(2)]
     numbers = [Sgd(0.1, 0.9), Sgd(0.5, 0.5, weight_decay=0.1), Sgd(0.2, 0.9, nesterov=True)]

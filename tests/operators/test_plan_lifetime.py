@@ -1,4 +1,4 @@
-"""A plan and memory that moves: it never touches what was freed, and says which tensor is amiss."""
+"""Tests plans whose memory moves: no access to freed memory; errors name the tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _data(_: nn.Module, p: Tensor) -> None:
     p.data = torch.zeros_like(p)
 
 
-#: What gives a parameter other memory: first another storage, then the same with other bytes.
+#: Ways to give a parameter other memory: another storage, or the same with other bytes.
 MOVES: dict[str, Move] = {
     "double": lambda model, _: model.double(),
     "bfloat16": lambda model, _: model.bfloat16(),
@@ -144,7 +144,7 @@ def test_the_memory_that_was_given_lives_as_long_as_the_plan() -> None:
 
 
 def test_a_parameter_cannot_be_swapped_away_from_under_a_plan() -> None:
-    """`torch.utils.swap_tensors` asks whether anything else holds the tensor."""
+    """`torch.utils.swap_tensors` checks whether anything else holds the tensor."""
     p = nn.Parameter(torch.zeros(10))
     plan = st.Plan(p, stashed=torch.zeros(10))
     with pytest.raises(RuntimeError, match="use_count"):
@@ -164,7 +164,7 @@ def test_a_wider_gradient_at_the_same_address_must_not_reach_into_the_weights() 
 
 
 class TestNegativeViews:
-    """Bits that are not their values: read as they are they would turn every step around."""
+    """Views with the neg bit: read directly, they would reverse every step."""
 
     def test_of_many_elements_in_grad(self) -> None:
         p = nn.Parameter(torch.zeros(6))
@@ -203,7 +203,7 @@ def test_a_scalar_whose_storage_is_gone() -> None:
 
 
 class TestNativePlan:
-    """`_C.Plan` is private, and still no argument of it may end the interpreter."""
+    """`_C.Plan` is private, but no argument may crash the interpreter."""
 
     @pytest.mark.parametrize(
         "lists",

@@ -1,4 +1,4 @@
-"""Plans of any rule: predictions in place, into outs and with a stash; many outs, many terms."""
+"""Tests plans of every rule: predictions in place, into outs, with a stash; many outs and terms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SGD = Sgd(0.1, 0.9, nesterov=True)
 
 @given(case=cases(), law=hs.sampled_from([Linear(0.0), Linear(2.5), Geometric(0), Geometric(4)]))
 def test_stash_predict_of_groups(case: Case, law: Law) -> None:
-    """Stashed <- W and W <- the prediction, under Adam and under SGD."""
+    """Stashed <- W and W <- the prediction, with Adam and with SGD."""
     for adam in (False, True):
         w, v, u, kept = (case.stream(i, momentum=i in (1, 2)) for i in range(4))
         for t in tensors(u):
@@ -93,7 +93,7 @@ class TestExtrapolate:
         check_guards(w=w, previous=previous, out=out)
 
     def test_is_linear_prediction_where_the_momentum_is_the_difference(self) -> None:
-        """lr*v = W_prev - W after a step without momentum's history."""
+        """After a step without earlier momentum, lr*v = W_prev - W."""
         w, g, v = (torch.randn(50, dtype=torch.float64) for _ in range(3))
         previous = w.clone()
         st.sgd_step_(w, g, v, lr=0.1, momentum=0.9)
@@ -115,7 +115,7 @@ class TestExtrapolate:
 
 
 class TestManyOutputs:
-    """More outputs than one kernel writes, more terms than one launch holds."""
+    """More outputs than one kernel writes, and more terms than one launch holds."""
 
     @pytest.mark.parametrize("count", [1, 8, 9, 17])
     @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[5]], ids=str)
@@ -234,7 +234,7 @@ class TestManyOutputs:
 
 
 class TestMissingGradients:
-    """With outs of every law: a tensor without a gradient has its weights there."""
+    """With outs of every law, a tensor without a gradient gets its weights there."""
 
     @pytest.mark.parametrize(
         "law",
@@ -293,7 +293,7 @@ def test_an_empty_plan() -> None:
 
 
 class TestRefuses:
-    """What a plan was not built with, or cannot do."""
+    """Errors of a plan."""
 
     @pytest.mark.parametrize(
         ("call", "name"),

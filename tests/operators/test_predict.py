@@ -1,4 +1,4 @@
-"""predict_, predict and stash_predict_: exact arithmetic, any layout, nothing written outside."""
+"""Tests predict_, predict and stash_predict_: exact bits, any layout, no write out of bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference is itself checked, against rational arithmetic."""
+"""Tests the reference itself against rational arithmetic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLOAT64 = hs.floats(allow_nan=False, allow_infinity=False)
 
 
 def _nearest_float32(exact: Fraction) -> float:
-    """Round a rational to float32 by comparing it with the two neighbours of a first guess."""
+    """Round a rational to float32 by comparing the two neighbours of a first guess."""
     with np.errstate(all="ignore"):
         guess = np.float32(float(exact))
     if np.isinf(guess):
@@ -75,7 +75,7 @@ def test_fma64_rounds_once(a: float, b: float, c: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fma64_rounds_once_where_it_cancels(seed: int) -> None:
-    """c close to -a*b is where a sum of two rounded terms goes wrong."""
+    """With c close to -a*b, a sum of two rounded terms fails."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal(2000), rng.standard_normal(2000)
     c = -(a * b) * (1 + rng.integers(-3, 4, 2000) * 2.0**-52)
@@ -84,7 +84,7 @@ def test_fma64_rounds_once_where_it_cancels(seed: int) -> None:
 
 
 def test_a_product_and_a_sum_would_not_do() -> None:
-    """Two roundings differ from one somewhere, so the comparisons with the reference can fail."""
+    """Two roundings differ from one somewhere, so that comparisons with the reference can fail."""
     rng = np.random.default_rng(0)
     a, b, c = (rng.standard_normal(1000).astype(np.float32) for _ in range(3))
     assert not np.array_equal(ref.fma32(a, b, c), a * b + c)
@@ -107,10 +107,10 @@ def test_an_infinite_term_beside_a_product_that_overflows() -> None:
 
 @given(x=_FLOAT32.map(abs), y=_FLOAT32)
 def test_roots_and_quotients_are_rounded_once(x: float, y: float) -> None:
-    """numpy's, which the emulation of Adam takes for IEEE's: nothing representable is nearer."""
+    """The emulation of Adam relies on numpy's being IEEE's: no representable number is closer."""
     a, b = np.float32(x), np.float32(y)
     root = np.sqrt(a)
-    # The root lies between the midpoints to the neighbours of what is returned.
+    # The root lies between the midpoints to the result's neighbours.
     below, above = (np.nextafter(root, np.float32(d)) for d in (-1.0, np.inf))
     if x > 0:
         low = (Fraction(float(root)) + Fraction(float(below))) / 2

@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 weights: which bits, how often, and of what it is independent."""
+"""Tests stochastic rounding of bfloat16 weights: bits, frequencies, and independence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _mixed(z: Words) -> Words:
 
 
 def _rounded(exact: Tensor, seed: int, position: int) -> Tensor:
-    """What float32 weights become at their place in the call."""
+    """Return float32 weights rounded by their position in the call."""
     step = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
         start = _mixed(np.array([seed % 2**64], np.uint64) + step)
@@ -88,7 +88,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**64 - 2])
 def test_the_bits_are_those_of_the_formula(name: str, state: torch.dtype, seed: int) -> None:
-    """The step of float32 weights is the step before it is rounded."""
+    """The step of float32 weights equals the step before rounding."""
     x, nearest, exact = _lists(state), _lists(state), _lists(state)
     exact = [[t.float() for t in ts] for ts in exact]
     _STEPS[name](x, rounding_seed=seed)
@@ -104,7 +104,7 @@ def test_the_bits_are_those_of_the_formula(name: str, state: torch.dtype, seed: 
 
 
 def test_it_does_not_depend_on_how_memory_lies() -> None:
-    """Neighbours that a plan merges, and odd addresses, which go element by element."""
+    """With merged tensors, and with odd addresses, which are processed element by element."""
     apart = _lists()
     flat = [torch.cat(ts) for ts in apart]
     together = [list(f.split(SIZES)) for f in flat]
@@ -155,7 +155,7 @@ def test_what_bfloat16_holds_never_moves() -> None:
 @pytest.mark.parametrize("fraction", [0.0625, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_probability_is_the_distance(fraction: float, sign: float) -> None:
-    """Of n elements that lie `fraction` of the way up, k are rounded up: within 5 deviations."""
+    """Of n elements at `fraction` of the interval, k round up: within 5 deviations."""
     n, ulp = 1 << 18, 2.0**-7
     gradient = torch.full((n,), -sign * fraction * ulp).bfloat16()
     share = (gradient[0].double().abs() / ulp).item()
@@ -216,7 +216,7 @@ def test_with_zero_grad_and_a_gate() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_a_graph(backend: str) -> None:
-    """The seed is a number of the schema: another one is not another graph."""
+    """The seed is an argument of the schema: a new seed needs no new graph."""
     x, expected = _lists(), _lists()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -233,7 +233,7 @@ def test_in_a_graph(backend: str) -> None:
 
 
 class TestBadInput:
-    """Every error names the argument and leaves everything as it was."""
+    """Every error names the argument, and nothing changes."""
 
     @every_step
     def test_other_weights_than_bfloat16(self, name: str) -> None:

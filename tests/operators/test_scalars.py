@@ -1,4 +1,4 @@
-"""Numbers that are read when the kernel runs: the bits of plain numbers, and what cannot be one."""
+"""Tests numbers that the kernel reads when it runs: the bits of plain numbers, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scalar(value: float, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def tensors(n: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    """W, and n positive lists, of two tensors; float64 shows a coefficient's bits."""
+    """Return W and n positive lists of two tensors; float64 shows a coefficient's bits."""
     random = torch.Generator().manual_seed(7)
     lists = [[torch.randn(9, generator=random), torch.randn(4, 3, generator=random)]]
     for _ in range(n):
@@ -37,7 +37,7 @@ def tensors(n: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
 
 
 def outcome(call: Callable[[st.Plan, Any], None], convert: Any, *, adam: bool) -> list[Tensor]:
-    """All lists after a call of a plan with numbers as `convert` makes them."""
+    """Return all lists after a plan's call with numbers made by `convert`."""
     w, g, m, u, first, second = tensors(5)
     if adam:
         plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u, outs=[first, second])
@@ -58,7 +58,7 @@ def assert_same_bits(call: Callable[[st.Plan, Any], None], *, adam: bool = False
 
 
 class TestTheBitsOfPlainNumbers:
-    """A formula evaluated beside the kernel is the formula evaluated in Python."""
+    """A formula gives the same bits next to the kernel and in Python."""
 
     @given(lr=RATES, mu=MOMENTA, decay=DECAYS, steps=HORIZONS, kind=some.integers(0, 4))
     def test_sgd_step(self, lr: float, mu: float, decay: float, steps: float, kind: int) -> None:
@@ -76,7 +76,7 @@ class TestTheBitsOfPlainNumbers:
         def call(plan: st.Plan, n: Any) -> None:
             numbers = {"lr": n(lr), "momentum": n(mu), "nesterov": nesterov}
             plan.predict(steps=Geometric(n(steps)), **numbers)
-            # With an L2 penalty the horizon has to be known: the matrix is squared as often.
+            # An L2 penalty needs a known horizon: it fixes how often the matrix is squared.
             plan.predict(steps=Geometric(steps), out=1, weight_decay=0.01, **numbers)
 
         assert_same_bits(call)
@@ -137,7 +137,7 @@ class TestTheBitsOfPlainNumbers:
         assert all(map(torch.equal, make(float), make(scalar)))
 
     def test_more_outputs_than_one_kernel_writes(self) -> None:
-        """The rest is predicted by further kernels, from the same program."""
+        """Further kernels predict the rest from the same program."""
         w, g, v, *outs = tensors(12)
         plan = st.Plan(w, grads=g, momentum_buffers=v, outs=outs)
         plan.sgd_step_(lr=scalar(0.1), momentum=0.9, predict=[scalar(j) for j in range(10)])
@@ -193,7 +193,7 @@ class TestReadWhenTheCallRuns:
 
 
 class TestErrors:
-    """All before anything is written."""
+    """Errors occur before anything is written."""
 
     @pytest.mark.parametrize(
         ("tensor", "error", "text"),

@@ -1,4 +1,4 @@
-"""sgd_step_: torch.optim.SGD's arithmetic, and predictions in the same pass."""
+"""Tests sgd_step_: torch.optim.SGD's arithmetic, and predictions in the same pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import spectrain_ext as st
 
 @hs.composite
 def hypers(draw: hs.DrawFn, *, momentum: bool | None = None) -> ref.SGD:
-    """Every option; Nesterov only where torch takes it, and an average only where it is one."""
+    """Draw every option; Nesterov only where torch accepts it, an average only where valid."""
     with_momentum = draw(hs.booleans()) if momentum is None else momentum
     mu = draw(hs.sampled_from([0.9, 0.5, 0.99, 1.0])) if with_momentum else 0.0
     nesterov = with_momentum and draw(hs.booleans())
@@ -186,7 +186,6 @@ def test_torch_over_many_steps_in_float32(options: dict[str, Any]) -> None:
 def test_many_steps_bit_for_bit(
     options: dict[str, Any], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """Twenty steps of the emulated arithmetic, no bound needed."""
     hyper = ref.SGD(**options)
     w = torch.randn(201).to(dtypes[0])
     v = torch.zeros(201, dtype=dtypes[1])
@@ -207,7 +206,7 @@ def test_many_steps_bit_for_bit(
 def test_what_torch_has_not_against_plain_arithmetic(
     ema: bool, decoupled: bool, nesterov: bool
 ) -> None:
-    """v = mu*v + (1-mu)*d as the paper has it; decay that the momentum does not see."""
+    """v = mu*v + (1-mu)*d as in the paper; decay that does not enter the momentum."""
     lr, mu, decay = 0.05, 0.9, 0.3
     w, v = torch.randn(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
     our_w, our_v = w.clone(), v.clone()
@@ -228,7 +227,7 @@ def test_what_torch_has_not_against_plain_arithmetic(
 
 
 def test_an_average_is_a_sum_with_another_learning_rate() -> None:
-    """v_ema = (1-mu)*v_sum where both start from 0, and so are step and prediction."""
+    """v_ema = (1-mu)*v_sum if both start from 0, and step and prediction agree."""
     start, mu = torch.randn(30, dtype=torch.float64), 0.9
     runs = []
     for ema in (False, True):
@@ -294,7 +293,7 @@ def test_all_gradients_missing() -> None:
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 17])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_any_number_of_predictions(count: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """More predictions than one kernel writes take further passes, and the same bits."""
+    """More predictions than one kernel writes need further passes, with the same bits."""
     w = torch.randn(1000).to(dtypes[0])
     g = torch.randn(1000).to(dtypes[0])
     v = torch.randn(1000).to(dtypes[1])
@@ -317,7 +316,7 @@ def test_zero_steps_with_infinite_momentum_copies_the_new_weights() -> None:
 
 @pytest.mark.parametrize("lr", [0.0, 1e-60])
 def test_predictions_equal_a_later_predict_where_lr_times_steps_vanishes(lr: float) -> None:
-    """A learning rate of zero, or too small for float32, next to infinities, signed zeros."""
+    """A learning rate of zero, or too small for float32, with infinities and signed zeros."""
     w = torch.tensor([1.0, -0.0, -0.0, 0.0])
     v = torch.tensor([math.inf, 1.0, -1.0, math.nan])
     out = torch.empty(4)

@@ -1,4 +1,4 @@
-"""Threads that call at once: what calls share mixes nothing up, with Python's lock and without."""
+"""Tests concurrent calls from threads, with and without Python's global lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THREADS = 4
 
 
 def _at_once(work: Callable[[int], Any]) -> list[Any]:
-    """What `work(0)` to `work(THREADS - 1)` return, each in a thread, begun together."""
+    """Run `work(0)` to `work(THREADS - 1)` in simultaneous threads; return the results."""
     begin = threading.Barrier(THREADS)
 
     def one(i: int) -> Any:
@@ -37,7 +37,7 @@ def _at_once(work: Callable[[int], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _often() -> Iterator[None]:
-    """Threads change places as often as Python's lock lets them."""
+    """Let threads switch as often as Python's lock allows."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -49,7 +49,7 @@ class Subclass(Tensor):
 
 
 def _mixed(begin: int, count: int = 200) -> list[Any]:
-    """No two neighbours of one type: what is remembered of the one is wrong of the other."""
+    """No two adjacent types are equal: anything cached for one is wrong for the next."""
     new = [torch.full((3,), float(begin + i)) for i in range(count)]
     kinds: list[Callable[[Tensor], Any]] = [
         lambda t: t,

@@ -1,4 +1,4 @@
-"""zero_grad: the step sets gradients to zero in the pass that reads them."""
+"""Tests zero_grad: the step zeroes gradients in the pass that reads them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_in_a_graph(backend: str) -> None:
 
 
 class TestBadInput:
-    """Memory that cannot be set to zero is refused before anything is written."""
+    """Memory that cannot be set to zero is rejected before any write."""
 
     @pytest.mark.parametrize("name", ["sgd", "sgd_plan", "adam_plan"])
     def test_gradients_that_share_memory(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""optim.Adam, AdamW and NAdam give the results of torch's, whatever they are given."""
+"""Tests optim.Adam, AdamW and NAdam against torch's for any input."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_many_steps_match_torch(name: str, options: dict[str, Any], dtype: torch
 def test_16_bit_steps_round_exact_ones_once(
     name: str, options: dict[str, Any], momentum_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    """What is stored is the float64 step from the stored values, to half a unit and a bit.
+    """The stored values are the float64 step from the stored values, to half a unit and a bit.
 
-    torch's own 16-bit step rounds after every operation, which no bound of this kind holds for.
+    torch's own 16-bit step rounds after every operation and satisfies no bound of this kind.
     """
     params = make_params(dtype)
     optimizer = getattr(st.optim, name)(params, lr=0.02, momentum_dtype=momentum_dtype, **options)

@@ -1,4 +1,4 @@
-"""An optimizer bound to a pipeline's buffers, and what it writes there."""
+"""Tests an optimizer bound to a pipeline's buffers, and its writes there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import spectrain_ext as st
 
 
 class Bound:
-    """An optimizer bound to flat buffers, beside an ordinary one with the same weights."""
+    """An optimizer bound to flat buffers, and an ordinary one with the same weights."""
 
     def __init__(self, master: bool, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         options = {"lr": 0.1, "momentum": 0.9, **options}
@@ -30,7 +30,7 @@ class Bound:
         self.outs = self.flat()
 
     def flat(self, copy_weights: bool = False) -> dict[Tensor, Tensor]:
-        """Views of one buffer with NaN between them, in the parameters' layouts."""
+        """Return views of one buffer with NaN between them, in the parameters' layouts."""
         dtype = self.params[0].dtype
         starts = list(itertools.accumulate((p.numel() + 3 for p in self.params), initial=1))
         buffer = torch.full((starts[-1],), float("nan"), dtype=dtype)
@@ -126,7 +126,7 @@ def test_with_a_master_the_parameters_themselves_are_not_written() -> None:
 
 
 def predictions(pair: Bound, steps: float) -> list[Tensor]:
-    """What the outs must hold, to the bit: the module-level operator, row by row."""
+    """Return the exact content of the outs: the module-level operator, row by row."""
     result = []
     for p, w in zip(pair.params, pair.weights, strict=True):
         lr = next(
@@ -155,7 +155,7 @@ def test_a_sink_is_written_directly_and_with_the_next_step(
         kept = bits(list(pair.outs.values()))
         sink.write(steps)
         assert_bits(list(pair.outs.values()), kept)
-    # consumed: a step without an order leaves the outs alone
+    # consumed: the next step leaves the outs unchanged
     kept = bits(list(pair.outs.values()))
     pair.step()
     pair.assert_equal()
@@ -392,7 +392,7 @@ def test_bound_weights_that_move_are_noticed() -> None:
 
 
 def test_what_changes_between_two_steps() -> None:
-    """A call that is prepared once serves only the same numbers, law and cohorts."""
+    """A prepared call serves only the same numbers, law and cohorts."""
     bound = Bound(master=True)
     bound.bind()
     sink = bound.optimizer.prediction_sink(bound.outs)

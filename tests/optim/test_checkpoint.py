@@ -1,4 +1,4 @@
-"""State of optim.SGD: state_dict in both directions with torch, deepcopy, pickle."""
+"""Tests optim.SGD's state: state_dict in both directions with torch, deepcopy, pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam, AdamW and NAdam behave as torch.optim.Optimizers: schedulers, hooks, scalers, errors."""
+"""Tests Adam, AdamW and NAdam as torch.optim.Optimizers: schedulers, hooks, scalers, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bound optimizers whose steps a correction by stale weights corrects: steps, state, refusals."""
+"""Tests bound optimizers with corrections by stale weights: steps, state, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_correction = pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 
 
 class Stage:
-    """An optimizer in the storage of a stage: a master, and a working buffer with other weights."""
+    """An optimizer in a stage's storage: a master, and a working buffer with other weights."""
 
     def __init__(self, name: str, correction: Any, dtype: torch.dtype = F64, **more: Any) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Stage:
         return [true[p].clone() for p in self.params]
 
     def stale(self) -> list[Tensor]:
-        """Make the working buffer hold others than the true weights."""
+        """Fill the working buffer with weights other than the true ones."""
         self.storage.write_true(self.storage.home)
         for view in self.storage.home.flat.views.values():
             view.add_(torch.randn_like(view), alpha=0.05)
@@ -74,7 +74,7 @@ class Stage:
 
 
 class Definition:
-    """The same in float64, as the papers write it."""
+    """The same in float64, from the papers' formulas."""
 
     def __init__(self, name: str, correction: Any, stage: Stage) -> None:
         self.name, self.correction, self.group = name, correction, stage.optimizer.param_groups[0]
@@ -129,7 +129,7 @@ def _close(name: str, actual: list[Tensor], expected: list[Tensor]) -> None:
 @every_correction
 class TestSteps:
     def test_are_the_definition(self, name: str, correction: Any) -> None:
-        """With predictions by the step and alone, other rates, and gradients that are missing."""
+        """With predictions in the step and alone, other rates, and missing gradients."""
         stage = Stage(name, correction)
         definition = Definition(name, correction, stage)
         for t in range(7):
@@ -140,7 +140,7 @@ class TestSteps:
             definition.step(stage.step(none=(1, 5) if t in (0, 3) else ()), stale)
             _close(name, stage.weights, definition.w)
             assert stage.sink is not None
-            if t % 2:  # what a pass of its own writes
+            if t % 2:  # written in a separate pass
                 written = [p.detach().clone() for p in stage.params]
                 stage.sink.write(2.0)
                 assert_bits(stage.params, written)
@@ -151,7 +151,7 @@ class TestSteps:
             assert stage.optimizer.param_groups[0]["gap_rate"] == definition.largest
 
     def test_go_on_from_saved_state(self, name: str, correction: Any) -> None:
-        """In another optimizer, and in the same one bound anew: to the bit."""
+        """In another optimizer and in the same one bound again, bit for bit."""
         torch.manual_seed(1)
         stage = Stage(name, correction)
         for _ in range(3):
@@ -183,7 +183,7 @@ class TestSteps:
         assert ("gap_step" in keys) is bool(correction.buffers)
 
     def test_begin_and_end(self, name: str, correction: Any) -> None:
-        """Begun in the middle, and ended, the rule's own state goes on; and again from there."""
+        """Begun and ended during training: the rule's state continues, also when begun again."""
         stage = Stage(name, None)
         twin = Stage(name, None)
         for each in (stage, twin):
@@ -238,7 +238,7 @@ class TestSteps:
 
 class TestOwnAverage:
     def test_is_the_storages(self) -> None:
-        """The buffers hold it, and a step of a parameter that has no state yet begins from 0."""
+        """The buffers hold it; a parameter without state starts from 0."""
         stage = Stage("SGD", GapAware())
         stage.stale()
         stage.step()
@@ -263,7 +263,7 @@ class TestOwnAverage:
             assert torch.equal(after["state"][key]["gap_average"], entry["gap_average"])
 
     def test_a_rate_that_the_largest_was_not_seen_of(self) -> None:
-        """A loaded group may come without it."""
+        """A loaded group may lack it."""
         stage = Stage("SGD", GapAware())
         stage.step()
         saved = stage.optimizer.state_dict()

@@ -1,4 +1,4 @@
-"""The optimizers on a CUDA device: torch's results, streams, and groups that span devices."""
+"""Tests the optimizers on CUDA: torch's results, streams, and groups that span devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign: a user's optimizer steps on the true weights, and nothing else sees that it did."""
+"""Tests Foreign: a user's optimizer steps on the true weights, invisibly to everything else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def graded(held, value=1.0):
 
 
 def bound(optimizer, held, dtype=None):
-    """An updater with a master of other values than the parameters have; the two."""
+    """Return an updater and its master, whose values differ from the parameters'."""
     master = None
     if dtype is not None:
         master = {p: (p.detach() * 2).to(dtype) for p in held}
@@ -63,7 +63,7 @@ def test_no_version_moves_and_parameters_are_where_they_were(name, dtype):
 
 
 def test_a_saved_tensor_survives_a_step():
-    """A backward meets what is in the parameter then, and does not raise."""
+    """A backward uses the parameter's present content and does not raise."""
     for dtype in (None, torch.float32):
         held = params()
         updater, _ = bound(torch.optim.SGD(held, lr=0.5), held, dtype)
@@ -122,7 +122,7 @@ def test_state_keeps_its_digits_while_it_is_bound():
     assert optimizer.state[held[0]]["step"].dtype == torch.float32
     graded(held)
     optimizer.step()
-    optimizer.load_state_dict(saved)  # and is torch's own again
+    optimizer.load_state_dict(saved)  # and it is torch's own again
     assert optimizer.state[held[0]]["exp_avg"].dtype == torch.bfloat16
     updater.bind({p: p.detach().float() for p in held}, {})
     assert optimizer.state[held[0]]["exp_avg"].dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Predictions of every optimizer under every law: in place, into a sink, and with the step."""
+"""Tests every optimizer's predictions by every law: in place, into a sink, and with the step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATES = (0.05, 0.02, 0.0, 0.1)
 
 
 def zero_gradient_steps(optimizer: Any, rates: list[float]) -> list[Tensor]:
-    """Where a copy of the optimizer gets to with gradients of zero."""
+    """Return the weights of a copy of the optimizer after steps with zero gradients."""
     optimizer = copy.deepcopy(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for rate in rates:
@@ -87,7 +87,7 @@ def adam_trained(name: str, **options: Any) -> tuple[list[nn.Parameter], Any, di
 
 
 def msnag(name: str, group: dict[str, Any], w: Tensor, state: Any, rates: list[float]) -> Tensor:
-    """FTPipe's rule: bias corrections move on, m decays by beta1, u stays."""
+    """FTPipe's rule: bias corrections advance, m decays by beta1, u is constant."""
     t = int(state["step"])
     m, u = state["exp_avg"].double(), state["exp_avg_sq"].double()
     for i, rate in enumerate(rates, 1):
@@ -156,7 +156,7 @@ every_optimizer = pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=s
 
 
 class Bound:
-    """An optimizer on buffers of its own, beside an ordinary one with the same weights."""
+    """An optimizer on its own buffers, and an ordinary one with the same weights."""
 
     def __init__(self, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
         self.params = make_params(dtype)
@@ -278,7 +278,7 @@ def test_laws_that_do_not_apply_raise_and_change_nothing(
 
 
 def test_a_law_for_every_group() -> None:
-    """One that stays where it is beside one that moves; groups without momentum may stay."""
+    """One group stands still and one moves; groups without momentum may stand still."""
     params = make_params()
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
     optimizer = st.optim.SGD(groups, lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Muon and AdamW in one optimizer: torch's numbers; and of SOAP too predictions and pipelines."""
+"""Tests Muon with AdamW against torch, and predictions and pipelines of Muon and SOAP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REST = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.05}
 
 def made(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.randn(shape, dtype=dtype) * 0.2) for shape in SHAPES]
-    params[1] = nn.Parameter(params[1].detach().t().contiguous().t())  # strides of its own
+    params[1] = nn.Parameter(params[1].detach().t().contiguous().t())  # with other strides
     return params
 
 
@@ -34,7 +34,7 @@ def muon(params: Any, **options: Any) -> st.optim.Muon:
 
 
 def soap(params: Any, **options: Any) -> st.optim.SOAP:
-    # Where covariances have no full rank, an eps of 1e-8 is no larger than rounding.
+    # If covariances lack full rank, an eps of 1e-8 is no larger than rounding.
     return st.optim.SOAP(params, 0.02, eps=1e-3, adamw=REST, **options)
 
 
@@ -42,7 +42,10 @@ BOTH = pytest.mark.parametrize("make", [muon, soap])
 
 
 class Reference:
-    """Two optimizers, and what the laws say of their last steps; SOAP's is the package's own."""
+    """Two reference optimizers, and the laws' predictions from their last steps.
+
+    SOAP's reference is the package's own.
+    """
 
     def __init__(self, params: Sequence[Tensor], make: Any = muon, **options: Any) -> None:
         self.params = list(params)
@@ -82,7 +85,7 @@ class Reference:
         return next((part.state[p] for part in self.parts if p in part.state), {})
 
     def ahead(self, steps: float, changes: float = 0.0) -> list[Tensor]:
-        """So many last updates further, and last changes of these: of matrices' half as many."""
+        """Predict by several last updates and their changes; matrices count half of the changes."""
         rows = zip(self.params, self.now, self.change, strict=True)
         halves = [changes / 2 if p.dim() == 2 else changes for p in self.params]
         moved = [p.detach() - steps * u for p, u, _ in rows]
@@ -211,7 +214,7 @@ def test_predictions_in_place(make: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
-    """State is kept in given buffers, and a step writes the prediction as well."""
+    """State stays in the given buffers, and a step also writes the prediction."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ours = made(dtype)
     master = {p: p.detach().to(wide) for p in ours}
@@ -247,7 +250,7 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     updates = buffers["update_buffer"]
     assert optimizer.state[ours[0]]["update_buffer"] is updates[ours[0]]
     assert optimizer.state[ours[3]]["exp_avg"] is updates[ours[3]]
-    held = reference.ahead(3)  # of what has no gradient: by its last update alone
+    held = reference.ahead(3)  # parameters without a gradient: by their last update alone
     step(st.laws.SecondOrder(1, 2), none=[0, 4])
     written([(held if i in (0, 4) else reference.ahead(3, 1))[i] for i in range(len(ours))])
     optimizer.unbind()
@@ -287,7 +290,7 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
     for p, q in zip(ours, theirs, strict=True):
         q.data.copy_(p.detach())
     if not to_torch:
-        with second.predicted(3):  # nothing is known of the last update
+        with second.predicted(3):  # the last update is unknown
             assert_bits(theirs, bits(ours))
     for _ in range(3):
         give_gradients(ours, theirs)
@@ -341,7 +344,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("method", ["spectrain-stash", "second-order"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_pipeline_is_the_definition(n: int, method: str, make: Any) -> None:
-    """Forwards read n - k - 1 updates ahead, backwards meet their forwards' weights."""
+    """Forwards predict n - k - 1 updates ahead; backwards use their forwards' weights."""
     stages, data = tanh_stages(n), batches(9)
     copies = copy.deepcopy(stages)
     true = [[p.detach().clone() for p in stage.parameters()] for stage in copies]

@@ -1,4 +1,4 @@
-"""What a step does not do again and again, and that it is done when it has to be."""
+"""Tests which work a step caches, and when it must redo it."""
 
 from __future__ import annotations
 

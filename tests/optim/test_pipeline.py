@@ -1,4 +1,4 @@
-"""Pipelines that train with Adam, AdamW, NAdam and SGD's extras, against a plain emulation."""
+"""Tests pipelines with Adam, AdamW, NAdam and SGD's extras against a plain emulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spectrain_ext.transport import checked_streams
 
 mse = nn.functional.mse_loss
 Batches = list[tuple[Tensor, Tensor]]
-# (forward, backward) horizon of stage k of n; None: the backward has its forward's weights
+# (forward, backward) horizon of stage k of n; None: the backward uses its forward's weights
 HORIZONS: dict[str, Callable[[int, int], tuple[int, int | None]]] = {
     "vanilla": lambda k, n: (0, 0),
     "pipedream": lambda k, n: (0, None),
@@ -47,7 +47,7 @@ def batches(count: int) -> Batches:
 
 
 def direction(name: str, group: dict[str, Any], state: dict[str, Tensor]) -> Any:
-    """What one more update is predicted to subtract: lr*m_hat / (sqrt(u_hat) + eps)."""
+    """Return the direction of the next predicted update: lr*m_hat / (sqrt(u_hat) + eps)."""
     if not state:
         return 0.0
     (b1, b2), t = group["betas"], state["step"].item()
@@ -61,10 +61,10 @@ def direction(name: str, group: dict[str, Any], state: dict[str, Tensor]) -> Any
 
 
 class Emulation:
-    """Every version of every stage is kept, and put into the modules behind autograd's back.
+    """Keeps every version of every stage, and puts it into the modules behind autograd's back.
 
     Minibatch i: its forward on stage k reads the version after max(0, i-(N-k)+1) updates, its
-    backward meets the one after i.
+    backward uses the one after i.
     """
 
     def __init__(

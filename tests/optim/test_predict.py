@@ -1,4 +1,4 @@
-"""Predictions in place: predict_, restore_ and predicted."""
+"""Tests predictions in place: predict_, restore_ and predicted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_predict_and_restore(dtype: torch.dtype, steps: float) -> None:
 
 @pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), st.laws.FutureRates(()), (0,)], ids=str)
 def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> None:
-    """Nothing is put back either: a graph of the weights outlives the block."""
+    """Nothing is restored either: a graph of the weights survives the block."""
     params, optimizer = trained(torch.float32)
     with optimizer.predicted(steps):
         loss = torch.stack([(p * p).sum() for p in params]).sum()

@@ -1,4 +1,4 @@
-"""optim.SGD behaves as a torch.optim.Optimizer: schedulers, hooks, closures, errors."""
+"""Tests optim.SGD as a torch.optim.Optimizer: schedulers, hooks, closures, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""optim.SGD gives the results of torch.optim.SGD, whatever its parameters and gradients are."""
+"""Tests optim.SGD against torch.optim.SGD for any parameters and gradients."""
 
 from __future__ import annotations
 

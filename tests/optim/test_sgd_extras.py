@@ -1,4 +1,4 @@
-"""What optim.SGD has beyond torch's: averaged momentum and decoupled weight decay."""
+"""Tests optim.SGD's extras: averaged momentum and decoupled weight decay."""
 
 from __future__ import annotations
 

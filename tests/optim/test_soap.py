@@ -1,4 +1,4 @@
-"""SOAP: its step written out in float64, its options, its state. What it shares: `test_muon`."""
+"""Tests SOAP's step in float64, its options and state; `test_muon` has the shared tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 class Oracle:
-    """The steps of a matrix as the paper's public code makes them, in float64."""
+    """The steps of a matrix as in the paper's public code, in float64."""
 
     def __init__(self, weight: Tensor, known: tuple[Tensor, Tensor], **options: Any) -> None:
         defaults = {"lr": 3e-3, "betas": (0.95, 0.95), "shampoo_beta": None, "eps": 1e-8}
@@ -78,7 +78,7 @@ def test_it_is_the_formula_for_matrices_and_adamw_for_the_rest(
     optimizer, reference = st.optim.SOAP(params, **options), st.optim.AdamW(theirs, **adamw)
     oracles = []
     for p in params[:3]:
-        # Of full rank from the beginning: else rounding chooses some of the eigenvectors.
+        # Full rank from the start: otherwise rounding chooses some eigenvectors.
         known = tuple(c @ c.T / n for n in p.shape for c in [torch.randn(n, 2 * n, dtype=dtype)])
         sides = zip(("left", "right"), known, strict=True)
         optimizer.state[p].update((side, c.clone()) for side, c in sides)
@@ -103,7 +103,7 @@ def test_it_is_the_formula_for_matrices_and_adamw_for_the_rest(
 def test_without_a_basis_it_is_adamw() -> None:
     ours = made()
     theirs = twins(ours)
-    # With an eps it is not: SOAP's is in the root's own units.
+    # Not with an eps: SOAP's is in the root's own units.
     optimizer = st.optim.SOAP(ours, 0.01, eps=0.0, max_dimension=0, adamw={"eps": 0.0})
     reference = torch.optim.AdamW(theirs, 0.01, betas=(0.95, 0.95), eps=0.0)
     for _ in range(5):
@@ -212,7 +212,7 @@ def test_on_a_gpu() -> None:
         reference.step()
     for p, q in zip(params, ours, strict=True):
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-9, atol=1e-11)
-    # Streams that step and streams that save have to know of it.
+    # Streams that step and streams that save must be ordered.
     assert {id(t) for t in loose_state(optimizer)} >= {
         id(optimizer.state[p][key]) for p in params[:3] for key in ("exp_avg_sq", "left_basis")
     }

@@ -1,4 +1,4 @@
-"""State of Adam, AdamW and NAdam: checkpoints in both directions with torch, and bound state."""
+"""Tests the state of Adam, AdamW and NAdam: checkpoints both ways with torch, and bound state."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The oracle of replicas that are averaged: pipelines of their own, and the papers' formulas.
+"""The oracle of averaged replicas: separate pipelines, and the papers' formulas.
 
-Elastic averaging SGD (Zhang, Choromanska, LeCun, 2015), all terms as before the update:
-x_i <- x_i - lr*g_i - a*(x_i - x), x <- x + a*sum of (x_i - x). AsyncMesh (arXiv 2601.22442), on the
-part S of update t - tau: x_i <- mean of all x_j(t - tau) + e, e <- decay*e + (1 - decay)*(x_i(t) -
-x_i(t - tau)), with e zero at first.
+Elastic averaging SGD (Zhang, Choromanska, LeCun, 2015), all terms before the update: x_i <- x_i -
+lr*g_i - a*(x_i - x), x <- x + a*sum of (x_i - x). AsyncMesh (arXiv 2601.22442), on the part S of
+update t - tau: x_i <- mean of all x_j(t - tau) + e, e <- decay*e + (1 - decay)*(x_i(t) - x_i(t -
+tau)), with e zero at first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oracle.definition import Oracle, cut
 
 
 class AveragingOracle:
-    """Replica c of r takes microbatches c, c + r, ... of every minibatch, and is an ``Oracle``."""
+    """Replicas as ``Oracle`` objects; replica c of r takes microbatches c, c + r, ..."""
 
     def __init__(self, replicas, stages, *given, microbatches, **more):
         own = microbatches // replicas
@@ -23,7 +23,7 @@ class AveragingOracle:
         self.replicas = [Oracle(stages, *given, microbatches=own, **more) for _ in range(replicas)]
 
     def run(self, batches):
-        """Per minibatch the loss of each replica."""
+        """Return each replica's loss for every minibatch."""
         runs = [
             oracle.minibatches([self.dealt(batch, c) for batch in batches])
             for c, oracle in enumerate(self.replicas)
@@ -43,7 +43,7 @@ class AveragingOracle:
         return tuple(torch.cat([part[side] for part in mine]) for side in (0, 1))
 
     def rows(self, k, ago=0):
-        """The weights of stage k, one row a replica: after the last update, or before it."""
+        """Return stage k's weights, one row per replica, after the last update or before it."""
         return [
             torch.cat([row.weight.reshape(-1) for row in oracle.versions[k][-1 - ago]])
             for oracle in self.replicas
@@ -103,7 +103,7 @@ class SparseOracle(AveragingOracle):
 
 
 def part_of(update, share, size, stage, seed=0):
-    """Which weights have their turn at an update: of each part 16 blocks or more."""
+    """Return the weights averaged at an update: 16 blocks or more of each part."""
     parts = min(math.ceil(1 / share), max(1, size))
     blocks = torch.arange(size).split(min(max(1, size // (16 * parts)), 1024))
     for index in (stage, update // parts):

@@ -1,4 +1,4 @@
-"""Which settings a method is compared with the oracle in: a covering choice, and all of them."""
+"""Settings in which methods are compared with the oracle: a covering set, and all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCHEDULERS = {
 
 
 class Case(NamedTuple):
-    """One setting; ``microbatches`` 0 stands for as many as there are stages."""
+    """One setting; ``microbatches`` 0 means the number of stages."""
 
     method: str
     stages: int
@@ -63,10 +63,10 @@ class Case(NamedTuple):
 
     @property
     def asked(self):
-        """What the pipeline's argument ``window`` is."""
+        """Return the pipeline's argument ``window``."""
         if self.window == "classic":
             return None
-        if self.window == "uneven":  # neither N - k nor the same everywhere; it must not increase
+        if self.window == "uneven":  # neither N - k nor constant; it must not increase
             return [self.stages + 2 - (k + 1) // 2 for k in range(self.stages)]
         return self.window if self.window == "wide" else int(self.window)
 
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 def makes_sense(case):
-    """Whether the method is defined there."""
+    """Return whether the method is defined for the setting."""
     definition = METHODS[case.method]
     if case.microbatches == case.stages:  # the same as 0
         return False
@@ -109,17 +109,18 @@ AXES = (
 
 
 def every_case():
-    """The full product."""
+    """Return the full product."""
     return [case for case in itertools.starmap(Case, itertools.product(*AXES)) if makes_sense(case)]
 
 
 def covering_cases():
-    """Few cases in which every pair of values of two axes occurs that occurs in the product.
+    """Return few cases that cover every pair of values of two axes in the product.
 
-    Greedy, from a fixed seed: all processes that share the tests must agree on them.
+    Greedy, from a fixed seed: all processes that share the tests must choose the same.
     """
     draw, chosen = random.Random(0), []
-    wanted = dict.fromkeys(pair for case in every_case() for pair in pairs(case))  # in their order
+    # in order of appearance
+    wanted = dict.fromkeys(pair for case in every_case() for pair in pairs(case))
     while wanted:
         (a, x), (b, y) = next(iter(wanted))
         tried = []

@@ -1,7 +1,6 @@
-"""A second oracle, of Linear+tanh layers under squared error and momentum SGD, nothing left out.
+"""A second oracle in closed form: Linear+tanh layers with squared error and momentum SGD.
 
-All derivatives, all versions and all laws are closed forms here: no autograd, no optimizer, no list
-of actions.
+All derivatives, versions and laws are closed forms: no autograd, no optimizer, no list of actions.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from oracle.schedules import FLUSHING
 
 
 class TanhChainOracle:
-    """stages: per stage a list of (weight, bias)."""
+    """stages: a list of (weight, bias) per stage."""
 
     def __init__(self, stages, lr, momentum, method, microbatches=1, window=None):
         self.lr, self.mu, self.m = lr, momentum, microbatches
@@ -27,7 +26,7 @@ class TanhChainOracle:
         self.shapes = [[(w.shape, b.shape) for w, b in stage] for stage in stages]
 
     def read(self, i, j, k):
-        """The version that the forward of microbatch j of minibatch i reads."""
+        """Return the version that the forward of microbatch j of minibatch i reads."""
         if self.method.schedule == "interleaved-async":
             return self.interleaved(i * self.m + j, k) // self.m
         if self.method.schedule == "wpipe":
@@ -40,20 +39,21 @@ class TanhChainOracle:
         return max(0, i * self.m + (0 if self.method.once else j) - window + 1) // self.m
 
     def interleaved(self, q, k):
-        """The backwards of stage k before its forward q, of two chunks.
+        """Return the backwards of stage k before its forward q, with two chunks.
 
-        Its device numbers them 2p*(q//p) + c*p + q%p in chunk c of forwards, 1 - c of backwards;
-        backward b comes after forward b + warmup.
+        Its device numbers them 2p*(q//p) + c*p + q%p, in chunk c for forwards and 1 - c for
+        backwards; backward b follows forward b + warmup.
         """
         v = min(2, len(self.stages))
         p = -(-len(self.stages) // v)
         c, d = divmod(k, p)
         forward = v * p * (q // p) + c * p + q % p
-        through = forward - (2 * (p - d - 1) + (v - 1) * p) - (v - 1 - c) * p  # less one: done
+        # completed, hence minus one
+        through = forward - (2 * (p - d - 1) + (v - 1) * p) - (v - 1 - c) * p
         return max(0, through // (v * p) * p + min(p, through % (v * p)))
 
     def weights(self, k, u, law, s):
-        """The prediction from version u of stage k."""
+        """Return the prediction from version u of stage k."""
         w, v = self.versions[k][u]
         if law == "difference":
             return w + s * (w - self.versions[k][max(0, u - 1)][0])
@@ -73,14 +73,14 @@ class TanhChainOracle:
         return w - s * self.rate(k, u) * v
 
     def rate(self, k, u):
-        """The learning rate of the update after version u of this run."""
+        """Return the learning rate of the update after version u of this run."""
         return self.lr * self.method.rates(*self.place(k), self.made + u)
 
     def place(self, k):
         return k, len(self.stages), self.windows[k], self.m
 
     def after(self, k, i, total, stale):
-        """The version after an update whose last backward had the stale weights."""
+        """Return the version after an update whose last backward had the stale weights."""
         w, v = self.versions[k][i]
         name, *numbers = self.method.correction(*self.place(k)) or (None,)
         if name == "braking" and total.norm() * v.norm() > 0:
@@ -110,7 +110,7 @@ class TanhChainOracle:
         return w - self.rate(k, i) * step, moved
 
     def both(self, i, j, k):
-        """Weights of the forward and of the backward."""
+        """Return the weights of the forward and of the backward."""
         place = self.place(k)
         u = self.read(i, j, k)
         s = i - u if self.method.forward == "counted" else self.method.forward(*place)

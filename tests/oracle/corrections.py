@@ -1,7 +1,7 @@
-"""What a step does because its gradient is late, from the papers' formulas.
+"""Corrections of late gradients, from the papers' formulas.
 
-The optimizer makes its step, and its state is right then; where the correction is another step than
-that, the weights are made again from what they were.
+The optimizer makes its step, which updates its state. If the correction requires another step, the
+weights are recomputed from the old ones.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import torch
 
 
 class Steps:
-    """The steps of one stage's optimizer under a correction, a tuple of its name and its numbers.
+    """The steps of one stage's optimizer under a correction, a tuple of its name and numbers.
 
     ("spike", D), ("feedback",), ("braking", rho), ("delay", strength), ("gap", decay); None: the
-    optimizer's own.
+    optimizer's own step.
     """
 
     def __init__(self, optimizer, params, correction):
         self.optimizer, self.params = optimizer, params
         self.name, *self.numbers = correction or (None,)
-        self.before = {}  # of every parameter, the update before
-        self.squares = {}  # and the average square of its updates, and how many there were
-        self.largest_lr = {}  # of a group
+        self.before = {}  # each parameter's previous update
+        self.squares = {}  # and the mean square of its updates, and their number
+        self.largest_lr = {}  # by group
 
     @torch.no_grad()
     def step(self, stale):
-        """``stale``: of every parameter, the weights that its gradient was computed with."""
+        """``stale``: for every parameter, the weights of its gradient."""
         moving = [p for p in self.params if p.grad is not None]
         for p, old in zip(self.params, stale, strict=True):
             if self.name in ("delay", "gap") and p.grad is not None:
@@ -47,7 +47,7 @@ class Steps:
                 self.note_square(p, self.group(p), weight)
 
     def by_stale(self, p, group, gap):
-        """The gradient that the optimizer is given instead; it adds an L2 penalty of W to it."""
+        """Return the gradient for the optimizer, which adds an L2 penalty of W to it."""
         sign = -1 if group.get("maximize") else 1
         gradient = sign * p.grad
         if self.name == "delay":
@@ -64,7 +64,7 @@ class Steps:
         return sign * ((gradient + penalty) / (1 + gap.abs() / usual) - penalty)
 
     def note_square(self, p, group, weight):
-        if "betas" in group:  # what it took from the weights, but for decoupled decay
+        if "betas" in group:  # its change of the weights, without decoupled decay
             decoupled = group.get("decoupled_weight_decay", False)
             kept = 1 - group["lr"] * group["weight_decay"] if decoupled else 1
             moved = kept * weight - p
@@ -88,7 +88,7 @@ class Steps:
         return 1 - self.numbers[0] * cosine
 
     def update(self, p, group, weight, gradient):
-        """What the weights shrink to by decoupled decay, and what is subtracted times lr."""
+        """Return the weights after decoupled decay, and the direction to subtract, times lr."""
         decay = group["weight_decay"]
         decoupled = group.get("decoupled_weight_decay", False)
         kept = weight * (1 - group["lr"] * decay) if decoupled else weight
@@ -113,7 +113,7 @@ class Steps:
 
 
 class Pace:
-    """Learning rates times a factor for each update of training."""
+    """Multiplies learning rates by a factor for each update of training."""
 
     def __init__(self, optimizer, factor):
         self.groups, self.made = optimizer.param_groups, 0
@@ -121,14 +121,14 @@ class Pace:
         self.slow()
 
     def slow(self):
-        """The next update's rates."""
+        """Set the next update's rates."""
         self.own = [group["lr"] for group in self.groups]
         for group in self.groups:
             group["lr"] = group["lr"] * self.factor(self.made)
         self.given = [group["lr"] for group in self.groups]
 
     def restore(self):
-        """Those that a scheduler knows, after an update; what was set since has the factor."""
+        """Restore the scheduler's rates after an update; rates set since then have the factor."""
         for group, own, given in zip(self.groups, self.own, self.given, strict=True):
             group["lr"] = own if group["lr"] == given else group["lr"] / self.factor(self.made)
         self.made += 1

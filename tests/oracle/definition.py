@@ -1,19 +1,20 @@
-"""The definition of every method, evaluated directly: plain PyTorch, no package code.
+"""Evaluates the definition of every method directly in plain PyTorch, without package code.
 
-Nothing overlaps and every version of every stage is kept. Version t of a stage is what it has after
-t updates of this run. For microbatch j of minibatch i, on a stage:
+Nothing overlaps, and every version of every stage is kept. Version t of a stage is its weights
+after t updates of this run. For microbatch j of minibatch i, on a stage:
 
 - the forward computes with the prediction, s updates ahead, from the version it reads;
-- the backward meets version i itself, or a prediction from it, or the forward's weights again;
+- the backward uses version i itself, or a prediction from it, or the forward's weights again;
 - after the last microbatch's backward the optimizer takes the sum of the microbatches' gradients,
   each times its share of the samples, and makes version i + 1.
 
-Where a minibatch's loss is not finite, and that is skipped, version i + 1 of every stage is version
-i; where gradients of some stages are not, that of the last of these and of those before it, or of
-all under a schedule that flushes.
+If a minibatch's loss is not finite and is skipped, version i + 1 of every stage is version i. If
+gradients of some stages are not finite, this holds for the last of these and all before it, or for
+all stages under a schedule that flushes.
 
-A parameter that several stages have is the first one's. On the others both forward and backward of
-a microbatch have what its forward had on the first, and their gradients are added to its own.
+A parameter shared by several stages belongs to the first one. On the others, both forward and
+backward of a microbatch use the weights of its forward on the first, and their gradients are added
+to those of the first.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from oracle.schedules import FLUSHING, order, updates_before
 
 
 class Oracle:
-    """Any modules, and any optimizer that oracle_laws knows, at any delay.
+    """The oracle of any modules, and any optimizer that oracle.laws supports, at any delay.
 
-    Weights are put into the modules behind autograd's back. Saved activations are then the
-    forward's and saved weights the backward's, which is what "the backward meets version i" means
-    for a module that saves its weights themselves.
+    Weights are put into the modules without autograd's knowledge. Saved activations are then the
+    forward's and saved weights the backward's, which is the meaning of "the backward uses version
+    i" for a module that saves its weights themselves.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Oracle:
         on_nonfinite=None,
     ):
         self.split_dim, self.skips = split_dim, on_nonfinite == "skip"
-        self.stages = copy.deepcopy(list(stages))  # ties are tied again
+        self.stages = copy.deepcopy(list(stages))  # ties are made again below
         self.loss_fn, self.microbatches, self.recompute = loss_fn, microbatches, recompute
         self.method = METHODS[method] if isinstance(method, str) else method
         self.clip_norm, self.clip_scope = clip_norm, clip_scope
@@ -71,7 +72,7 @@ class Oracle:
         self.take_up(self.method)
 
     def take_up(self, method):
-        """Train by it from the next run on."""
+        """Train by this method from the next run on."""
         n, m = len(self.stages), self.microbatches
         self.method = method
         self.windows = [window_of(method, self.window, k, n, m) for k in range(n)]
@@ -92,9 +93,9 @@ class Oracle:
         return list(self.minibatches(batches))
 
     def minibatches(self, batches):
-        """The loss of every minibatch, after its update; the caller may change weights there.
+        """Yield the loss of every minibatch after its update; the caller may change weights there.
 
-        A method that changes is one run after another.
+        A method with phases is one run after another.
         """
         batches = list(batches)
         while self.method.then is not None:
@@ -114,7 +115,7 @@ class Oracle:
         counts = [len(parts) for parts in minibatches]
         self.read = [self.versions_read(k, counts) for k in range(n)]
         self.versions = [[self.version(k)] for k in range(n)]
-        # Which of these each update has made: one that is left out makes none.
+        # The minibatch of each update; a skipped one has no update.
         self.made_by = [[0] for _ in range(n)]
         for i, parts in enumerate(minibatches):
             loss, tapes = 0.0, []
@@ -135,18 +136,18 @@ class Oracle:
                 p.data.copy_(self.versions[home][-1][r].weight)
 
     def window_at(self, k):
-        """That of this phase, if there are several."""
+        """Return the window of the current phase."""
         return window_of(self.method, self.window, k, len(self.stages), self.microbatches)
 
-    # Weights.
+    # Weights
 
     def versions_read(self, k, counts):
-        """(i, j) -> the updates before the forward, for minibatches of so many microbatches."""
+        """Return (i, j) -> updates before the forward, given each minibatch's microbatches."""
         n, w, m = len(self.stages), self.windows[k], self.microbatches
         return updates_before(order(self.method.schedule, k, n, w, m, counts), "F")
 
     def first(self, j, k):
-        """The microbatch whose weights j shares, where those of a minibatch share weights."""
+        """Return the microbatch whose weights j uses, if those of a minibatch share weights."""
         return 0
 
     def version(self, k):
@@ -188,7 +189,7 @@ class Oracle:
         for p, weight in zip(self.params[k], weights, strict=True):
             p.data.copy_(weight)
 
-    # Work.
+    # Compute
 
     def forward(self, i, j, value, target):
         tape = []
@@ -201,7 +202,7 @@ class Oracle:
         return value.detach(), tape
 
     def compute(self, k, value, target):
-        """The stage's forward, and the loss after the last: (what entered, what came out)."""
+        """Run the stage's forward, and the loss after the last: (input, output)."""
         entries = [leaf(v) for v in many(value)]
         inputs = [v * 1 if v.requires_grad else v for v in entries]
         value = self.stages[k](like(value, inputs))
@@ -219,7 +220,7 @@ class Oracle:
             if self.recompute:
                 counted = self.put_buffers(k, found)
                 entries, value = self.compute(k, like(entered, entries), target)
-                self.put_buffers(k, counted)  # running statistics have seen this microbatch
+                self.put_buffers(k, counted)  # running statistics include this microbatch
             places = [(p, k, r) for r, p in enumerate(self.params[k])] + self.copies[k]
             wanted = [v for v in [*entries, *(p for p, _, _ in places)] if v.requires_grad]
             found = dict(
@@ -232,14 +233,14 @@ class Oracle:
             gradients = [found.get(id(entry)) for entry in entries]
 
     def put_buffers(self, k, values):
-        """Give the stage's buffers these values; returns those that they had."""
+        """Give the stage's buffers these values; return the previous ones."""
         before = [buffer.clone() for buffer in self.stages[k].buffers()]
         for buffer, value in zip(self.stages[k].buffers(), values, strict=True):
             buffer.data.copy_(value)
         return before
 
     def left_out(self, total, loss):
-        """The stages that do not update by these gradients."""
+        """Return the stages that skip the update with these gradients."""
         bad = [
             k
             for k, gradients in enumerate(total)
@@ -252,7 +253,7 @@ class Oracle:
     def update(self, total, stale, left_out=()):
         for true, gradients in zip(self.true, total, strict=True):
             for p, gradient in zip(true, gradients, strict=True):
-                # of its strides, as autograd makes it: fused optimizers walk memory
+                # with its strides, like autograd: fused optimizers follow memory order
                 p.grad = None if gradient is None else torch.empty_like(p).copy_(gradient)
         if self.clip_norm is not None:
             whole = [[p for true in self.true for p in true]]
@@ -279,9 +280,9 @@ class Oracle:
 
 
 def untied(stages):
-    """Per stage the parameters that it trains, and of copies (the copy, its home, its place there).
+    """Return each stage's trained parameters, and (copy, its home, its place there) of copies.
 
-    The stages get parameters of their own for the copies.
+    The copies' parameters become separate ones.
     """
     params, copies, homes = [], [], {}
     for k, stage in enumerate(stages):
@@ -303,7 +304,7 @@ def untied(stages):
 
 
 def found_of(outputs, wanted, gradients):
-    """Gradients of what is wanted, from those of the outputs; None where nothing depends on it."""
+    """Return gradients of ``wanted`` from those of the outputs; None without a dependence."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if not pairs or not wanted:
         return [None] * len(wanted)
@@ -314,7 +315,7 @@ def found_of(outputs, wanted, gradients):
 
 
 def cut(batch, microbatches, split_dim=0):
-    """(input, target, share of the samples) per microbatch; sizes differ by at most one."""
+    """Return (input, target, share of the samples) per microbatch; sizes differ by at most one."""
     value, target = (batch, batch) if isinstance(batch, dict) else batch
     of = split_dim if isinstance(split_dim, tuple) else (split_dim, split_dim)
     dims = [dims_of(side, dim) for side, dim in zip((value, target), of, strict=True)]
@@ -337,7 +338,7 @@ def cut(batch, microbatches, split_dim=0):
 
 
 def dims_of(value, split_dim):
-    """Of every tensor: one number for all, one for each, or those of some names."""
+    """Return every tensor's split dimension: one for all, one for each, or by name."""
     if isinstance(split_dim, int):
         return [split_dim] * len(many(value))
     if isinstance(split_dim, dict):
@@ -352,7 +353,7 @@ def many(value):
 
 
 def like(value, tensors):
-    """These tensors in the form of a value."""
+    """Return these tensors in the structure of a value."""
     if isinstance(value, dict):
         return dict(zip(value, tensors, strict=True))
     return tuple(tensors) if isinstance(value, tuple) else tensors[0]

@@ -1,7 +1,7 @@
-"""The weights s updates after a version, by every law, from what the version's optimizer holds.
+"""Predicts weights s updates after a version, by every law, from its optimizer's state.
 
-A version is a list of rows, one per parameter: the weight, the optimizer's state and its numbers.
-A parameter that has not been updated yet has no state, and is predicted to stay as it is.
+A version is a list of rows, one per parameter: the weight, the optimizer's state and its numbers. A
+parameter that has not been updated yet has no state, and its prediction is unchanged.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ class Row:
 
     weight: torch.Tensor
     state: dict
-    group: dict  # the options of its parameter group, lr as the next update will have it
-    kind: type  # of the optimizer
+    group: dict  # the options of its parameter group, with the next update's lr
+    kind: type  # the optimizer's class
 
     @property
     def velocity(self):
-        """SGD's momentum buffer, Adam's first moment; None before the first update."""
+        """SGD's momentum buffer or Adam's first moment; None before the first update."""
         return self.state.get("exp_avg", self.state.get("momentum_buffer"))
 
 
 def rows_of(optimizer, params):
-    """The present version."""
+    """Return the present version."""
     rows = []
     for p in params:
         group = next(g for g in optimizer.param_groups if any(p is q for q in g["params"]))
         state = {
             name: v.clone() if torch.is_tensor(v) else v for name, v in optimizer.state[p].items()
         }
-        group = {name: group[name] for name in optimizer.defaults}  # and nothing of a scheduler's
+        group = {name: group[name] for name in optimizer.defaults}  # without a scheduler's entries
         rows.append(Row(p.detach().clone(), state, group, type(optimizer)))
     return rows
 
 
 def predict(law, versions, u, steps, lead=0):
-    """The weights predicted from version u."""
+    """Return the weights predicted from version u."""
     found = []
     for r, row in enumerate(versions[u]):
         before = versions[max(0, u - 1)][r]
@@ -63,7 +63,7 @@ def predict(law, versions, u, steps, lead=0):
 
 
 def average_change(versions, r, steps):
-    """Of row r: delta <- gamma*delta + (1 - gamma)*(W' - W), gamma = D^(1/steps), D = e^-2."""
+    """Row r: delta <- gamma*delta + (1 - gamma)*(W' - W), gamma = D^(1/steps), D = e^-2."""
     delta = torch.zeros_like(versions[0][r].weight)
     for before, now in itertools.pairwise(versions):
         gamma = math.exp(-2) ** (1 / steps)
@@ -72,13 +72,13 @@ def average_change(versions, r, steps):
 
 
 def direction(row, velocity=None):
-    """What an update subtracts per learning rate, had it this first moment and nothing else."""
+    """Return what an update with only this first moment subtracts per learning rate."""
     velocity = row.velocity if velocity is None else velocity
     return velocity * first(row, 0) / root(row, 0) if adam(row) else velocity
 
 
 def second_order(row, before, delay, lead):
-    """The momentum and its last change, written by the update itself: with that update's lr."""
+    """Return the momentum and its last change as the update writes them, with that update's lr."""
     earlier = torch.zeros_like(row.velocity) if before.velocity is None else before.velocity
     change = row.velocity - earlier
     moved = (delay + lead) * row.velocity + delay * (delay + 1) / 2 * change
@@ -86,7 +86,7 @@ def second_order(row, before, delay, lead):
 
 
 def no_more_gradients(row, coming):
-    """SGD goes on, and its gradients are zero: the optimizer itself says what then happens."""
+    """Continue SGD with gradients of zero, as the optimizer itself does."""
     weight = row.weight.clone().requires_grad_()
     optimizer = row.kind([weight], **{**row.group, "lr": 0.0})
     optimizer.state[weight]["momentum_buffer"] = row.velocity.clone()
@@ -98,7 +98,7 @@ def no_more_gradients(row, coming):
 
 
 def adam_loop(row, coming):
-    """Adam's first moment decays, the second stays, the bias corrections go on."""
+    """Adam's first moment decays, the second stays, the bias corrections continue."""
     weight, moment = row.weight.clone(), row.velocity.clone()
     for ahead, lr in enumerate(coming, start=1):
         moment *= row.group["betas"][0]
@@ -109,21 +109,21 @@ def adam_loop(row, coming):
 
 
 def adam(row):
-    """Whether it is of Adam's family."""
+    """Return whether the row belongs to Adam's family."""
     return "betas" in row.group
 
 
 def first(row, ahead):
-    """Bias correction of the first moment, that many updates from now."""
+    """Return the first moment's bias correction ``ahead`` updates from now."""
     beta, step = row.group["betas"][0], int(row.state["step"]) + ahead
     decay = row.group.get("momentum_decay")
     if decay is None:
         return 1 / (1 - beta**step)
     mus = [beta * (1 - 0.5 * 0.96 ** (i * decay)) for i in range(1, step + 2)]
-    return mus[-1] / (1 - math.prod(mus))  # NAdam: the part of its update that has the moment
+    return mus[-1] / (1 - math.prod(mus))  # NAdam: the part of its update with the moment
 
 
 def root(row, ahead):
-    """The root of the second moment, its bias corrected, plus eps."""
+    """Return the root of the bias-corrected second moment, plus eps."""
     step = int(row.state["step"]) + ahead
     return (row.state["exp_avg_sq"] / (1 - row.group["betas"][1] ** step)).sqrt() + row.group["eps"]

@@ -1,4 +1,4 @@
-"""How many weight versions a stage cannot do without, from the definitions alone."""
+"""Counts the weight versions that a stage needs, from the definitions alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from oracle.schedules import ends_of, order, updates_before
 
 
 def most_versions(method, k, n, windows, m):
-    """The most distinct weights of stage k that must exist at the same time.
+    """Return the maximum number of distinct weights of stage k that must exist at once.
 
-    These are the true ones, those that are computed with, those that a backward in flight has to
-    find again, and versions that coming forwards read; and a prediction that a step has written.
+    These are the true ones, those in use, those that a backward in flight reads again, versions
+    that later forwards read, and a prediction that a step has written.
     """
     definition = METHODS[method]
     parts = [m] * (2 * max(windows) // m + 8)
@@ -27,7 +27,7 @@ def most_versions(method, k, n, windows, m):
         s, lead = (i - u if rule == "counted" else rule(*place)), definition.lead(*place)
         if definition.law == "second-order":
             return (u, s + lead) if u else (u, 0)
-        if definition.law == "difference":  # nothing moved before the first update
+        if definition.law == "difference":  # nothing moves before the first update
             return (u, s if u else 0)
         return (u, s)
 
@@ -35,13 +35,13 @@ def most_versions(method, k, n, windows, m):
         if definition.backward == "stash":
             return forward(i, j)
         s = definition.backward_horizon(*place) if definition.backward == "predict" else 0
-        if definition.law == "second-order" and s:  # whose backward is linear
+        if definition.law == "second-order" and s:  # its backward is linear
             return (i, s, "linear")
         return (i, -s if definition.law == "average" else s)
 
     stale = (definition.correction(*place) or "?")[0] in ("delay", "gap")
-    # Both the forward's weights and the backward's stay where they are for as long as they are of
-    # the newest version, unless an update comes between any two that are predicted.
+    # Both the forward's and the backward's weights stay while they are of the newest version,
+    # unless an update comes between two predicted ones.
     both = definition.backward == "predict" and definition.backward_horizon(*place) > 0
     both = definition.backward != "stash" and not (
         m == 1 and both and definition.reads == "newest" and definition.law != "second-order"
@@ -52,7 +52,7 @@ def most_versions(method, k, n, windows, m):
     for position, (what, i, j) in enumerate(actions):
         if what == "U":
             updates, met, last = updates + 1, None, {}
-            if definition.law == "second-order":  # the step writes it, whoever reads it
+            if definition.law == "second-order":  # the step writes it for any reader
                 s = definition.forward(*place) + definition.lead(*place)
                 kept = {forward(*microbatch) for microbatch in flying}
                 most = max(most, len({(updates, s), (updates, 0)} | kept))
@@ -61,7 +61,7 @@ def most_versions(method, k, n, windows, m):
         if what == "F":
             flying.append((i, j))
             begun.add((i, j))
-        # A step that reads stale weights has the true ones in a buffer of their own.
+        # A step that reads stale weights has the true ones in a separate buffer.
         held = {working, "true" if stale else (updates, 0)}
         if what == "B":
             met = working
@@ -76,7 +76,7 @@ def most_versions(method, k, n, windows, m):
             if later == "F":
                 wanted = forward(x, y)
                 if wanted[0] <= updates and definition.reads != "newest":
-                    held.add((wanted[0], 0))  # the version itself exists, and is still to be read
+                    held.add((wanted[0], 0))  # the version itself exists and is still to be read
                 if definition.once and (x, 0) in begun:
                     held.add(wanted)
         if definition.law == "difference" and definition.forward(*place) and updates:

@@ -1,7 +1,7 @@
-"""What every method is: which version a forward reads, how far ahead, and what its backward has.
+"""Defines every method: the version its forward reads, the horizon, and its backward's weights.
 
-One row per method, written down from the papers' formulas. k is the stage, n the number of stages,
-w the microbatches that the stage may have in flight, m the microbatches of one update.
+One row per method, from the papers' formulas. k is the stage, n the number of stages, w the
+microbatches that the stage may have in flight, m the microbatches of one update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Definition:
     """A method: choices that hold for all stages, and rules ``(k, n, w, m) -> number``."""
 
     schedule: str = "1f1b-async"
-    reads: str = "newest"  # or "entry": stage 0's version, "previous": of one minibatch earlier
+    reads: str = "newest"  # or "entry": stage 0's version, "previous": one minibatch earlier
     law: str = "linear"  # "geometric", "second-order", "difference"
     forward: Callable | str = lambda k, n, w, m: 0  # or "counted": the updates up to the backward
     backward: str = "current"  # "predict", "stash"
@@ -27,20 +27,20 @@ class Definition:
     once: bool = False  # a minibatch's microbatches share the weights of its first
     averaged: bool = False  # needs v = mu*v + (1 - mu)*g
     rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of update t
-    correction: Callable = lambda k, n, w, m: None  # what oracle.corrections knows
+    correction: Callable = lambda k, n, w, m: None  # see oracle.corrections
     families: tuple = ("sgd", "nesterov", "adam", "nadam")  # optimizers that it is defined for
-    stages: int = 8  # at most
-    roomy: bool = False  # has a wider window where no forward is more than one update late by that
-    then: tuple | None = None  # (another, after so many minibatches of training)
+    stages: int = 8  # maximum
+    roomy: bool = False  # has a wider window if that delays no forward by more than one update
+    then: tuple | None = None  # (another method, after this many minibatches of training)
 
 
 def nearest(x):
-    """Half goes up."""
+    """Round to nearest; halves go up."""
     return math.floor(x + 0.5)
 
 
 def local(k, n, w, m):
-    """Updates between a microbatch's forward and its backward, at most: w - 1 microbatches."""
+    """Return the maximum updates between a forward and its backward: w - 1 microbatches."""
     return -(-(w - 1) // m)
 
 
@@ -54,7 +54,7 @@ def spike(k, n, w, m):
 
 
 def where_late(*correction):
-    """Nothing is corrected where D is 0."""
+    """Return a rule without correction where D is 0."""
     return lambda k, n, w, m: correction if local(k, n, w, m) else None
 
 
@@ -64,7 +64,7 @@ SPECTRAIN = Definition(
     backward_horizon=lambda k, n, w, m: nearest((k // 2) / m),
 )
 
-# Stage k's backward is k microbatches before that of stage 0, which lags by so much more.
+# Stage k's backward is k microbatches before that of stage 0, whose delay is larger by that.
 SECOND_ORDER = Definition(
     law="second-order",
     forward=local,
@@ -76,12 +76,12 @@ LOOKING_BACK = Definition(law="average", backward="predict", backward_horizon=lo
 
 
 def interleaved_delay(k, n, w, m):
-    """Counted, for nobody has published a formula: this schedule without a flush is our own."""
+    """Counted, since there is no published formula: this schedule without a flush is our own."""
     return counted("interleaved-async", k, n, m)[1]
 
 
 def less_half(k, n, w, m):
-    """Half of a stage's own delay, rounded down, is not looked ahead along the momentum."""
+    """Half of a stage's own delay, rounded down, is not predicted along the momentum."""
     return SECOND_ORDER.lead(k, n, w, m) - local(k, n, w, m) // 2
 
 
@@ -149,12 +149,12 @@ METHODS = {
 
 
 def hybrid(first, then, after):
-    """The one, and after so many minibatches the other: nothing of one is in flight then."""
+    """Combine two methods; the second starts after some minibatches, with an empty pipeline."""
     return replace(METHODS[first], then=(METHODS[then], after))
 
 
 def window_of(definition, window, k, n, m):
-    """Microbatches that stage k may have in flight; ``window`` is what the caller asked for."""
+    """Return the microbatches that stage k may have in flight; ``window`` is the caller's."""
     if definition.schedule == "gpipe":
         return m
     if definition.schedule == "1f1b":
@@ -164,7 +164,7 @@ def window_of(definition, window, k, n, m):
     if definition.schedule in CHUNKED:
         return counted(definition.schedule, k, n, m)[0]
     if window is None and definition.roomy:
-        # Stage 0 then has m in flight at most: of two neighbouring minibatches.
+        # Stage 0 then has at most m in flight: of two neighbouring minibatches.
         return next(w for w in range(2 * (n - k) - 1, 0, -1) if w == n - k or w + k <= m)
     if window is None or window == "classic":
         return n - k

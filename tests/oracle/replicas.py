@@ -8,9 +8,9 @@ from oracle.schedules import CHUNKED, flushing, order, updates_before
 
 
 class ReplicaOracle(Oracle):
-    """Microbatch j is run by replica j mod r, which orders its own as a stage without replicas.
+    """Microbatch j runs on replica j mod r, whose own order is that of a stage without replicas.
 
-    An update needs the gradients of all replicas: versions are those of the stage.
+    An update needs the gradients of all replicas: versions belong to the stage.
     """
 
     def __init__(self, stages, counts, optimizer, loss_fn, method, scheduler=None, **more):
@@ -21,7 +21,7 @@ class ReplicaOracle(Oracle):
         self.window = window
 
     def window_at(self, k):
-        """As many stages to come as there are ranks from here on, for each replica."""
+        """Return each replica's window: the ranks from here on over the stage's replicas."""
         if isinstance(self.window, list):
             return self.window[k]
         if self.method.schedule in CHUNKED:
@@ -36,7 +36,7 @@ class ReplicaOracle(Oracle):
             if self.method.schedule == "1f1b":
                 actions = flushing(window, own)
             else:
-                # Those with chunks have as many replicas everywhere: each is a pipeline of its own.
+                # Stages with chunks have equal replicas everywhere: each is a separate pipeline.
                 at = (k, len(self.counts)) if self.method.schedule in CHUNKED else (0, 1)
                 actions = order(self.method.schedule, *at, window, self.parts[k], own)
             for (i, j), updates in updates_before(actions, "F").items():

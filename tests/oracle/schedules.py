@@ -1,7 +1,7 @@
-"""In which order one stage works, written out action by action, and what counting its updates says.
+"""Writes out each stage's order of actions, and counts its updates.
 
-F(i, j) is the forward of microbatch j of minibatch i, B(i, j) its backward, U(i) the update. Where
-there are W(i, j) as well, B(i, j) is the gradient of the input alone, and W(i, j) that of weights.
+F(i, j) is the forward of microbatch j of minibatch i, B(i, j) its backward, U(i) the update. If
+there are W(i, j), B(i, j) is the gradient of only the input and W(i, j) that of the weights.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cache
 
 FLUSHING = ("gpipe", "1f1b", "zb-h1", "interleaved")
-CHUNKED = ("interleaved", "interleaved-async", "wpipe")  # several stages on a device
+CHUNKED = ("interleaved", "interleaved-async", "wpipe")  # several stages per device
 
 
 def order(schedule, k, n, window, m, parts):
-    """The actions of stage k of n; of m microbatches, minibatch i has ``parts[i]`` (1 to m)."""
+    """Return the actions of stage k of n; minibatch i has ``parts[i]`` microbatches (1 to m)."""
     if schedule == "1f1b-async":
         return asynchronous(window, m, parts)
     if schedule in ("interleaved", "interleaved-async"):
@@ -28,9 +28,9 @@ def order(schedule, k, n, window, m, parts):
 
 
 def asynchronous(window, m, parts):
-    """``window`` forwards, then backward and forward in turn, across the ends of minibatches.
+    """``window`` forwards, then backward and forward in turn, across minibatches.
 
-    A minibatch with fewer samples than microbatches leaves the places of its last ones empty.
+    A minibatch with fewer samples than microbatches leaves its last places empty.
     """
     places = [(i, j) for i in range(len(parts)) for j in range(m)]
     for q in range(len(places) + window):
@@ -70,7 +70,7 @@ def flushing(window, parts):
 
 
 def megatron(p, device, v, microbatches):
-    """What a device of p with v chunks does with so many microbatches, as ("F", chunk, microbatch).
+    """Return a device's actions, of p with v chunks, as ("F", chunk, microbatch).
 
     Narayanan et al., arXiv 2104.04473, section 2.2, and the order of Megatron-LM's
     ``forward_backward_pipelining_with_interleaving``: p microbatches in a chunk, then in the next;
@@ -92,9 +92,10 @@ def megatron(p, device, v, microbatches):
 
 
 def interleaved(k, n, m, parts, flush):
-    """The part of a stage in what its device does, two stages to a device.
+    """Return a stage's part of its device's actions, with two stages per device.
 
-    Microbatches that fill the last round up do not exist. Without a flush all minibatches are one.
+    Microbatches that only complete the last round do not exist. Without a flush all minibatches are
+    one.
     """
     v = min(2, n)
     p = -(-n // v)
@@ -127,7 +128,7 @@ def moved(k, n, m, parts):
 
 @cache
 def counted(schedule, k, n, m):
-    """(most microbatches in flight, most updates between a forward and its backward) of a run."""
+    """Return (maximum microbatches in flight, maximum updates from a forward to its backward)."""
     parts = [m] * (4 * n // m + 8)
     actions = list(order(schedule, k, n, None, m, parts))
     reads, meets = updates_before(actions, "F"), updates_before(actions, "B")
@@ -137,7 +138,7 @@ def counted(schedule, k, n, m):
 def zero_bubble(k, n, parts):
     """ZB-H1: every stage holds n microbatches, n - k before their B, as 1F1B, and k before their W.
 
-    So a W comes k microbatches after its B, and when there are no more of these, as it can.
+    A W comes k microbatches after its B, or after the last B as soon as possible.
     """
     for i, count in enumerate(parts):
         backwards = 0
@@ -155,7 +156,7 @@ def zero_bubble(k, n, parts):
 
 
 def at_once(actions):
-    """Every W right after its B."""
+    """Put every W right after its B."""
     for what, i, j in actions:
         yield what, i, j
         if what == "B":
@@ -163,13 +164,13 @@ def at_once(actions):
 
 
 def ends_of(actions):
-    """The microbatches as their backwards end: at W, where there are any, else at B."""
+    """Return the microbatches as their backwards end: at W if there are any, else at B."""
     what = "W" if any(action[0] == "W" for action in actions) else "B"
     return [(i, j) if kind == what else None for kind, i, j in actions]
 
 
 def updates_before(actions, kind):
-    """(i, j) -> the updates that the stage has made when it does this F or B."""
+    """Return (i, j) -> the stage's updates before this F or B."""
     updates, found = 0, {}
     for what, i, j in actions:
         if what == "U":
@@ -180,7 +181,7 @@ def updates_before(actions, kind):
 
 
 def most_in_flight(actions):
-    """The most microbatches whose forward is done and whose backward is not."""
+    """Return the maximum number of microbatches between their forward and backward."""
     now = most = 0
     actions = list(actions)
     for (what, _, _), ended in zip(actions, ends_of(actions), strict=True):

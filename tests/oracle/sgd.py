@@ -1,4 +1,4 @@
-"""SGD with what torch.optim.SGD does not have: averaged momentum and decoupled weight decay."""
+"""SGD with averaged momentum and decoupled weight decay, which torch.optim.SGD does not have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class AveragingSGD(torch.optim.Optimizer):
-    """v = mu*v + (1 - mu)*g from v = 0 where ``ema``; W shrinks by lr*decay where decoupled."""
+    """v = mu*v + (1 - mu)*g from v = 0 with ``ema``; W shrinks by lr*decay if decoupled."""
 
     def __init__(self, params, lr, **options):
         options = {

@@ -1,4 +1,4 @@
-"""The oracle itself: against a second one that is all closed forms, and against numbers by hand."""
+"""Tests the oracle against a second one in closed form, and against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_two_oracles_agree(method, m, window):
 
 
 def test_the_oracle_tells_the_methods_apart():
-    """But for those that are one another at this momentum, window or number of microbatches."""
+    """Except for methods that coincide at this momentum, window or number of microbatches."""
     stages, data = tanh_stages(4), batches(12, size=4)
     final = {}
     for method in METHODS:
@@ -52,10 +52,10 @@ def test_the_oracle_tells_the_methods_apart():
             oracle = Oracle(stages, torch_sgd(), mse, method, microbatches=2)
             final[method] = oracle.run(data)[-1]
     groups = (
-        ("auto", "zb-h1-async"),  # but for the microbatches that two have
+        ("auto", "zb-h1-async"),  # except for microbatches that two methods handle differently
         ("sync", "gpipe", "1f1b", "zb-h1", "interleaved"),
         ("spectrain", "spectrain-ema"),
-        ("pipeoptim", "lwp-v", "lwp-w"),  # W - W_prev is -lr*v while lr stays
+        ("pipeoptim", "lwp-v", "lwp-w"),  # W - W_prev is -lr*v while lr is constant
     )
     same = {frozenset(pair) for group in groups for pair in combinations(group, 2)}
     for a in final:
@@ -68,8 +68,7 @@ def test_the_oracle_tells_the_methods_apart():
 @pytest.mark.parametrize("m", [1, 2, 5])
 @pytest.mark.parametrize("window", [1, 3, 4, 7])
 def test_versions_by_counting(window, m):
-    """A backward meets as many updates as there were minibatches before; a forward F(q) has seen
-    the backwards up to q - window."""
+    """F(q) follows the backwards up to q - window; a backward follows all earlier updates."""
     actions = list(order("1f1b-async", 0, 4, window, m, [m] * 12))
     assert updates_before(actions, "B") == {(i, j): i for i in range(12) for j in range(m)}
     for (i, j), seen in updates_before(actions, "F").items():
@@ -97,7 +96,7 @@ def test_the_orders_by_hand():
 
 
 def after_three_updates(kind, **options):
-    """A weight, and the optimizer that made three updates of it."""
+    """Return a weight, and the optimizer that made three updates of it."""
     weight = torch.randn(6).requires_grad_()
     optimizer = kind([weight], **options)
     for _ in range(3):

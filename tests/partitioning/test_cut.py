@@ -1,4 +1,4 @@
-"""The cut against brute force, and its report."""
+"""Tests the cut against brute force, and its report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cases(draw):
 
 
 def brute_force(profile, n, bandwidth, limit, copies, speeds):
-    """The least bottleneck of all divisions that are allowed, None if there is none."""
+    """Return the least bottleneck of all valid divisions, None if there is none."""
     best = None
     limits = limit if isinstance(limit, list) else [limit] * n
     bandwidths = bandwidth if isinstance(bandwidth, list) else [bandwidth] * (n - 1)

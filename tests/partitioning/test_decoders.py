@@ -1,4 +1,4 @@
-"""Hugging Face's decoders in stages: logits, losses and gradients are the uncut model's."""
+"""Tests Hugging Face decoders in stages: the uncut model's logits, losses and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"vocab_size": 61, "hidden_size": 16, "tie_word_embeddings": False}
 SMALL = {**LLAMA, **SIZES}
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 2}
 
-#: The package's name of a model, and what its config needs.
+#: The package's name of a model, and the requirements of its config.
 MODELS = {
     "Llama": SMALL,
     "Mistral": {**SMALL, "sliding_window": 3},
@@ -51,7 +51,7 @@ MODELS = {
     },
     "Bloom": {**SIZES, "n_layer": 4, "n_head": 2},
 }
-TEXT = {"Gemma3": "Gemma3Text"}  # config, where it is called otherwise
+TEXT = {"Gemma3": "Gemma3Text"}  # configs with another name
 LM = {"GPT2": "GPT2LMHeadModel"}
 
 
@@ -61,7 +61,7 @@ def made(name, head="ForCausalLM", **more):
     cls = LM.get(name, name + head) if head == "ForCausalLM" else name + head
     model = getattr(tf, cls)(config)
     with torch.no_grad():
-        for p in model.parameters():  # norms and biases too: nothing is neutral
+        for p in model.parameters():  # norms and biases too: no value is neutral
             p.add_(torch.randn_like(p) * 0.1)
     return model
 
@@ -71,7 +71,7 @@ def sgd(params):
 
 
 def trained(parts, alone, data):
-    """A pipeline of these stages, trained beside the uncut model: with the same losses."""
+    """Train a pipeline of these stages and the uncut model, with equal losses."""
     pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
     optimizer = sgd(list(alone.parameters()))
     for result, given in zip(pipe.run(data), data, strict=True):
@@ -85,7 +85,7 @@ def trained(parts, alone, data):
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name):
-    """Padded rows, packed ones, microbatches without a label: what ``labels=`` gives uncut."""
+    """Padded rows, packed ones, microbatches without a label: the uncut result of ``labels=``."""
     model = made(name, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
@@ -146,7 +146,7 @@ def run(stages, value):
 
 
 def loss_of(parts, output, given):
-    """What the model returns as loss, of the pair of a sum and a count where it is a mean."""
+    """Return the model's loss; a mean comes as a sum and a count."""
     found = parts.loss_fn(output, given)
     return found[0] / found[1] if isinstance(found, tuple) else found
 
@@ -178,7 +178,7 @@ def test_logits_and_gradients_are_the_models(name):
 
 
 def test_what_goes_from_stage_to_stage():
-    """Nothing but the hidden state, and what else a batch has; the ids where they are needed."""
+    """Only the hidden state and the batch's other values; the ids where needed."""
     first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
     ids = torch.randint(1, 61, (2, 5))
     assert first(ids).shape == (2, 5, 16)
@@ -190,7 +190,8 @@ def test_what_goes_from_stage_to_stage():
     ]
     sent = first({"position_ids": mask, "input_ids": ids})
     assert [t.numel() for t in sent] == [160, 0, 10]
-    looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]  # for padding without a mask
+    # checks for padding without a mask
+    looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]
     assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
 
 
@@ -306,7 +307,7 @@ def test_gradient_checkpointing_stays():
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
-    """What a stage does around its first and last layer is done once."""
+    """The work around a stage's first and last layer happens once."""
     path = "model.layers" if name == "Llama" else "transformer.h"
     data, asked = [batch(4, length, "left") for length in (6, 8, 6)], []
 
@@ -344,7 +345,7 @@ def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
     ],
 )
 def test_classification_heads(head, more):
-    """The class of a sequence is that of its last token, for which the ids are looked at."""
+    """The class of a sequence is that of its last token, which is found from the ids."""
     model = made("Llama", head, pad_token_id=0, **more).eval()
     parts = st.partition(model, 3, profile=EVEN)
     assert model.config.problem_type is None
@@ -397,7 +398,7 @@ def test_encoders_around_a_list_of_blocks():
         _ = parts.loss_fn
 
 
-# Models of images, which are traced.
+# Image models, which are traced
 
 
 def resnet():
@@ -434,7 +435,7 @@ def test_models_of_images(make):
 
 @pytest.mark.nightly
 def test_an_encoder_with_a_decoder_is_traced():
-    """With split_points: of several columns, whose decoder reads what the encoder has made."""
+    """With split_points of several columns; its decoder reads the encoder's output."""
     torch.manual_seed(0)
     model = t5(use_cache=False).eval()
     alone = copy.deepcopy(model)
@@ -456,11 +457,11 @@ def test_an_encoder_with_a_decoder_is_traced():
         torch.testing.assert_close(run(parts, given).logits, expected.logits)
 
 
-# What collators add.
+# Columns added by collators
 
 
 def test_columns_are_dropped_by_the_models_signature():
-    """As by transformers' Trainer; the loss gets those that are named."""
+    """As in transformers' Trainer; the loss gets the named columns."""
     torch.manual_seed(0)
     model = made("Llama", "ForSequenceClassification", num_labels=3, pad_token_id=0)
     alone = copy.deepcopy(model)
@@ -507,12 +508,12 @@ def test_columns_are_dropped_by_the_models_signature():
         list(pipe.run([data[0], bad]))
 
 
-# What is refused.
+# Errors
 
 
 def test_models_that_have_more_between_blocks_than_a_hidden_state():
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
-    model = tf.T5EncoderModel(tf.T5Config(**sizes, num_layers=3))  # a bias that the first one makes
+    model = tf.T5EncoderModel(tf.T5Config(**sizes, num_layers=3))  # its first layer computes a bias
     with pytest.raises(ValueError, match=r"T5EncoderModel cannot be cut between .*encoder\.block"):
         st.partition(model, 2)
 
@@ -568,7 +569,7 @@ def test_models_that_are_no_decoders_are_named(make, example, why):
 
 
 def test_what_stands_for_other_stages_is_of_the_models_classes():
-    """What a model asks of a module it finds, of any stage's; and no stage has more for that."""
+    """A model queries attributes of modules of any stage; no stage holds more for that."""
 
     class Asks(tf.LlamaForCausalLM):
         def forward(self, input_ids=None, use_cache=None, **more):
@@ -615,7 +616,7 @@ def test_blocks_that_are_left_out_at_random():
     with pytest.raises(ValueError, match="make it with layerdrop=0"):
         st.partition(made("OPT", layerdrop=0.1), 3)
     model = made("OPT").train()
-    model.model.decoder.layerdrop = 0.9999  # unknown to its config
+    model.model.decoder.layerdrop = 0.9999  # not in its config
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))

@@ -1,4 +1,4 @@
-"""Families of causal language models: their stages compute what they do, or they say why not."""
+"""Tests families of causal language models: equal results in stages, or a clear error."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 tf = pytest.importorskip("transformers")
 
-#: By family what is expected, and what its small config needs. Left out are a dozen of which no
-#: small one is made so easily.
+#: Expected result and config by family. A dozen families are left out because a small model is not
+#: as easy to make.
 FAMILIES = json.loads(Path(__file__).with_name("families.json").read_text())
 OFTEN = ("deepseek_v4", "llama4", "mamba", "nanochat", "openai-gpt", "roformer", "xlnet", "xmod")
 

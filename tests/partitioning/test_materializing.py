@@ -1,4 +1,4 @@
-"""Models on the meta device: cut without values, and each stage given its own alone."""
+"""Tests models on the meta device: cut without values; each stage gets only its own."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def decoder(name):
     tf = pytest.importorskip("transformers")
     if name == "GPT2":  # with tied embeddings
         return model_programs.gpt2()
-    if name == "Mixtral":  # whose files have its experts one by one
+    if name == "Mixtral":  # its files have single experts
         config = tf.MixtralConfig(**LLAMA, num_local_experts=2)
         return tf.MixtralForCausalLM(config).to(torch.bfloat16)
     return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
 
-# From files.
+# From files
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
@@ -102,7 +102,7 @@ def test_files_of_the_model_without_its_head(tmp_path):
 
 
 class Block(nn.Module):
-    """Has all kinds of tensors."""
+    """A block with all kinds of tensors."""
 
     def __init__(self, device=None):
         super().__init__()
@@ -136,13 +136,13 @@ class Net(nn.Module):
 @pytest.mark.parametrize("form", ["blocks", "by hand", "traced"])
 def test_a_model_of_ones_own(form, tmp_path):
     def make():
-        # what is not saved has its values elsewhere
+        # unsaved tensors get their values elsewhere
         return Net() if form == "traced" else nn.Sequential(*(Block("cpu") for _ in range(4)))
 
     real = make()
     model = on_meta(make)
     x = torch.randn(6, 8)
-    run([real], x)  # its statistics are its own now
+    run([real], x)  # its statistics are now separate
     state = {
         name: t.double() if t.is_floating_point() else t for name, t in real.state_dict().items()
     }
@@ -185,11 +185,11 @@ def test_what_a_rank_needs_of_memory(tmp_path):
     save_file(model_programs.large().state_dict(), tmp_path / "model.safetensors")
     ((stage, reading, writing, whole),) = run_ranks(model_programs.peaks, 1, str(tmp_path))
     assert (stage, whole > 8 * stage) == (8, True)
-    assert stage - 1 < reading < 2 * stage  # its own, and one tensor of the file
+    assert stage - 1 < reading < 2 * stage  # its own tensors, and one of the file
     assert writing < stage
 
 
-# By an initializer.
+# By an initializer
 
 
 def test_weights_do_not_depend_on_the_cut(tmp_path):
@@ -244,7 +244,7 @@ def test_modules_initialize_themselves_or_are_initialized(form):
 
     def init(module):
         if isinstance(module, Scaled):
-            module.weight.data.fill_(2)  # without a word to autograd
+            module.weight.data.fill_(2)  # without autograd's knowledge
         elif isinstance(module, nn.Linear):
             module.weight = nn.Parameter(torch.eye(8))
             module.bias.zero_()
@@ -256,7 +256,7 @@ def test_modules_initialize_themselves_or_are_initialized(form):
     torch.testing.assert_close(run(stages, x), 2 * nn.BatchNorm1d(8)(x))
 
 
-# What does not fit.
+# Mismatches
 
 
 def _two():
@@ -325,7 +325,7 @@ def test_what_is_left_on_the_meta_device():
         st.Pipeline(parts, model_programs.sgd, nn.functional.mse_loss)
 
 
-# Cut without values.
+# Cut without values
 
 
 def test_blocks_count_by_their_operations():
@@ -347,7 +347,7 @@ def test_blocks_count_by_their_operations():
 
 
 def test_models_that_have_more_between_blocks_than_a_hidden_state():
-    """With values that is told by them, and without by what computes them."""
+    """With values the stages are found by them, without values by the code that computes them."""
     tf = pytest.importorskip("transformers")
 
     class Adds(tf.models.llama.modeling_llama.LlamaModel):

@@ -1,4 +1,4 @@
-"""Measuring and cutting models: nothing is changed, names are the model's, errors say why."""
+"""Tests measuring and cutting models: no change, the model's names, clear errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def given(*seconds, **more):
     return Profile(tuple(BlockProfile(s) for s in seconds), **more)
 
 
-# Measuring.
+# Measuring
 
 
 class Noisy(nn.Module):
-    """Has all that a measurement could change."""
+    """Has everything that a measurement could change."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def test_measured_bytes():
 
 
 def test_a_slower_block_takes_longer(monkeypatch):
-    layers = [0]  # a clock that no busy machine disturbs
+    layers = [0]  # a simulated clock
     monkeypatch.setattr("spectrain_ext.partitioning.profile.time.perf_counter", lambda: layers[0])
 
     class Many(nn.Module):
@@ -181,7 +181,7 @@ def test_dicts_from_block_to_block_take_the_bytes_of_tuples():
         st.partition([nn.ReLU()], 1, {"x": None})
 
 
-# Cutting.
+# Cutting
 
 
 def test_stages_compute_what_the_model_does_and_are_its_own():
@@ -298,11 +298,11 @@ def test_other_bad_arguments():
         st.partition([nn.ReLU()], 1, example, profile=given(1, 1))
 
 
-# Models that are no sequence.
+# Models that are not sequences
 
 
 class Skips(nn.Module):
-    """Its first value is needed at the end, and one of its inputs only there."""
+    """Its end needs its first value and one of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -446,7 +446,7 @@ def test_slices_nest_in_checkpoints_of_the_pipeline():
     assert stage.full_name("1.bias") == "5.bias"
 
 
-# What comes before a list of blocks, and after it.
+# Values before and after a list of blocks
 
 
 class Embeds(nn.Module):
@@ -493,11 +493,11 @@ def test_bad_things_before_and_after():
         st.partition(Net(), 1, example, before=nn.ReLU())
 
 
-# Cuts that are found.
+# Computed cuts
 
 
 class Net(nn.Module):
-    """A residual net with a long skip connection, of which some modules are called twice."""
+    """A residual net with a long skip connection, in which some modules are called twice."""
 
     def __init__(self):
         super().__init__()
@@ -555,7 +555,7 @@ def test_one_tensor_is_passed_where_that_costs_little():
 
 def test_coarser_places_where_finer_ones_do_not_do():
     class Counts(nn.Module):
-        """Hands a number on from one inner module to the next."""
+        """Passes a number from one inner module to the next."""
 
         def __init__(self):
             super().__init__()
@@ -614,7 +614,7 @@ def test_a_cut_by_numbers_of_parameters():
         _ = parts.loss_fn
 
 
-# Batches that are mappings.
+# Batches that are mappings
 
 
 class Named(nn.Module):
@@ -680,7 +680,7 @@ def test_a_mapping_is_taken_as_forward_takes_it(make, points):
 
 
 def test_arguments_that_the_example_has_not(caplog):
-    """They are their defaults in the stages for ever: a batch that has one is refused."""
+    """Stages always use their defaults; a batch that has one is rejected."""
     given = sentences(4)
     parts = st.partition(Named(), 2, {"ids": given["ids"]}, profile="parameters", columns=["more"])
     kept = []
@@ -712,7 +712,7 @@ def test_bad_mappings():
 class TestOverRanks:
     def test_all_cut_where_rank_0_has_measured(self):
         (ends, seconds), *others = run_ranks(rank_programs.partitions, 3, (6, 6, 6))
-        assert ends[0] == 1  # before which rank 0 was slow
+        assert ends[0] == 1  # rank 0 was slow before that block
         assert max(seconds) == seconds[0]
         assert others == [(ends, seconds)] * 2
 
@@ -767,7 +767,7 @@ def test_own_modules_among_the_stages_of_a_cut():
 
     made_of([own(), *stages(0, 1, 2, 3), own()])
     made_of([*stages(0, 1), own(), *stages(2, 3)])
-    made_of([*stages(0, 1), own(), *stages(3)])  # in the place of a stage
+    made_of([*stages(0, 1), own(), *stages(3)])  # in place of a stage
     made_of([*stages(0, 1, 2), own()])
     made_of([own(), *stages(2, 3)])
     made_of([*stages(0, 1, 2, 3), *stages(0, 1, 2, 3)])  # two models, one after the other

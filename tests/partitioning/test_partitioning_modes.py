@@ -1,4 +1,4 @@
-"""Stages of a traced model have both modes, and whatever else tracing could have frozen."""
+"""Tests that stages of a traced model keep both modes and other state that tracing could freeze."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(call, *args):
 
 
 class Two(nn.Module):
-    """A module between two linear layers, cut right behind it."""
+    """A module between two linear layers, with a cut directly after it."""
 
     def __init__(self, middle, width=4):
         super().__init__()
@@ -121,7 +121,7 @@ def test_both_modes_are_the_models(name):
 
 
 class Net(nn.Module):
-    """The package's ResNet as a module that is no sequence."""
+    """The package's ResNet as a module that is not a sequence."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -134,7 +134,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("blocks", [2, pytest.param(9, marks=pytest.mark.nightly)])
 def test_resnet_trains_and_evaluates_as_the_uncut_model(blocks):
-    """Running statistics are moved by training, once a minibatch, and never by evaluation."""
+    """Training updates running statistics once per minibatch; evaluation never does."""
     model = Net(blocks)
     keys = list(model.state_dict())
     alone = copy.deepcopy(model)
@@ -197,7 +197,7 @@ def test_copies_and_conversions_keep_both_modes():
     copied.load_state_dict(stages.state_dict())
     assert torch.equal(copied(x), stages(x))
     other = copy.deepcopy(stages).double().train()
-    other(x.double())  # where the buffers are others than before
+    other(x.double())  # its buffers differ from before
     alone = copy.deepcopy(model).double().train()
     alone(x.double())
     torch.testing.assert_close(other.eval()(x.double()), alone.eval()(x.double()))
@@ -256,7 +256,7 @@ def test_ranks_have_the_stages_of_one_process():
         torch.testing.assert_close(expected, (state, value), rtol=0.0, atol=0.0)
 
 
-# Modes that the stages cannot have.
+# Modes that the stages cannot have
 
 
 class NotInEvaluation(nn.Module):
@@ -277,7 +277,7 @@ def test_a_mode_that_cannot_be_traced_is_refused_when_asked_for():
     assert all(module.training for module in pipe.modules())
     assert torch.equal(pipe(x), before)
     pipe.train()
-    stages[0].training = False  # behind its back
+    stages[0].training = False  # without its knowledge
     with pytest.raises(RuntimeError, match=r"forward: .* in evaluation"):
         stages[0](x)
     with pytest.raises(RuntimeError, match="cannot trace the model as it is"):
@@ -285,7 +285,7 @@ def test_a_mode_that_cannot_be_traced_is_refused_when_asked_for():
 
 
 class Auxiliary(nn.Module):
-    """Hands on two tensors in training and one in evaluation."""
+    """Returns two tensors in training and one in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -301,7 +301,7 @@ class Auxiliary(nn.Module):
 
 
 class Swaps(nn.Module):
-    """Hands on the same number of tensors, but not the same."""
+    """Returns the same number of tensors in both modes, but different ones."""
 
     def __init__(self):
         super().__init__()
@@ -414,7 +414,7 @@ def test_inner_modules_have_no_mode_of_their_own():
         stages[0].part.middle.eval()
 
 
-# Whatever else tracing could have frozen.
+# Other state that tracing could freeze
 
 
 def test_sizes_that_the_model_treats_otherwise_are_refused():
@@ -454,7 +454,7 @@ def test_sizes_are_those_of_the_call_on_every_stage():
 
 
 def test_a_single_sample_is_not_taken_for_several():
-    """Where nothing that enters a stage says how many there are."""
+    """If no input of a stage has the number of samples."""
 
     class Sums(Skipped):
         def forward(self, x):
@@ -478,7 +478,7 @@ def test_a_single_sample_is_not_taken_for_several():
 
 
 class Convolves(nn.Module):
-    """Attends over the pixels behind a batch norm, and goes back to an image of sizes it was."""
+    """Attends over the pixels after a batch norm, and returns to the image's size."""
 
     def __init__(self):
         super().__init__()
@@ -495,7 +495,7 @@ class Convolves(nn.Module):
 
 
 class Folds(nn.Module):
-    """Hands on the tokens of all samples as rows, which say not how many samples there are."""
+    """Returns the tokens of all samples as rows, without the number of samples."""
 
     def __init__(self):
         super().__init__()
@@ -565,7 +565,7 @@ def test_one_sample_that_the_model_refuses():
 
 
 class Constants(nn.Module):
-    """Names its device and dtype, and has a literal and a tensor that is no module buffer."""
+    """Uses its device and dtype, a literal, and a tensor that is not a module buffer."""
 
     def __init__(self):
         super().__init__()
@@ -750,7 +750,7 @@ def test_a_buffer_that_is_assigned_to(persistent):
             return x - self.mean
 
     model = Two(Averages())
-    if not persistent:  # a cache, as a rule
+    if not persistent:  # usually a cache
         split(model, torch.randn(3, 4), ["last"])
         return
     with pytest.raises(RuntimeError, match=r"assigns to the module buffer middle\.mean, and"):

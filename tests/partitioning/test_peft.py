@@ -1,4 +1,4 @@
-"""PEFT: of an adapted model in stages the adapters alone train, as in the uncut one."""
+"""Tests PEFT: only the adapters of an adapted model train, as in the uncut model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adapted(name, config):
     model = peft.get_peft_model(model, copy.deepcopy(config))
     with torch.no_grad():
         for p in model.parameters():
-            if p.requires_grad:  # no adapter begins as nothing
+            if p.requires_grad:  # no adapter starts at zero
                 p.add_(torch.randn_like(p) * 0.1)
     return model.train()
 
@@ -85,7 +85,7 @@ def test_adapters_train_as_in_the_uncut_model(name, adapter, tmp_path):
     assert len(held) == len(trains)
 
     pipe.fit(batches(5))
-    assert differentiated == [adapter != "late"] * 5  # nothing before it would need the gradient
+    assert differentiated == [adapter != "late"] * 5  # nothing before it needs the gradient
     trained(alone, batches(5))
     expected, found = alone.state_dict(), pipe.state_dict()
     assert set(found) == set(expected)
@@ -123,7 +123,7 @@ def test_methods_with_versions_of_adapters(method, adapter):
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]) == (key not in trains), key
     versions = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert pipe.weight_version_bytes < 20 * versions  # what is frozen has none
+    assert pipe.weight_version_bytes < 20 * versions  # frozen weights have no versions
 
 
 def test_virtual_tokens_are_refused():

@@ -1,4 +1,4 @@
-"""Replicas that are averaged, side by side in one process, against the oracle and identities."""
+"""Tests averaged replicas in one process against the oracle and identities."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_three_replicas_and_other_optimizers(way):
 
 
 def plainly(replica, method, runs=((6, 12, None), (4, 12, None))):
-    """A pipeline of the replica's own microbatches, alone."""
+    """Return a pipeline of only this replica's microbatches."""
     pipe = st.Pipeline(stages(2), sgd, mse, method, microbatches=2, scheduler=steps)
     losses = []
     for run in runs:
@@ -112,7 +112,7 @@ def test_elastic_averaging_without_strength_is_nothing(method):
 
 
 def test_plain_averaging_of_sgd_is_the_sum_of_gradients():
-    """Of steps without momentum: the mean of what all make is the step by the mean gradient."""
+    """Without momentum, the mean of all steps is the step by the mean gradient."""
 
     def bare(params):
         return st.optim.SGD(params, lr=0.1)
@@ -138,7 +138,7 @@ def test_the_parts_of_the_weights_take_turns():
 @pytest.mark.parametrize("size", [0, 1, 11, 64 * 3 + 1, 2000, 4 * 16 * 1024 + 5, 4 * 16 * 1030])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_replicas_exchange_every_weight_once_a_round(size, delay):
-    """Of one weight, of several and of 1,024 in a block, with and without a shorter one behind."""
+    """Blocks of one, several and 1,024 weights, with and without a shorter last block."""
     share, decay, n = 0.3, 0.6, 2
     sent = []
 
@@ -177,7 +177,7 @@ def test_replicas_exchange_every_weight_once_a_round(size, delay):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_masters_and_rounded_weights_are_averaged_together(way):
-    """True weights in float32, what is computed with in bfloat16; 16 bits alone as well."""
+    """float32 true weights with bfloat16 working weights; also 16 bits alone."""
     for master in (torch.float32, None):
 
         def narrow(n):
@@ -186,7 +186,7 @@ def test_masters_and_rounded_weights_are_averaged_together(way):
         side = group(WAYS[way][0], "spectrain", made=narrow, master_dtype=master)
         pieces = [(x.bfloat16(), y.bfloat16()) for x, y in data(12, 12)]
         first, *_, last = [sum(r.loss.item() for r in found) for found in side.run(pieces)]
-        assert last < first * 2  # random targets: it has not gone away
+        assert last < first * 2  # random targets: no divergence
         for pipe in side.pipes:
             for p, true in pipe.masters().items():
                 assert torch.equal(p, true.bfloat16())
@@ -195,7 +195,7 @@ def test_masters_and_rounded_weights_are_averaged_together(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", ["pipedream", "spectrain", "auto"])
 def test_streams_are_ordered(method, way):
-    """Vector clocks look on; with an echo for another replica, which needs no other thread."""
+    """Vector clocks check them; an echo stands for another replica and its thread."""
     with checked_streams():
         pipe = st.Pipeline(stages(3), sgd, mse, method, microbatches=2)
         pipe._executor.connections.averaged = {
@@ -245,7 +245,7 @@ def test_what_fails_in_one_replica_ends_all():
     pipes = [st.Pipeline(stages(2), sgd, fails, "vanilla", microbatches=1) for _ in range(2)]
     side = SideBySide(pipes, st.averaging.Elastic(0.5))
     with pytest.raises(st.StageError, match="odd"):
-        list(side.run(data(4, 8, last=3)))  # two samples for one, one for the other
+        list(side.run(data(4, 8, last=3)))  # two samples for one replica, one for the other
     with pytest.raises(RuntimeError, match="earlier run failed"):
         list(side.run(data(2)))
     with pytest.raises(ValueError, match=r"batches\[1\]: it makes 1 microbatches, and there are 2"):

@@ -1,4 +1,4 @@
-"""What a pipeline refuses: each with an error that says what, where and what was expected."""
+"""Tests a pipeline's errors: each names the problem, its place and the expected value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectrain_ext.method import find_method
 
 
 def refused(error, match, stages=None, optimizer=None, loss_fn=mse, **more):
-    """The constructor raises, and leaves the modules as they were."""
+    """Check that the constructor raises and leaves the modules unchanged."""
     stages = tanh_stages(3) if stages is None else stages
     modules = [s for s in stages if isinstance(s, nn.Module)] if isinstance(stages, list) else []
     params = [p for m in modules for p in m.parameters() if type(p) is nn.Parameter]
@@ -50,7 +50,7 @@ def test_one_module_in_two_stages():
 
 
 def test_a_captured_module():
-    """What ``make_graphed_callables`` puts into a module; with a GPU in test_cuda_pipeline.py."""
+    """A module from ``make_graphed_callables``; test_cuda_pipeline.py has it with a GPU."""
     module = nn.Sequential(nn.Tanh(), nn.Linear(5, 5))
     module[1].forward = module[1].forward.__func__.__get__(module[1])
     st.Pipeline([module], sgd(), mse).release()  # any other forward of its own

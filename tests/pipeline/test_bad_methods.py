@@ -1,4 +1,4 @@
-"""Methods and windows that contradict themselves: errors that name the field and the stage."""
+"""Tests contradictory methods and windows: errors name the field and the stage."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_window_that_is_none(window, kind, said):
 
 @pytest.mark.parametrize("window", [[1, 2, 1], [2, 2, 3]], ids=str)
 def test_a_window_that_deadlocks(window):
-    """A stage that waits for more forwards than the stage before it sends ahead."""
+    """A stage waits for more forwards than the previous stage sends ahead."""
     stage = next(k for k in (1, 2) if window[k] > window[k - 1])
     with pytest.raises(ValueError, match=rf"window.*stage {stage}"):
         made("vanilla", window=window)

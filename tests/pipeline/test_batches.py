@@ -1,4 +1,4 @@
-"""What a batch may be: nested values, what is no tensor, and microbatches cut by the caller."""
+"""Tests batches: nested values, non-tensors, and microbatches cut by the caller."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_other_objects_go_to_every_microbatch_as_they_are():
 
 
 def test_what_is_handed_to_every_microbatch_is_each_ones_own():
-    """A loss, or a stage, may work in place on it."""
+    """A loss or a stage may change it in place."""
 
     class First(nn.Module):
         def forward(self, value):
@@ -127,7 +127,7 @@ def test_a_target_of_none_and_sizes_of_one():
     whole = copy.deepcopy(nn.Sequential(*pipe.children()))
     (found,) = losses(pipe, [(x, None)])
     torch.testing.assert_close(found, loss_fn(whole(x), None).detach())
-    # One sample is not cut, and what is broadcast counts for nothing.
+    # One sample is not cut, and broadcast values do not count.
     assert len(losses(pipe, [(x[:1], None), (x[:0], None)])) == 2
     whole = nn.Sequential(*pipe.children())
     wanted = (whole(x).square().mean() * 4 + whole(x[:1]).square().mean()) / 5
@@ -164,7 +164,7 @@ def test_dimensions_made_as_the_batch_is(form):
         losses(pipe, [batch])
 
 
-# A list of microbatches, or a pair?
+# A list of microbatches, or a pair
 
 
 def test_a_list_of_two_is_a_pair():

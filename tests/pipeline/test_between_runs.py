@@ -1,4 +1,4 @@
-"""Between two runs parameters are frozen and unfrozen, and rates are changed."""
+"""Tests freezing, unfreezing and new learning rates between two runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def freeze(module, *names):
 
 
 def states(pipe):
-    """The state of every parameter, by stage and name."""
+    """Return the state of every parameter by stage and name."""
     found = {}
     optimizers = {p: o for o in pipe.optimizers for g in o.param_groups for p in g["params"]}
     for name, p in pipe.named_parameters():
@@ -46,7 +46,7 @@ def states(pipe):
 
 
 def fresh(pipe, make, method, **more):
-    """Another pipeline that goes on from where this one is."""
+    """Return another pipeline that continues from this one."""
     known = copy.deepcopy(states(pipe))
     made = st.Pipeline(copy.deepcopy(list(pipe.children())), make, mse, method, **more)
     made.minibatches = pipe.minibatches
@@ -96,7 +96,7 @@ KINDS = ("weight", "bias")
 
 @pytest.mark.parametrize("method", [*METHODS, "auto", "pipeoptim", "pipemare", "pipedream-2bw"])
 def test_versions_of_what_trains_now(method):
-    """The next run is that of a pipeline made of what trains now, predictions and all."""
+    """The next run equals that of a new pipeline of the trainable parameters, with predictions."""
     make = sgd(**DECAY)
     pipe = st.Pipeline(tanh_stages(3), make, mse, method)
     freeze(pipe, "2.0.weight")
@@ -152,7 +152,7 @@ def test_new_parameters_join_the_group_that_the_factory_gives_them(kind):
     found = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
     assert found == [(2, 0.1, 0.1), (2, 0.01, 0.0)]
     assert not any(torch.equal(p, before[name]) for name, p in stage.state_dict().items())
-    # In the order that a pipeline has that is made now.
+    # In the order of a newly made pipeline.
     (wanted,) = st.Pipeline([copy.deepcopy(stage)], make, mse).optimizers
     for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
         assert [p.shape for p in group["params"]] == [p.shape for p in other["params"]]
@@ -253,11 +253,11 @@ def test_a_tied_weight(method):
             optimizer.step()
             close(found.pop(0), expected.detach())
     model[2][0].weight.requires_grad_(True)
-    losses(pipe, batches(1))  # the first stage's counts
+    losses(pipe, batches(1))  # the first stage's weight counts
     assert not model[2][0].weight.requires_grad
 
 
-# Rates, and other numbers of parameter groups.
+# Rates, and other numbers of parameter groups
 
 
 def adam(**changed):
@@ -282,14 +282,14 @@ def test_numbers_of_groups_hold_from_the_next_run_on(method, make, changed, sche
     more = {"scheduler": scheduler, "microbatches": 1}
     pipe = st.Pipeline(tanh_stages(3), make(), mse, method, **more)
     losses(pipe, batches(6))
-    scale = 1.0 if scheduler is None else 0.5  # what the scheduler has made of the rate so far
+    scale = 1.0 if scheduler is None else 0.5  # the scheduler's present factor
     for optimizer in pipe.optimizers:
         for group in optimizer.param_groups:
             group.update(changed)
     rate = changed.get("lr", 0.05 * scale)
     other = fresh(pipe, make(**{**changed, "lr": rate}), method, **more)
     for optimizer in other.optimizers:
-        for group in optimizer.param_groups:  # as a scheduler leaves it that begins
+        for group in optimizer.param_groups:  # as a new scheduler leaves it
             group["lr"] = rate
     data = batches(6)
     for found, expected in zip(losses(pipe, data), losses(other, data), strict=True):

@@ -1,4 +1,4 @@
-"""Gradient clipping: of each stage, and of all stages together where they update together."""
+"""Tests gradient clipping: per stage, and over all stages that update together."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_what_is_refused():
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts what is dispatched to a device: on a GPU each is a launch, or a few."""
+    """Counts operators dispatched to a device: on a GPU each is at least one launch."""
 
     count = 0
 

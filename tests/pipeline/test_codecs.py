@@ -1,4 +1,4 @@
-"""Codecs: what they make of a tensor, and pipelines whose edges they pack."""
+"""Tests codecs: their encoding of tensors, and pipelines with codecs on edges."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def there_and_back(codec, tensor, backward=False, **key):
     return codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
 
 
-# What a codec makes of a tensor.
+# Encoding of tensors
 
 
 @given(
@@ -62,7 +62,7 @@ def test_shapes_strides_dtypes_and_bytes(shape, name, dtype, turned, backward):
     assert found.dtype == dtype
     assert found.shape == tensor.shape
     assert found.stride() == torch.empty_like(tensor).stride()
-    flat = codec.pack(tensor.contiguous(), backward)  # row-major order, whatever the strides
+    flat = codec.pack(tensor.contiguous(), backward)  # row-major order, independent of strides
     assert torch.equal(flat.flatten(), packed.contiguous().flatten())
 
 
@@ -182,11 +182,11 @@ def test_values_of_codecs():
         Int4(block=48, hadamard=True)
 
 
-# Pipelines.
+# Pipelines
 
 
 class Rounded(torch.autograd.Function):
-    """An edge by hand: there an activation is packed, and back its gradient."""
+    """A manual edge: packs an activation, and its gradient on the way back."""
 
     @staticmethod
     def forward(ctx, value, codecs, key):
@@ -207,7 +207,7 @@ def rounded(codec, tensor, backward, key):
 
 
 def by_hand(stages, codecs, data, microbatches=1):
-    """Losses of synchronous training; the stages are trained."""
+    """Train synchronously and return the losses."""
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9) for stage in stages]
     found = []
     for i, (x, y) in enumerate(data):
@@ -301,7 +301,7 @@ def test_halves_of_backwards():
 
 
 def test_no_draw_of_a_stage_changes():
-    """Nor of the caller; dropout falls on the same numbers."""
+    """Neither a stage's draws nor the caller's change; dropout is the same."""
     (_, plain), before = trained(), torch.get_rng_state()
     _, pipe = trained(Int4())
     assert torch.equal(torch.get_rng_state(), before)
@@ -324,7 +324,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path):
     st.checkpoint.load(tmp_path / "half", second)
     found += losses(second, data[5:])
     same_bits((found, second), (expected, one))
-    # Were it counted anew in a run, this would be drawn as the first minibatches were.
+    # A count restarted in a run would repeat the first minibatches' draws.
     third = made()
     third.minibatches = 5
     assert losses(third, data[:5]) != expected[:5]
@@ -332,7 +332,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path):
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])
 def test_values_with_other_members(form):
-    """Masks have one dimension; what needs no gradient gets none."""
+    """Masks have one dimension; values without a gradient get none."""
     settings = {"method": "1f1b", "microbatches": 2, "codec": BFloat16()}
     plain = value_programs.together(3, [6, 6, 5], "tuple", dtype=torch.bfloat16, **settings)
     settings["codec"] = None
@@ -343,7 +343,7 @@ def test_values_with_other_members(form):
 
 
 class Mixed(nn.Module):
-    """Gets and gives a dict: of what is learned, of integers, and of what nobody uses."""
+    """Takes and returns a dict of trained values, integers, and unused values."""
 
     def __init__(self, last=False):
         super().__init__()
@@ -368,7 +368,7 @@ def test_integers_and_gradients_that_nobody_has(codec):
 
 @dataclass(frozen=True)
 class Halved:
-    """A codec of one's own, which draws, and notes what it gets."""
+    """A user-defined codec, which draws random numbers and records its input."""
 
     def pack(self, tensor, backward, key):
         assert not tensor.requires_grad
@@ -491,7 +491,7 @@ def test_a_number_that_is_not_finite_is_seen_on_the_other_side(codec, method):
     assert [loss.isfinite().item() for loss in losses(plain, bad)] == [True, False]
 
 
-# On a GPU.
+# On a GPU
 
 
 @pytest.mark.cuda
@@ -509,7 +509,7 @@ def test_a_gpu_packs_as_the_cpu_does(name):
 @pytest.mark.cuda
 @every_codec
 def test_stages_on_a_gpu(codec):
-    """Losses are about those of the CPU, whose random numbers are others."""
+    """Losses are close to those of the CPU, which has other random numbers."""
     data, stages = batches(6, size=16, width=16), tanh_stages(3, width=16)
 
     def run(device):

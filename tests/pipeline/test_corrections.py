@@ -1,4 +1,4 @@
-"""Corrections, T1 and T2: what they are equal to where they do nothing, and what is refused."""
+"""Tests corrections, T1 and T2: identities where they have no effect, and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from spectrain_ext.schedule import Place
 
 
 def stepped(correction, optimizer, updates=5):
-    """The weights after some updates with gradients that are the same each time."""
+    """Return the weights after several updates with constant gradients."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(7))
     made = optimizer([p])
@@ -59,7 +59,7 @@ def test_a_spike_of_no_delay_is_sgd_and_of_one_is_nesterov_momentum():
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 20])
 def test_a_spike_takes_what_all_of_an_impulse_would_in_the_end(delay):
-    """a/(1 - mu) + b = 1/(1 - mu): the sum rule, here of one gradient and 399 updates."""
+    """a/(1 - mu) + b = 1/(1 - mu): the sum rule, for one gradient and 399 updates."""
     p = nn.Parameter(torch.zeros(1))
     made = sgd(lr=1.0)([p])
     made.bind(None, {"momentum_buffer": {p: torch.zeros(1)}})
@@ -92,7 +92,7 @@ def test_braking_of_half_precision_has_its_angle_in_single(momentum):
 
 
 def test_error_feedback_is_twice_an_update_less_the_one_before():
-    """W' = W - lr*(2u' - u) is W' of a plain step, and once more what it has moved otherwise."""
+    """W' = W - lr*(2u' - u) equals a plain step plus its change from the previous step."""
     for optimizer in (sgd(weight_decay=0.1), sgd(ema=True, maximize=True)):
         torch.manual_seed(0)
         start = torch.randn(7)
@@ -139,7 +139,7 @@ def test_t1_is_over_when_its_updates_are():
 
 
 def test_t2_looks_back_to_the_weights_of_a_straight_line():
-    """Weights that move by the same at every update: once the average knows, exactly D back."""
+    """If every update moves weights equally, the average leads exactly D updates back."""
     pipe = st.Pipeline([nn.Linear(1, 1) for _ in range(3)], sgd(), mse, "pipemare-t2")
     weights = pipe._weights[0]
     weights.begin()
@@ -151,7 +151,7 @@ def test_t2_looks_back_to_the_weights_of_a_straight_line():
     inside = storage.home.flat.views[p]
     storage.write(weights.versions._weights(300, 2), storage.home)
     close(inside, true - 2 * 0.25)
-    storage.begin()  # a run knows nothing of the one before
+    storage.begin()  # a run does not use an earlier run's values
     storage.write(weights.versions._weights(0, 2), storage.home)
     close(inside, true)
     weights.end()
@@ -163,7 +163,7 @@ def test_t2_looks_back_to_the_weights_of_a_straight_line():
     ids=str,
 )
 def test_without_delay_all_are_plain(options):
-    """One stage; on several the last one, whose updates are those of vanilla."""
+    """One stage; also the last of several, whose updates are vanilla's."""
     plain = trained_on_one("vanilla", options)
     for method in ("sc", "sc-lwp", "braking", "dc-asgd", "gap-aware", "pipemare"):
         assert torch.equal(trained_on_one(method, options), plain)
@@ -184,7 +184,7 @@ def test_clipped_and_with_other_windows(name):
 
 
 def test_a_correction_after_a_prediction():
-    """The backward's weights, which the correction compares with, are predicted ones here."""
+    """Here the correction compares with the backward's weights, which are predicted."""
     method = without("spectrain-stash", correction=lambda p: corrections.DelayCompensation(0.5))
     definition = dataclasses.replace(
         METHODS["spectrain-stash"], correction=lambda *place: ("delay", 0.5)
@@ -205,7 +205,7 @@ def test_an_optimizer_of_torchs_has_t1_and_t2():
     compared.run(batches(5))
 
 
-# What is refused, and said.
+# Errors and messages
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_methods_that_contradict_themselves(changed, kind, said):
 
 
 class OwnSpike:
-    """What ``SpikeCompensation`` does, by an object that has no more than it needs."""
+    """An object with only what ``SpikeCompensation`` needs, and the same result."""
 
     def sgd(self, numbers):
         return corrections.SpikeCompensation(2).sgd(numbers)
@@ -340,7 +340,7 @@ def test_bad_numbers(bad):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_correction_knows_the_delay_of_any_schedule(schedule):
-    """Under a flush nothing is late, whatever the window: the step is plain."""
+    """With a flush there is no delay in any window: the step is plain."""
     stages, data = tanh_stages(3), batches(5, size=6)
     made = [
         losses(st.Pipeline(copy.deepcopy(stages), sgd(), mse, method, microbatches=3), data)
@@ -357,7 +357,7 @@ def test_the_delay_that_a_correction_is_given_is_counted():
 
 
 def test_braking_is_the_same_up_and_down():
-    """To minimise f is to maximise -f."""
+    """Minimizing f is maximizing -f."""
     found = []
     for sign, maximize in ((1.0, False), (-1.0, True)):
         torch.manual_seed(0)
@@ -374,7 +374,7 @@ def test_braking_is_the_same_up_and_down():
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts torch's operators that compute: on a GPU each is a launch, or a few."""
+    """Counts torch's compute operators: on a GPU each is at least one launch."""
 
     count = 0
 
@@ -402,7 +402,7 @@ def test_braking_many_parameters_takes_no_more_operators():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("longer", [1e-30, 1e-9, 1e-3, 1.0, 1e3, 1e7, 1e9, 1e30])
 def test_braking_of_vectors_of_any_length(longer, dtype):
-    """As by the very product, to the precision of what is added to the momentum."""
+    """Compared with the product, to the precision of the addition to the momentum."""
     torch.manual_seed(0)
     v, g = torch.randn(2, 50, dtype=torch.float64).to(dtype)
     g = longer * g

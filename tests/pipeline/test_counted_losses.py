@@ -1,4 +1,4 @@
-"""Losses that are sums with their counts: the mean over all that counts, however it is cut."""
+"""Tests losses given as sums with counts: the mean is independent of the cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mean(output, labels):
 
 
 def uncut(data, clip_norm=None, loss_fn=mean):
-    """Plain training by the mean over the whole minibatch: (losses, the model)."""
+    """Train by the mean over the whole minibatch; return (losses, the model)."""
     model = nn.Sequential(words(0), words(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []

@@ -1,7 +1,7 @@
-"""What the pipeline asks of CUDA, without CUDA: streams and events that only keep a record.
+"""Tests the pipeline's CUDA calls without CUDA, by streams and events that only record.
 
-Tensors stay on the CPU. The devices that the executor sees are a disguise, so that every call it
-would make on streams and events is made, and can be looked at.
+Tensors stay on the CPU. The executor sees fake devices, so that it makes all its stream and event
+calls, which the tests inspect.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_copy_between_devices_has_a_stream_on_each(log):
     copy = streams.new_stream("copy", ZERO, ONE)
     event, host = copy.event(), streams.HostStream().event()
     copy.wait(event)
-    copy.wait(host)  # the host's work has been done when it is issued
+    copy.wait(host)  # the CPU's work is done when the copy is issued
     with copy:
         pass
     copy.record(event)
@@ -106,7 +106,7 @@ def test_the_callers_stream_is_the_current_one(log):
 
 
 class Disguised:
-    """Lets a pipeline on the CPU believe that its stages are on these devices."""
+    """Makes a CPU pipeline treat its stages as being on these devices."""
 
     def __init__(self, monkeypatch, places):
         self.places = places
@@ -146,7 +146,7 @@ def test_a_run_makes_no_call_that_blocks_the_host(log, monkeypatch, places, meth
     found = losses(pipe, data)
     first = own_events(log)
     losses(pipe, batches(30))
-    assert own_events(log) == first  # a longer run makes no more events
+    assert own_events(log) == first  # a longer run makes no additional events
     assert {entry[0] for entry in log} == {"wait", "record", "enter", "leave", "lend"}
     monkeypatch.undo()
     expected.load_state_dict(before)
@@ -187,7 +187,7 @@ def test_the_caller_waits_for_the_last_piece_of_work(log, monkeypatch, recompute
         losses(pipe, batches(4))
     caller = torch.cuda.current_stream(ZERO)
     for name, own in disguise.by_name.items():
-        if "edge" in name:  # the stages wait for those
+        if "edge" in name:  # the stages wait for these
             continue
         (stream,) = own._streams
         last = max(n for n, entry in enumerate(log) if entry == ("leave", stream))
@@ -197,7 +197,7 @@ def test_the_caller_waits_for_the_last_piece_of_work(log, monkeypatch, recompute
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor on the CPU that says that it is on another device."""
+    """A CPU tensor that claims to be on another device."""
 
     @property
     def device(self):
@@ -205,7 +205,7 @@ class Elsewhere(torch.Tensor):
 
 
 def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
-    """Not only that of its first tensor."""
+    """Not only the device of its first tensor."""
     Disguised(monkeypatch, [ZERO])
     pipe = st.Pipeline(tanh_stages(1), sgd(), mse)
     around = pipe._executor.connections
@@ -225,7 +225,7 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
 
 
 class DeadStream(streams.HostStream):
-    """A stream of a device that fails every call once it has failed one."""
+    """A stream of a device that fails every call after a first failure."""
 
     dead = False
 
@@ -262,14 +262,14 @@ def test_the_first_cause_is_seen_after_a_device_has_failed(monkeypatch, recomput
     assert "device-side assert" in found.value.__notes__[0]
     assert set(left) == own  # none is the caller's current stream
     assert torch.equal(torch.default_generator.get_state(), drawn)
-    with pytest.raises(RuntimeError, match="device-side assert"):  # the true weights are not there
+    with pytest.raises(RuntimeError, match="device-side assert"):  # the true weights are missing
         pipe.state_dict()
-    DeadStream.dead = False  # had it been something that passes, the run could still be ended
+    DeadStream.dead = False  # after a temporary failure the run could still be ended
     assert all(tensor.isfinite().all() for tensor in pipe.state_dict().values())
 
 
 def test_memory_is_lent_to_the_streams_that_use_it(log, monkeypatch):
-    """It came from the constructor's stream: freed, it must wait for all others."""
+    """The memory comes from the constructor's stream: freeing it must wait for all others."""
     disguise = Disguised(monkeypatch, [ZERO, ZERO])
     monkeypatch.setattr("spectrain_ext.pipeline.pipeline.callers_stream", disguise.callers_stream)
     pipe = st.Pipeline(tanh_stages(2), sgd(), mse)

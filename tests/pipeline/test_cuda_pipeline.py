@@ -1,4 +1,4 @@
-"""Pipeline stages on one GPU: the CPU's result, the same bits each time, no host waits."""
+"""Tests pipeline stages on one GPU: the CPU's result, reproducible bits, no host waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import spectrain_ext as st
 
 pytestmark = pytest.mark.cuda
 _STAGES, _WIDTH, _CLASSES = 4, 24, 5
-# Those for plain SGD, four stages and any number of microbatches.
+# Methods for plain SGD, four stages and any number of microbatches.
 _OTHERS = ("spectrain-ema", "pipedream-2bw", "error-feedback", "xgrad")
 _METHODS = [m for m in st.methods() if m not in _OTHERS]
 
@@ -76,7 +76,7 @@ def test_the_result_of_the_cpu(method: str, microbatches: int) -> None:
 
 @pytest.mark.parametrize("method", _METHODS)
 def test_the_same_bits_each_time(method: str) -> None:
-    """A missing wait shows as a difference between runs sooner or later."""
+    """Repeated runs reveal a missing wait."""
     first_loss, first = _train(method, "cuda", count=64)
     for _ in range(3):
         loss, state = _train(method, "cuda", count=64)
@@ -87,7 +87,7 @@ def test_the_same_bits_each_time(method: str) -> None:
 @pytest.mark.parametrize("options", [{"offload": "both"}, {"recompute": 1}], ids=str)
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain-stash"])
 def test_what_waits_on_the_host_or_is_made_again(method: str, options: dict[str, Any]) -> None:
-    """The bits of what was kept on the device, each time."""
+    """The same bits as with values kept on the device, each time."""
     more = {} if method == "gpipe" else {"window": "wide"}
     first_loss, first = _train(method, "cuda", count=64, microbatches=1, **more)
     for _ in range(3):
@@ -98,7 +98,7 @@ def test_what_waits_on_the_host_or_is_made_again(method: str, options: dict[str,
 
 @pytest.mark.parametrize("method", ["vanilla", "pipedream", "lwp-w"])
 def test_an_optimizer_that_is_not_the_packages(method: str) -> None:
-    """It allocates its state and what it computes in between on the stage's stream."""
+    """It allocates its state and its temporaries on the stage's stream."""
     host_loss, host = _train(method, "cpu", optimizer=_torchs, microbatches=2)
     first_loss, first = _train(method, "cuda", optimizer=_torchs, microbatches=2)
     torch.testing.assert_close(first_loss, host_loss, rtol=1e-7, atol=1e-9)
@@ -111,7 +111,7 @@ def test_an_optimizer_that_is_not_the_packages(method: str) -> None:
 
 
 def test_an_optimizer_that_is_not_the_packages_goes_on_alone() -> None:
-    """Its state, read in a run and after it, was written on the stages' streams."""
+    """Its state, read during and after a run, was written on the stages' streams."""
     found = []
     for device in ("cpu", "cuda"):
         pipe = _pipeline("lwp-w", device, optimizer=_torchs)
@@ -200,7 +200,7 @@ def test_memory_does_not_grow() -> None:
 
 
 def test_large_batches_of_the_host_do_not_keep_it() -> None:
-    """Each is overwritten as soon as it has been handed in, while the device is still busy."""
+    """Each batch is overwritten after it is passed in, while the device is still busy."""
     width, count, size = 64, 12, 512  # 128 KiB each
     gen = torch.Generator().manual_seed(3)
     data = [torch.randn(size, width, generator=gen) for _ in range(count)]
@@ -245,7 +245,7 @@ def test_a_captured_module_is_refused() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True, 1])
 def test_running_statistics_in_a_run_and_after_it(recompute: bool | int) -> None:
-    """Asked for between two results; another stream of the caller's each time."""
+    """Read between two results, each time on another stream of the caller."""
 
     def found(wait: bool) -> list[Tensor]:
         torch.manual_seed(4)
@@ -284,7 +284,7 @@ def _tensors(state: Any) -> list[Tensor]:
 
 
 def test_a_batch_on_host_and_device() -> None:
-    """Only the second tensor of the input is on the device, and late."""
+    """Only the second input tensor is on the device, and late."""
 
     class Add(nn.Module):
         def __init__(self) -> None:
@@ -342,7 +342,7 @@ except st.StageError as error:
 
 
 def test_a_device_assert_names_its_stage() -> None:
-    """In a process of its own: no CUDA call succeeds after it."""
+    """In a separate process: no CUDA call succeeds after it."""
     done = subprocess.run(
         [sys.executable, "-c", _ASSERTED], capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,6 +1,6 @@
-"""Delayed gives the engine's numbers, for every method, optimizer and number of microbatches.
+"""Tests Delayed against the engine for every method, optimizer and number of microbatches.
 
-With delays of one's own it is held to ten lines that keep old weights.
+User-defined delays are compared with ten lines that keep old weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def decay(optimizer):
 
 
 def same(stages, optimizer, method, data, delays=None, loss_fn=mean_loss, **more):
-    """One stage after another has the pipeline's weights, and every loss is the pipeline's."""
+    """Check that every stage has the pipeline's weights, and every loss is the pipeline's."""
     mine, engines = stages(), stages()
     more["scheduler"] = decay
     asked = more if delays is None else {**more, "microbatches": 1}
@@ -68,7 +68,7 @@ def same(stages, optimizer, method, data, delays=None, loss_fn=mean_loss, **more
     found = []
     for value, target in data:
         found.append(delayed.train_on(value, target).item())
-        with delayed.true_weights() as model:  # looking changes nothing
+        with delayed.true_weights() as model:  # reading changes nothing
             assert not model.training
             model(value)
     delayed.release()
@@ -117,7 +117,7 @@ def test_methods_that_change_are_the_engines(method, microbatches):
 
 @pytest.mark.parametrize("method", ["auto", "spectrain", "pipedream", "lwp-w", "gpipe"])
 def test_statistics_of_a_batch_are_a_microbatchs(method):
-    """What normalizes by the batch sees the engine's microbatches; clipped as the engine clips."""
+    """Batch normalization sees the engine's microbatches, and clipping is the engine's."""
 
     def stages():
         layers = residual_mlp(4, features=6, width=8, depth=2, classes=3, seed=1)
@@ -128,7 +128,7 @@ def test_statistics_of_a_batch_are_a_microbatchs(method):
 
 
 class Branch(nn.Module):
-    """Hands on a dict and a constant, works in place on its input, and is frozen in part."""
+    """Returns a dict and a constant, changes its input in place, and is partly frozen."""
 
     def __init__(self, last=False):
         super().__init__()
@@ -159,7 +159,7 @@ def test_values_between_stages_and_losses_by_counts(method, microbatches):
         return [Branch(), Branch(), nn.Identity(), Branch(last=True)]
 
     data = [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(6)]
-    data[3] = data[3][0], -data[3][1].abs()  # of which nothing counts
+    data[3] = data[3][0], -data[3][1].abs()  # no target counts
     mine, engines = stages(), stages()
     more = {"microbatches": microbatches}
     pipe = st.Pipeline(engines, sgd, loss_fn, method, **more)
@@ -173,7 +173,7 @@ def test_values_between_stages_and_losses_by_counts(method, microbatches):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
 
 
-# Delays of one's own.
+# User-defined delays
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -188,7 +188,7 @@ def small():
 
 @dataclass
 class Kept:
-    """What a minibatch's gradient is computed at, by the definition; updated by ``at``."""
+    """The weights of a minibatch's gradient, by the definition; updated by ``at``."""
 
     delay: int
     law: str
@@ -225,7 +225,7 @@ class Kept:
 )
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_uniform_delay_by_its_definition(method, law, cut):
-    """The gradient of minibatch i at the weights of 3 updates earlier, predicted, applied now."""
+    """The gradient of minibatch i at the weights of 3 updates ago, predicted, applied now."""
     model, theirs, lr, mu = small(), small(), 0.1, 0.8
     theirs.load_state_dict(model.state_dict())
     data = [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(9)]
@@ -262,7 +262,7 @@ def test_rules_mean_the_delays_that_are_given():
         rules = [rules_at(find_method(method), place) for place in places]
         return [(rule.forward_horizon, rule.lead, rule.backward_horizon) for rule in rules]
 
-    # As far as the latest, less half of its own.
+    # As far as the most delayed stage, less half of its own delay.
     assert numbers("auto", 5) == [(5, -2, 0)] * 3
     assert numbers("auto", [1, 4, 0]) == [(1, 3, 0), (4, -2, 0), (0, 4, 0)]
     assert numbers("spectrain", 5) == [(5, 0, 0)] * 3
@@ -337,7 +337,7 @@ def test_after_an_error_training_begins_anew_with_the_true_weights():
 
 @pytest.mark.parametrize("method", ["sync", "pipedream", "spectrain"])
 def test_what_crosses_is_packed_as_a_pipelines(method):
-    """With the same draws: its gradients differ from other draws' by more than rounding."""
+    """The same draws: other draws change gradients by more than rounding."""
 
     def stages():
         torch.manual_seed(1)
@@ -358,7 +358,7 @@ def test_what_crosses_is_packed_as_a_pipelines(method):
 
 
 def test_four_microbatches_that_flush_are_four_replicas():
-    """What the contender ``data-parallel-4`` rests on: BatchNorm sees a replica's part alone."""
+    """The basis of the contender ``data-parallel-4``: BatchNorm sees only a replica's part."""
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     replicas = [copy.deepcopy(model) for _ in range(4)]
     theirs = [sgd([*replica.parameters()]) for replica in replicas]

@@ -1,4 +1,4 @@
-"""Optimizers that are not the package's: what they make of every method that they can have."""
+"""Tests optimizers from outside the package with every method that supports them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ every_optimizer = pytest.mark.parametrize("name", FOREIGN)
 
 
 def of_kind(kind, m, n=4):
-    """What a kind asks the pipeline for, and the oracle."""
+    """Return the options of a kind for the pipeline and for the oracle."""
     if kind == "spectrain":
         return {"method": DIFFERENCE[0], "definition": DIFFERENCE[1], "microbatches": m}
     return {"method": kind, "microbatches": n if kind == "pipedream-2bw" else m}
@@ -65,14 +65,14 @@ def test_torchs_own_make_what_the_packages_make(kind, name):
         torch.testing.assert_close(found[1][1][key], expected, rtol=1e-12, atol=1e-12)
 
 
-# What predicts or does not with every optimizer; what keeps weights or flushes with two.
+# Predicting methods with every optimizer; stashing and flushing ones with two.
 _PAIRS = [(kind, name) for kind in ("vanilla", "lwp-w", "spectrain") for name in FOREIGN]
 _PAIRS += [(kind, name) for kind in KINDS for name in ("Replacing", "Muon")]
 
 
 @pytest.mark.parametrize(("kind", "name"), dict.fromkeys(_PAIRS))
 def test_the_definition(kind, name):
-    """In an oracle that knows nothing of an optimizer but that it steps."""
+    """The oracle knows only that the optimizer steps."""
     compared = Compared(tanh_stages(4), optimizer=(FOREIGN[name],) * 2, **of_kind(kind, 2))
     compared.run(batches(9, size=8))
     compared.run(batches(3, size=8, last=5))
@@ -114,7 +114,7 @@ def test_one_minibatch_at_a_time_is_a_plain_loop_to_the_bit(name):
 @pytest.mark.parametrize("kind", ["vanilla", "lwp-w", "spectrain"])
 @every_optimizer
 def test_bfloat16_weights_with_a_float32_master(kind, name):
-    """Losses, weights, and the dtype of what is updated."""
+    """Losses, weights, and the dtype of the updated parameters."""
     stages = [stage.bfloat16() for stage in tanh_stages(3)]
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(8, size=4)]
     asked = of_kind(kind, 2)
@@ -167,7 +167,7 @@ def test_a_master_keeps_what_bfloat16_weights_would_lose():
 
 
 def test_a_parameter_without_elements_beside_a_master():
-    """Which is at no address, before a step and in it."""
+    """It has no address, before and during a step."""
     stages = [stage.bfloat16() for stage in tanh_stages(2)]
     stages[1].register_parameter("nothing", nn.Parameter(torch.zeros(0, 3, dtype=torch.bfloat16)))
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)]
@@ -206,7 +206,7 @@ def test_state_dicts_of_one_run_go_on_in_another_pipeline(kind):
         kept = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
         losses(kept, data[:4])
         other = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
-        losses(other, data[4:6])  # state of its own
+        losses(other, data[4:6])  # it has its own state
         other.load_state_dict(kept.state_dict())
         for mine, theirs in zip(other.optimizers, kept.optimizers, strict=True):
             mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
@@ -226,7 +226,7 @@ def test_after_release_the_optimizer_goes_on_alone():
         (oracle.stages, oracle.optimizers),
     ):
         mse(nn.Sequential(*modules)(x), y).backward()
-        if modules is oracle.stages:  # whose optimizers have tensors of their own
+        if modules is oracle.stages:  # its optimizers have other tensors
             for stage, true in zip(oracle.stages, oracle.true, strict=True):
                 for p, t in zip(stage.parameters(), true, strict=True):
                     t.grad = p.grad
@@ -274,7 +274,7 @@ def test_a_parameter_without_gradient_stays():
 
 
 class Failing(Lion):
-    """Raises after its first parameter, in one of its steps."""
+    """Raises after its first parameter in one step."""
 
     def __init__(self, params, fails_at, error):
         super().__init__(params, lr=0.01)
@@ -317,7 +317,7 @@ def test_a_step_that_raises(kind):
 
 
 def check_own_storage(pipe):
-    """The parameters are where the pipeline has them, with its weights."""
+    """Check that the parameters are in the pipeline's storage with its weights."""
     assert all(weights.storage.in_place() for weights in pipe._weights)
     pipe.check_drained("this")
     for weights in pipe._weights:
@@ -412,7 +412,7 @@ def test_a_wrapper_that_has_nothing_of_torchs(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_memory_that_was_predicted(kind):
-    """The difference law has one version more than the package's prediction would need."""
+    """The difference law has one version more than the package's prediction needs."""
     asked = of_kind(kind, 1)
     asked.pop("definition", None)
     pipe = st.Pipeline(tanh_stages(4), FOREIGN["Lion"], mse, **asked)

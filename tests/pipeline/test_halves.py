@@ -1,4 +1,4 @@
-"""Backwards in two halves: the gradients of whole ones, to the bit, and no work done twice."""
+"""Tests backwards in two halves: the bits of whole ones, without repeated work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from spectrain_ext.schedule import (
 
 
 class Doubled(torch.autograd.Function):
-    """x*w, written in Python: both gradients or none."""
+    """x*w in Python: both gradients or none."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -68,7 +68,7 @@ def layered(*layers):
     return nn.Sequential(nn.Unflatten(1, (2, 4)), *layers, nn.Flatten())
 
 
-# What is in the stage, and how many of its parameters have their gradients at once.
+# Modules of the stage, and the number of parameters with gradients after the first half.
 CASES = {
     "layers": (nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.LayerNorm(9), nn.Linear(9, 8)), 0),
     "convolutions": (
@@ -98,7 +98,7 @@ CASES = {
 
 
 def gradients(module, halves, leaf=True):
-    """Of the input and of all parameters, and how many of these there are after the first half."""
+    """Return all gradients, and the number of parameter gradients after the first half."""
     module = copy.deepcopy(module)
     torch.manual_seed(3)
     x = torch.randn(6, 8).requires_grad_(leaf)
@@ -141,7 +141,7 @@ def test_without_a_gradient_of_the_input_all_of_it_is_put_off(name):
 
 @pytest.mark.compiler
 def test_compiled_parts_have_all_at_once():
-    torch._dynamo.reset()  # after many compilations in one process nothing is compiled any more
+    torch._dynamo.reset()  # after many compilations in one process, dynamo compiles no more
     torch.manual_seed(0)
     module = Module(lambda m, x: m.other(torch.compile(m.layer, backend="aot_eager")(x)))
     found, expected = gradients(module, True), gradients(module, False)
@@ -150,7 +150,7 @@ def test_compiled_parts_have_all_at_once():
 
 
 def test_no_work_is_done_twice():
-    """The products of matrices: half of those of a whole backward each."""
+    """Each half computes half of the matrix products of a whole backward."""
     stage = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(8, 8), nn.Tanh())))
     x = torch.randn(4, 8, requires_grad=True)
 
@@ -167,7 +167,7 @@ def test_no_work_is_done_twice():
 
 
 def test_hooks_see_what_they_see_of_a_whole_backward():
-    """One that changes a gradient changes it once; those of parameters are called once."""
+    """A hook that changes a gradient changes it once; parameter hooks are called once."""
 
     def run(halves):
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_hooks_see_what_they_see_of_a_whole_backward():
 
 
 def test_nothing_is_left_of_it():
-    """Without a garbage collection."""
+    """It needs no garbage collection."""
     stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)
     saved = []
@@ -222,7 +222,7 @@ class Held:
         self.tensor = tensor
 
 
-# In pipelines.
+# In pipelines
 
 
 def trained(method, n=3, m=1, make=tanh_stages, last=2, **more):
@@ -262,7 +262,7 @@ def test_any_method_with_halves(name):
 
 
 def late(place):
-    """A forward between the halves, of weights without the update after them."""
+    """A forward between the halves, without the update that follows them."""
     ahead = place.window - 1
     for i in range(ahead):
         yield from forward(place, i, 0)
@@ -276,7 +276,7 @@ def late(place):
 
 @pytest.mark.parametrize("name", ["vanilla", "pipedream", "spectrain-stash", "second-order"])
 def test_a_forward_between_the_halves(name):
-    """What it reads is what it reads with whole backwards, as many microbatches in flight."""
+    """It reads the same version as with whole backwards and as many microbatches in flight."""
     whole = replace(find_method(name), name="other", window=lambda k, n, m: n - k + 1)
     halves = replace(whole, schedule=late)
     assert all(map(torch.equal, trained(halves, 3), trained(whole, 3)))
@@ -306,7 +306,7 @@ def test_tied_weights():
 
 
 def crossing(place):
-    """The first half before the update of the minibatch before."""
+    """The first half comes before the previous minibatch's update."""
     yield from forward(place, 0, 0)
     i = 0
     while True:

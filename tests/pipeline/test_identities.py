@@ -1,4 +1,4 @@
-"""What must hold between methods, whatever the numbers: found without the oracle."""
+"""Tests identities between methods, independent of the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spectrain_ext.schedule import Interleaved
 
 few = examples(12)
 FLUSHING = ("sync", "gpipe", "1f1b", "interleaved", "zb-h1")
-# Those that differ from synchronous training on one stage too: their delay is their own.
+# Those that differ from synchronous training even on one stage: they have a fixed delay.
 DELAYED = ("pipedream-2bw", "error-feedback", "xgrad")
 PREDICTING = [
     name
@@ -76,8 +76,7 @@ def same_bits(found, expected):
     window=some.sampled_from(("classic", "wide", 3)),
 )
 def test_no_horizon_is_no_prediction(name, n, count, m, window):
-    """s = 0 everywhere, and no correction: vanilla; pipedream where the backward has the forward's
-    weights."""
+    """s = 0 and no correction is vanilla, or pipedream if backwards use the forward's weights."""
     method = find_method(name)
     averaged = name == "spectrain-ema"
     without = dataclasses.replace(
@@ -106,7 +105,7 @@ def test_no_horizon_is_no_prediction(name, n, count, m, window):
     options=some.sampled_from(({}, {"nesterov": True}, {"weight_decay": 0.1})),
 )
 def test_one_stage_is_synchronous_training(name, count, m, options):
-    if name == "xpipe":  # its microbatches wait for one another, even on one stage
+    if name == "xpipe":  # its microbatches wait for each other, even on one stage
         m = 1
     stages, data = tanh_stages(1, layers=3), batches(count, size=5)
     averaged = name == "spectrain-ema"  # a sum's lr is an average's lr*(1 - mu)
@@ -252,7 +251,7 @@ def test_the_geometric_law_is_further_steps_without_gradient(options, extra, ste
 
 @pytest.mark.parametrize("name", ["xgrad", "pipedream-2bw"])
 def test_a_delay_of_its_own_is_not_synchronous_on_one_stage(name):
-    """Lest the identity above left them out for nothing."""
+    """Otherwise the identity above would exclude them without reason."""
     stages, data = tanh_stages(1), batches(6)
     found, expected = trained(stages, data, name)[0][-1], one_device(stages, data)[0][-1]
     assert abs(found - expected) > 1e-6

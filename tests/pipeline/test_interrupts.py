@@ -1,4 +1,4 @@
-"""Ctrl-C at any line: the true weights stay; and again in a run: it can be ended."""
+"""Tests Ctrl-C at any line: true weights survive; a second one in a run still lets it end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from helpers.interrupting import (
 import spectrain_ext as st
 from spectrain_ext.interrupts import deferred, waiting
 
-# xgrad is for one stage; and what learning rates begin with is told by no weights and no momentum.
+# xgrad is for one stage; initial learning rates do not follow from weights and momentum.
 METHODS = [name for name in st.methods() if name not in ("xgrad", "pipemare-t1", "pipemare")]
 EXTRAS = {
     "recompute": ("spectrain", {"recompute": True}),
@@ -72,7 +72,7 @@ def case_of(name):
 
 
 def raw(modules):
-    """The parameters as whoever holds the modules sees them, past the pipeline."""
+    """Return the parameters in the modules, without the pipeline."""
     return [p.detach().clone() for module in modules for p in module.parameters()]
 
 
@@ -81,14 +81,14 @@ def trained(pipe, data):
 
 
 def left(pipe, data):
-    """Leave a run after its first result, which trains on what is in flight."""
+    """Leave a run after its first result; this also trains the batches in flight."""
     run = pipe.run(data)
     next(run)
     run.close()
 
 
 def interrupted(case, *numbers, how=trained):
-    """Interrupt a run; returns how many times that was, once what must be true then is."""
+    """Interrupt a run, check the state, and return the number of interrupts."""
     pipe = case.pipe()
     modules = list(pipe.children())
     state = torch.get_rng_state()
@@ -100,20 +100,20 @@ def interrupted(case, *numbers, how=trained):
         pass
     before = raw(modules)
     found = pipe.state_dict()
-    if len(numbers) == 1:  # nobody had to ask for it
+    if len(numbers) == 1:  # raised without a request
         assert all(map(torch.equal, raw(modules), before))
     assert all(map(torch.equal, found.values(), raw(modules)))
     assert torch.equal(torch.get_rng_state(), state)
     if len(numbers) == 1:
         case.check(pipe)
-    else:  # an update that a second one comes in the middle of may be made in part
+    else:  # a second interrupt may leave an update incomplete
         losses = torch.stack([result.loss.float() for result in pipe.run(case.data[:3])])
         assert losses.isfinite().all()
     return len(numbers) - len(interrupts.left)
 
 
 def sweep(case, first, then=None, how=trained):
-    """Interrupt at every so many lines, and then at every so many of what follows."""
+    """Interrupt at every ``first``-th line, and then at every ``then``-th following line."""
     times = 0
     for n in count(first // 2, first):
         for m in count(n % (then or 1), then or 1):
@@ -217,7 +217,7 @@ def twice(pipe, data):
 @pytest.mark.parametrize("do", [released, evaluated, loaded, twice])
 @pytest.mark.parametrize("name", ["spectrain", "pipedream", "ties"])
 def test_interrupts_between_runs(name, do):
-    """What was interrupted can be asked for again, or the pipeline trained on."""
+    """You can repeat the interrupted call, or train on."""
     case = case_of(name)
     step = {twice: 661, loaded: 127}.get(do, 23) * (1 + 2 * (name == "ties"))
     for n in count(0, step):
@@ -239,7 +239,7 @@ def test_interrupts_between_runs(name, do):
 
 @pytest.fixture
 def handler():
-    """Puts handlers of SIGINT; that of before is put back."""
+    """Set handlers of SIGINT, and restore the previous one."""
     before = signal.getsignal(signal.SIGINT)
     yield partial(signal.signal, signal.SIGINT)
     signal.signal(signal.SIGINT, before)
@@ -248,7 +248,7 @@ def handler():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*METHODS, *EXTRAS])
 def test_signals_at_random_times(name, handler, monkeypatch):
-    # Python drops what comes inside of a finalizer; pytest's report of that could be interrupted.
+    # Python drops exceptions inside a finalizer; pytest's report of one could be interrupted.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     case, draw = case_of(name), random.Random(name)
     begun = time.perf_counter()
@@ -262,7 +262,7 @@ def test_signals_at_random_times(name, handler, monkeypatch):
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.00005, length))
                 list(pipe.run(case.data))
-                time.sleep(2 * length)  # that of this one may still come
+                time.sleep(2 * length)  # its signal may still come
             pipe.state_dict()
             case.check(pipe)
     finally:
@@ -271,11 +271,11 @@ def test_signals_at_random_times(name, handler, monkeypatch):
 
 
 class Handled(Exception):
-    """What a handler of the caller's raises."""
+    """Raised by the caller's handler."""
 
 
 def interrupting_at(case, minibatch, times=1):
-    """A pipeline whose first stage is interrupted in the middle of a forward."""
+    """Return a pipeline whose first stage is interrupted during a forward."""
     pipe, seen = case.pipe(), []
 
     def interrupt(*_):
@@ -360,7 +360,7 @@ def test_between_results_the_callers_handler_is_there(handler):
     for result in case.pipe().run(case.data):
         seen.append(signal.getsignal(signal.SIGINT))
         if result.index == 2:
-            handler(signal.default_int_handler)  # it stays
+            handler(signal.default_int_handler)  # it stays installed
     assert set(seen[:2]) == {mine}
     assert seen[-1] is signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -382,8 +382,7 @@ def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(handler):
 
 
 def test_a_handler_that_was_left_behind_hands_signals_on(handler):
-    """As when a second Ctrl-C cuts the end of a context short, or somebody puts back what he found
-    in the middle of a run."""
+    """A second Ctrl-C can cut a context's exit short, or a caller restores it during a run."""
     handler(signal.default_int_handler)
     case, found = case_of("spectrain"), []
     pipe = case.pipe()

@@ -1,4 +1,4 @@
-"""What is made of runs: evaluations, whole trainings, several observers, what results carry."""
+"""Tests evaluations, whole trainings, several observers, and the content of results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ABSOLUTE = nn.L1Loss()
 
 @contextlib.contextmanager
 def unchecked():
-    """Inside, streams are as they are outside of tests."""
+    """Disable the stream checks of the tests."""
     before, streams._checked = streams._checked, None
     try:
         yield
@@ -52,7 +52,7 @@ def unchecked():
 
 
 class Noted(nn.Module):
-    """Works in place on its input, and knows whether there was a graph."""
+    """Changes its input in place, and records whether there was a graph."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Noted(nn.Module):
 
 
 def living(n=3):
-    """Stages whose training draws numbers and keeps statistics."""
+    """Return stages that draw random numbers and keep statistics in training."""
     return [
         nn.Sequential(Noted(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.4), nn.Tanh())
         for _ in range(n)
@@ -72,7 +72,7 @@ def living(n=3):
 
 
 def expected(pipe, data, *functions):
-    """The means over all samples, in one process without a pipeline."""
+    """Return the means over all samples, in one process without a pipeline."""
     model = nn.Sequential(*copy.deepcopy(list(pipe.children()))).eval()
     with torch.no_grad():
         pairs = [(model(x.clone()), y) for x, y in data]
@@ -81,7 +81,7 @@ def expected(pipe, data, *functions):
 
 
 class Together:
-    """A metric with a state: keeps what it was given."""
+    """A metric with a state: keeps its arguments."""
 
     def __init__(self):
         self.resets = 0
@@ -224,7 +224,7 @@ def test_a_batch_without_samples_is_not_measured():
 
 @dataclass
 class Passed:
-    """What torch's trees do not look into."""
+    """A class that torch's trees treat as a leaf."""
 
     output: torch.Tensor
     inside: list[torch.Tensor]
@@ -236,7 +236,7 @@ class Passes(nn.Module):
 
 
 def test_metrics_may_keep_what_they_are_given():
-    """The last stage's input as well, which lies in a receive buffer."""
+    """Including the last stage's input, which is in a receive buffer."""
     kept = []
 
     class Keeping(Together):
@@ -289,7 +289,7 @@ def test_metrics_that_are_none(metrics, error, text):
 
 
 def test_evaluations_order_their_streams(monkeypatch):
-    """Without a wait of the copies, the checked streams that all tests here run on complain."""
+    """Without the copies' waits, the checked streams of all tests here report errors."""
     waits = CheckedStream.wait
     pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
 
@@ -320,7 +320,7 @@ def test_an_interrupt_at_any_line_of_an_evaluation(first, then):
                 break
             times += 1
             if then is not None:
-                assert pipe.state_dict()  # whoever comes next finishes the end
+                assert pipe.state_dict()  # the next user of the pipeline finishes the end
             assert [module.training for stage in stages for module in stage.modules()] == modes
             assert torch.equal(torch.get_rng_state(), drawn)
             now = pipe.state_dict()
@@ -358,7 +358,7 @@ def test_an_evaluation_on_a_gpu():
             assert torch.equal(target.cpu(), y)
 
 
-# Whole trainings.
+# Whole trainings
 
 
 @every_method
@@ -404,7 +404,7 @@ def test_fit_goes_through_the_batches_anew():
 
 
 def shards():
-    """Loaders that give a process a part of the samples, and what they do it by."""
+    """Yield loaders that shard the samples, and the name of the sharding object."""
     plain, pair = TensorDataset(torch.randn(12, 5)), {"num_replicas": 2, "rank": 0}
     halves = DistributedSampler(plain, **pair)
     yield DataLoader(plain, 4, sampler=halves), ("DistributedSampler", "num_replicas", 2)
@@ -412,7 +412,7 @@ def shards():
     yield DataLoader(plain, batch_sampler=nested), ("DistributedSampler", "num_replicas", 2)
     three = {"num_processes": 3, "process_index": 0}
 
-    class Shard(IterableDataset):  # as Accelerate and transformers have them
+    class Shard(IterableDataset):  # as in Accelerate and transformers
         num_processes, process_index = 3, 0
 
         def __iter__(self):
@@ -441,7 +441,7 @@ def test_what_takes_a_part_of_the_samples_is_found():
     inputs = torch.randn(12, 5)
     data = TensorDataset(inputs, inputs)
     half = DataLoader(data, 3, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)  # one for every process, as by hand
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)  # one per process, made by hand
     assert len(list(pipe.run(half))) == 2
 
 
@@ -514,7 +514,7 @@ def test_a_run_that_nobody_began_is_told(tmp_path):
         gc.collect()
 
 
-# Observers.
+# Observers
 
 
 class Seen(st.Observer):
@@ -577,7 +577,7 @@ def test_one_observer_fails_and_all_end(what):
     assert len(losses(pipe, data)) == 3
 
 
-# What results carry.
+# The content of results
 
 
 def right(output, target):

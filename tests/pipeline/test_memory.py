@@ -1,4 +1,4 @@
-"""What a stage holds: as many weight versions and activations as its schedule says, measured."""
+"""Tests a stage's measured weight versions and activations against its schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def data(count, size):
     return [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for _ in range(count)]
 
 
-WITH_WINDOWS = ("interleaved-async", "wpipe")  # of their own: there is none to choose
+WITH_WINDOWS = ("interleaved-async", "wpipe")  # fixed windows
 
 
 def cases(*settings):
@@ -72,9 +72,9 @@ def storages(tensors):
 
 @pytest.fixture
 def large_storages():
-    """Ask for address -> bytes of all that the test has made that is as large as a stage's weights.
+    """Return a function: address -> bytes of the test's storages of at least a stage's weights.
 
-    What was there before is frozen, which hides it from the list of objects.
+    Earlier objects are frozen, which hides them from the list of objects.
     """
 
     def found():
@@ -88,7 +88,7 @@ def large_storages():
 
 @pytest.mark.parametrize(("method", "n", "m", "window"), list(cases((1, "wide"), (2, None))))
 def test_weight_versions(method, n, m, window, large_storages):
-    """No more than the definitions need, and no less: counted among all tensors that are alive."""
+    """The number among all live tensors equals what the definitions need."""
     windows = windows_of(method, n, m, window)
     expected = [most_versions(method, k, n, windows, m) for k in range(n)]
 
@@ -104,14 +104,14 @@ def test_weight_versions(method, n, m, window, large_storages):
         if torch.is_tensor(tensor)
     ]
     gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
-    for stage in pipe._executor.stages:  # those that an update has just read
+    for stage in pipe._executor.stages:  # versions that an update has just read
         if stage._gradients_read is not None:
             gradients += stage._gradients_read[1]
     others = storages([*state, *gradients])
     found = {where: size for where, size in large_storages().items() if where not in others}
     run.close()
     assert len(found) == sum(expected)
-    assert all(size < 1.1 * BYTES for size in found.values())  # room to align it, no more
+    assert all(size < 1.1 * BYTES for size in found.values())  # includes only alignment
     assert pipe.weight_version_bytes == sum(expected) * BYTES
     for stages in (pipe.predicted_memory(), pipe.measured_memory()):
         assert [stage.versions for stage in stages] == expected
@@ -119,7 +119,7 @@ def test_weight_versions(method, n, m, window, large_storages):
 
 
 def schedules():
-    """(method, stages, microbatches, window), more of them than are worth a run."""
+    """(method, stages, microbatches, window): more than are worth a run."""
     for name in METHODS:
         for n in {min(n, METHODS[name].stages) for n in (1, 2, 4)}:
             for m in (1, 2, 4):
@@ -128,14 +128,14 @@ def schedules():
 
 
 def test_schedules_count_the_versions_that_pipelines_have():
-    """Two counts of the same: ``schedule.validate``'s, and the definitions', as above."""
+    """Compares the counts of ``schedule.validate`` and of the definitions."""
     seen = 0
     for name, n, m, window in schedules():
         method = find_method(name)
         try:
             places = places_of(method, n, m, window)
             rules = [rules_at(method, place) for place in places]
-        except ValueError:  # a window that it cannot have
+        except ValueError:  # an invalid window
             continue
         windows = [place.window for place in places]
         counts = validate(
@@ -152,7 +152,7 @@ def test_schedules_count_the_versions_that_pipelines_have():
 
 
 class Tapes:
-    """Bytes that autograd keeps for backwards that are to come, per stage."""
+    """Bytes that autograd keeps for later backwards, per stage."""
 
     def __init__(self, stages):
         self.now, self.peak = [0] * len(stages), [0] * len(stages)
@@ -170,8 +170,8 @@ class Tapes:
         self.hooks.__exit__(*error)
 
     def pack(self, tensor):
-        # As it is, an output would hold the node that holds it until a backward lets go of all: the
-        # second half of one runs some nodes only.
+        # Otherwise an output would hold its own node until a backward releases everything: the
+        # second half of one runs only some nodes.
         k, held = self.inside, Held(tensor.detach())
         if k is not None:
             weights = storages(self.stages[k].parameters())
@@ -196,7 +196,7 @@ class Held:
 
 
 def one_tape(size):
-    """Bytes that one microbatch's forward leaves behind in a stage."""
+    """Return the bytes that one microbatch's forward keeps in a stage."""
     with Tapes([stage()]) as tapes:
         kept = tapes.stages[0](torch.randn(size, WIDTH, requires_grad=True))
         del kept
@@ -221,7 +221,7 @@ def test_activations_in_flight(method, n, m, window):
 
 @pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain"])
 def test_recomputation_keeps_no_activations(method):
-    """But those of the one microbatch whose backward runs, and the inputs of the others."""
+    """Except those of the microbatch in its backward, and the inputs of the others."""
     size, n, m = 2, 4, 3
     pipe = pipeline(method, n, m, recompute=True)
     with Tapes(list(pipe.children())) as tapes:
@@ -240,12 +240,13 @@ def test_recomputed_blocks_keep_their_inputs():
         pipe = st.Pipeline(stages, sgd(), mse, "gpipe", microbatches=m, recompute=recompute)
         with Tapes(list(pipe.children())) as tapes:
             losses(pipe, data(2, size * m))
-        # Of a block its input; else what is between its layers as well, which both of them save.
+        # Blocks keep their input; other modules also the values between their layers, which both
+        # save.
         numbers = 4 * WIDTH + (4 - picked) * 2 * 4 * WIDTH
         assert tapes.peak == [m * size * numbers * 8] * 2
 
 
-# As predicted from the schedule, and as measured: with masters, and where a stage has no weights.
+# Predicted from the schedule, and measured: with masters, and with stages without weights
 
 NAMES = [name for name in st.methods() if name not in ("spectrain-ema", "xgrad")]
 
@@ -320,7 +321,7 @@ def test_a_master_dtype_that_no_kernel_takes():
         st.Pipeline(tanh_stages(2), sgd(), mse, master_dtype=torch.float64)
 
 
-# On the host.
+# In host memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

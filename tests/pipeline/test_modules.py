@@ -1,4 +1,4 @@
-"""What stages may be made of: buffers, dropout, layouts, in-place layers, tuples, frozen parts."""
+"""Tests modules in stages: buffers, dropout, layouts, in-place layers, tuples, frozen parts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class First(nn.Module):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_tuples_of_tensors(method, parts):
     if parts == 2:
-        # A mean over the minibatch within a stage is another function of its parts.
+        # A mean over the minibatch within a stage changes if the minibatch is cut.
         stages = [Split(), Join(), First()]
         pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=2)
         assert all(loss.isfinite() for loss in losses(pipe, batches(6, size=4)))
@@ -98,7 +98,7 @@ def test_tuples_of_tensors(method, parts):
 
 
 class Spectrum(nn.Module):
-    """Returns complex numbers, and takes them if they come; one frozen parameter is complex."""
+    """Returns complex numbers, and accepts them; one frozen parameter is complex."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Spectrum(nn.Module):
 @every_method
 @pytest.mark.parametrize("recompute", [False, True])
 def test_complex_activations(method, recompute):
-    """Between stages, out of the last one, and with a gradient all the way to the first."""
+    """Between stages, at the output, and with a gradient back to the first stage."""
 
     def loss_fn(output, target):
         return (output.abs() ** 2).mean() + mse(torch.fft.irfft(output, n=6), target)
@@ -214,7 +214,7 @@ def test_channels_last(method):
 
 @every_method
 def test_many_kinds_of_layers(method):
-    """Layers that save their weights for the backward in ways of their own."""
+    """Layers that save their weights for the backward in different ways."""
 
     class LSTM(nn.Module):
         def __init__(self):
@@ -288,7 +288,7 @@ def test_dropout_does_not_depend_on_the_schedule():
     data, found = batches(7), {}
     for method in st.methods():
         if method in ("spectrain-ema", "pipedream-2bw", "error-feedback", "xgrad"):
-            continue  # not for this optimizer, one microbatch, several stages
+            continue  # not with this optimizer, one microbatch or several stages
         torch.manual_seed(5)
         stages = [Masks() for _ in range(4)]
         before = torch.get_rng_state()
@@ -361,7 +361,7 @@ def test_a_batch_may_be_a_list_as_data_loaders_give_it():
 
 
 class Sometimes(nn.Module):
-    """Works in place on its input in some forwards only, after it has drawn random numbers."""
+    """Changes its input in place in only some forwards, after drawing random numbers."""
 
     def __init__(self, when):
         super().__init__()
@@ -375,7 +375,7 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_first_layer_that_works_in_place_now_and_then(first):
-    """The identity before it is there whenever it is needed, and random numbers are as without."""
+    """The identity before it exists when needed; random numbers do not change."""
     torch.manual_seed(1)
     layers = tanh_stages(3)
     found, drawn = [], []
@@ -392,4 +392,4 @@ def test_a_first_layer_that_works_in_place_now_and_then(first):
         drawn.append([stage[0].drawn for stage in stages[1:]])
     close(found[1], found[0])
     for without, with_it in zip(*drawn, strict=True):
-        assert list(dict.fromkeys(with_it)) == without  # a forward that is repeated draws the same
+        assert list(dict.fromkeys(with_it)) == without  # a repeated forward draws the same

@@ -1,4 +1,4 @@
-"""A pipeline's state dict has the uncut model's names, and either loads the other's."""
+"""Tests that a pipeline's state dict has the uncut model's names, and either loads the other's."""
 
 from __future__ import annotations
 

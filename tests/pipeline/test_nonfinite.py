@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: what is left out, and what is raised."""
+"""Tests losses and gradients that are not finite: skipped updates and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, c
     same(*runs)
 
 
-# As the predictions of auto with any optimizer; as far ahead as stage 0 has to.
+# Like auto's predictions with any optimizer: as far ahead as stage 0 needs.
 BY_DIFFERENCE = Definition(
     law="difference",
     forward=lambda k, n, w, m: nearest((w + k - 1) / m),
@@ -89,7 +89,7 @@ PREDICTING = replace(SECOND_ORDER, backward="predict", backward_horizon=SECOND_O
     [
         *((name, 4, {}) for name in ("1f1b", "gpipe", "zb-h1", "pipedream-2bw", "zb-h1-async")),
         *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "lwp-w")),
-        # Whose drain has overwritten what a step has predicted.
+        # Methods whose drain overwrites a step's prediction.
         (second_order(backward="predict"), 1, {"definition": PREDICTING}),
         ("auto", 1, {"clip_norm": 0.02}),
         ("auto", 4, {"recompute": True}),
@@ -115,7 +115,7 @@ def test_what_is_left_out_is_what_the_definition_says(method, parts, more):
 
 
 def test_ties_masters_and_phases(caplog):
-    """A copy's gradient concerns the first stage that has the weights, and all between them."""
+    """A copy's gradient affects the first stage with the weights, and all stages between."""
     caplog.set_level("WARNING")
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(9, size=6)]
     bad = poisoned(data[2], "input", 100.0)
@@ -124,7 +124,7 @@ def test_ties_masters_and_phases(caplog):
         for skips in (True, False):
             torch.manual_seed(4)
             method = phases[0]
-            if len(phases) > 1:  # between the first two runs: those left out are counted
+            if len(phases) > 1:  # between the first two runs: skipped updates are counted
                 method = st.hybrid(*phases, after=4 if skips else 3)
             stages = [Passes(), Passes(), Passes("weight")]
             stages[2].linear.weight = stages[0].linear.weight
@@ -137,7 +137,7 @@ def test_ties_masters_and_phases(caplog):
                 microbatches=2,
                 on_nonfinite="skip" if skips else None,
             )
-            for number in range(3):  # drained in between: without a flush it is exact as well
+            for number in range(3):  # drained in between: exact without a flush as well
                 given = data[3 * number : 3 * number + 3]
                 pipe.fit([*given, bad] if skips and number < 2 else given)
             assert pipe.skipped == ((2, 2, 2) if skips else (0, 0, 0))
@@ -195,7 +195,7 @@ def test_what_is_raised(method, what, number, stage, reason):
 
 
 def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(caplog):
-    """The stage has no weights before it: it says so of its input."""
+    """There is no stage with weights before it, so it reports its input."""
     stages = [nn.Linear(5, 5), nn.Sequential(Overflows(), nn.Linear(5, 5)), nn.Linear(5, 5)]
     pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")
     list(pipe.run([poisoned(batch, "input", 1e6) for batch in batches(1)]))

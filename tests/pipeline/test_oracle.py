@@ -1,4 +1,4 @@
-"""Every method computes what its definition says: losses and final weights, against the oracle."""
+"""Tests every method's losses and final weights against the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AVERAGING = (st.optim.SGD, AveragingSGD)
 def test_a_long_run(method):
     compared = Compared(tanh_stages(4), method)
     compared.run(batches(64))
-    compared.run(batches(9))  # a second run starts from the versions and the momentum it finds
+    compared.run(batches(9))  # a second run starts from the present versions and momentum
 
 
 @every_method
@@ -61,7 +61,7 @@ def test_classification(method):
 
 @every_method
 def test_microbatches(method):
-    """Also minibatches with fewer samples than parts; other numbers are among the settings."""
+    """Also minibatches with fewer samples than parts; the settings have other numbers."""
     compared = Compared(tanh_stages(4), method, microbatches=3)
     compared.run(batches(9, size=8, last=5))
     compared.run([*batches(3, size=8), *batches(2, size=2), *batches(3, size=1)])
@@ -174,7 +174,7 @@ def test_any_combination(method, n, runs, sizes, parts, decay, leave):
 
 @every_method
 def test_a_learning_rate_changed_by_hand(method):
-    """The caller sets lr between results; every stage meets it at its next update or prediction."""
+    """The caller sets lr between results; every stage uses it at its next update or prediction."""
     compared = Compared(tanh_stages(1), method)
 
     def halve(optimizers):

@@ -1,4 +1,4 @@
-"""Clipping, recomputation, bfloat16 weights and small minibatches, for methods of every kind."""
+"""Tests clipping, recomputation, bfloat16 weights and small minibatches for each kind of method."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch import nn
 
 import spectrain_ext as st
 
-# One of each kind: a flush, no correction, two predictions, a kept version, an old one, a written
-# one, shared ones.
+# One method of each kind: flush, no correction, two predictions, a stashed version, an old one, a
+# prediction written by the step, shared weights.
 KINDS = (
     "gpipe",
     "1f1b",
@@ -142,7 +142,7 @@ def test_recomputation_draws_the_same_dropout_and_counts_a_batch_once(method):
     ids=["SGD", "AdamW"],
 )
 def test_bfloat16_weights_with_a_float32_master(method, optimizer):
-    """Everything in bfloat16 rounds; what must not drift apart is the master."""
+    """In bfloat16 everything rounds; the master must not drift."""
     kind, reference, options = optimizer
     stages = [stage.bfloat16() for stage in tanh_stages(3)]
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(8, size=4)]
@@ -173,7 +173,7 @@ def test_bfloat16_weights_with_a_float32_master(method, optimizer):
 
 
 def test_a_master_keeps_what_bfloat16_weights_would_lose():
-    """Updates of 1/512 of a weight of 1: bfloat16 alone rounds each of them away."""
+    """Updates of 1/512 of a weight of 1, which bfloat16 alone rounds away."""
     found = []
     for master in (None, torch.float32):
         stage = nn.Linear(1, 1, bias=False).bfloat16()

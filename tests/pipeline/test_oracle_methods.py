@@ -1,4 +1,4 @@
-"""Every method of the registry computes what its definition says, wherever it is defined."""
+"""Tests every registered method against its definition, wherever it is defined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import spectrain_ext as st
 
 
 def compare(case):
-    """Past the warm-up, over a drain and a restart, with a last minibatch that is small."""
+    """Compare beyond warm-up, over a drain and a restart, with a small last minibatch."""
     kind, reference, options = OPTIMIZERS[case.optimizer]
     compared = Compared(
         tanh_stages(case.stages, width=4, layers=1),
@@ -47,9 +47,9 @@ def test_every_pair_of_settings(case):
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("method", METHODS)
 def test_many_settings(method, n):
-    """With rates that change: a constant one could hide which update's rate was taken.
+    """Rates change, because a constant rate could hide which update's rate was used.
 
-    A third of all of them, which took three hours.
+    This is a third of all settings; it took three hours.
     """
     if n > METHODS[method].stages:
         pytest.skip(f"{method} is not defined for {n} stages")

@@ -1,4 +1,4 @@
-"""Methods that the registry has not: any consistent Method computes what the oracle's row says."""
+"""Tests unregistered methods: any consistent Method computes the result of the oracle's row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spectrain_ext.method import find_method as st_method
 
 
 def method_and_definition(name="own", **choices):
-    """The same choices in the package's terms (rules of a place) and in the oracle's."""
+    """Return the same choices in the package's terms (rules of a place) and in the oracle's."""
 
     def at(rule):
         return rule if isinstance(rule, str) else lambda place: rule(*place)
@@ -59,7 +59,7 @@ def method_and_definition(name="own", **choices):
     ids=["no momentum", "torch's"],
 )
 def test_auto_without_momentum_goes_by_the_last_change_of_the_weights(parts, optimizer):
-    """As far as with momentum, whose rows are among every method's."""
+    """The horizon is that with momentum, which the registered methods cover."""
 
     def ahead(k, n, w, m):
         return -(-(w + k - 1) // m) - local(k, n, w, m) // 2
@@ -98,7 +98,7 @@ def by_stage(s):
 
 @some.composite
 def choices(draw):
-    """Any method of the asynchronous schedule that contradicts itself nowhere."""
+    """Draw any consistent method with the asynchronous schedule."""
     rules = some.builds(lambda make, s: make(s), some.sampled_from((constant, by_stage)), small)
     found = {
         "reads": draw(some.sampled_from(("newest", "newest", "newest", "entry", "previous"))),
@@ -136,7 +136,7 @@ SCHEDULERS = (
     steps=some.lists(some.integers(0, 3), min_size=4, max_size=4),
 )
 def test_any_method(chosen, n, m, counts, optimizer, scheduler, steps):
-    # A later stage may not have more in flight than an earlier one.
+    # A later stage must not have more in flight than an earlier one.
     windows = [1 + sum(steps[k:]) for k in range(n)]
     if chosen["reads"] == "previous":
         windows = [min(w, m + 1) for w in windows]

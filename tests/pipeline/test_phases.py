@@ -1,4 +1,4 @@
-"""Methods that become others in the course of training: the numbers of one run after another."""
+"""Tests methods with phases: the numbers of one run after another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(stages, method, **more):
 
 
 def bits(pipe, runs):
-    """All that comes out of training: losses, weights, the optimizers' state, learning rates."""
+    """Return the complete result of training: losses, weights, optimizer state, learning rates."""
     losses = [[result.loss for result in pipe.run(run)] for run in runs]
     states = [optimizer.state_dict() for optimizer in pipe.optimizers]
     return [losses, list(pipe.state_dict().values()), states]
@@ -53,7 +53,7 @@ def same(a, b):
     torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
 
 
-# Against the definition.
+# Against the definition
 
 
 @pairs
@@ -108,7 +108,7 @@ def test_copies_of_weights():
 
 @pytest.mark.parametrize("count", [1, 4, 6, 7, 8, 9])
 def test_left(count):
-    """What is in flight is finished, and counts; the last ones of a phase may be among it."""
+    """Work in flight is finished and counts; it may include the last minibatches of a phase."""
     data = batches(20)
     pipe = make(stages := tanh_stages(4), "pipedream+sync@8")
     for result in pipe.run(iter(data)):
@@ -123,7 +123,7 @@ def test_left(count):
         close(result.loss, loss)
 
 
-# Identities, to the bit.
+# Identities, bit for bit
 
 
 @pairs
@@ -151,7 +151,7 @@ def dropping(n):
     ids=lambda more: "-".join(more) or "plain",
 )
 def test_to_itself_nothing_changes(more):
-    """Optimizers, schedulers, random numbers, running statistics: all of it goes on."""
+    """Optimizers, schedulers, random numbers and running statistics continue unchanged."""
     stages, runs = dropping(3), [batches(9, size=4), batches(4, size=4)]
     torch.manual_seed(1)
     expected = bits(make(stages, "sync", **more), runs)
@@ -176,7 +176,7 @@ def test_masters_and_their_state_keep_their_digits(foreign, first):
             bits(make(stages, "sync", **more), runs),
         )
         return
-    # two pipelines, of which the second is given what the first one has
+    # two pipelines; the second gets the first one's state
     pipe = make(stages, st.hybrid(first, "sync", after=9), **more)
     before, after = make(stages, first, **more), make(stages, "sync", **more)
     found = bits(pipe, runs)
@@ -192,11 +192,11 @@ def test_masters_and_their_state_keep_their_digits(foreign, first):
     same(found[1:], expected[1:])
 
 
-# A measured gap.
+# A measured gap
 
 
 def gaps(stages, data):
-    """Of every minibatch: how far stage 0 moves from its forward to its update under pipedream."""
+    """Return for every minibatch how far stage 0 moves from forward to update under pipedream."""
     oracle = Oracle(stages, torch_sgd(), mse, "pipedream")
     oracle.run(data)
     found = []
@@ -208,7 +208,7 @@ def gaps(stages, data):
 
 
 def test_a_gap():
-    """One minibatch at a time is looked at: 1, 5, 9, and so on, as 3 more are in flight."""
+    """One minibatch at a time is measured: 1, 5, 9, and so on, because 3 more are in flight."""
     stages, data = tanh_stages(4), batches(30)
     found = gaps(stages, data)
     looked = range(1, 20, 4)
@@ -220,7 +220,7 @@ def test_a_gap():
         first = next((i for i in looked if found[i] > gap), None)
         if first is None:
             continue
-        # before the pull of the fourth after it
+        # before the request for the fourth after it
         oracle = Oracle(stages, torch_sgd(), mse, defined("pipedream", "sync", first + 4))
         assert pipe.phase == 1
         switched.add(first)
@@ -244,7 +244,7 @@ def test_what_is_never_late_has_no_gap():
     assert pipe.phase == 0
 
 
-# What the pipeline says of itself.
+# The pipeline's reports
 
 
 def test_memory_is_that_of_the_larger_phase():
@@ -301,7 +301,7 @@ def test_failures_count_what_was_begun_and_evaluations_nothing():
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 def test_an_interrupt_in_the_change(stage, where, monkeypatch):
-    """The true weights stay, and the next run changes the rest."""
+    """The true weights survive, and the next run completes the change."""
     stages, data = tanh_stages(3), batches(9)
     pipe = make(stages, "spectrain+sync@4")
     whole = StageWeights.hand_over
@@ -342,7 +342,7 @@ def test_what_looks_on_sees_both(tmp_path):
         list(pipe.run(data, trace=[trace, metrics]))
     forwards = [s for s in trace.spans() if s.stage == 0 and s.kind.value == "forward"]
     assert [span.minibatch for span in forwards] == list(range(12))
-    # within the phase the window is 3; what is synchronous has all updates before it
+    # the window is 3 within the phase; synchronous minibatches follow all earlier updates
     assert [span.version for span in forwards] == [0, 0, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
     updates = [s for s in trace.spans() if s.stage == 2 and s.kind.value == "update"]
     assert [span.version for span in updates] == list(range(1, 13))

@@ -1,6 +1,6 @@
-"""Random programs in float64: what a pipeline trains is what plain torch does, or the definition.
+"""Tests random programs in float64 against plain torch or the definition.
 
-``helpers.random_programs`` says what a seed stands for; a failure prints it.
+``helpers.random_programs`` defines the program of a seed; a failure prints it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from helpers.random_settings import definition_of
 from oracle.definition import Oracle, cut
 from torch import nn
 
-# Of a stage whose input nobody wants a gradient of.
+# A stage whose input needs no gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
@@ -25,7 +25,7 @@ def close(found, expected, what):
 
 
 def drawing(program, pipe, salt=0):
-    """The program's stages, which draw what the pipeline's are going to draw."""
+    """Provide the program's stages with the pipeline's random state."""
     states = [random.states()[0].clone() for random in pipe.random]
     return [OwnRandom(s, state) for s, state in zip(program.stages(salt), states, strict=True)]
 
@@ -40,7 +40,7 @@ def compare_weights(pipe, stages):
 
 
 class Plain:
-    """The uncut model in a loop, as anybody writes it."""
+    """The uncut model in an ordinary loop."""
 
     def __init__(self, program, pipe):
         self.program, self.stages = program, drawing(program, pipe)
@@ -112,7 +112,7 @@ def test_the_uncut_model_in_a_loop(seed):
 
 
 def compare_state(pipe, plain):
-    """What both optimizers keep, and what a scheduler has made of their groups."""
+    """Compare the state of both optimizers, and their groups after a scheduler."""
     theirs = dict(plain.model.named_parameters())
     groups = {p: group for group in plain.optimizer.param_groups for p in group["params"]}
     names = {p: name for name, p in nn.Sequential(*pipe.children()).named_parameters()}

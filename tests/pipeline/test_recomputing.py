@@ -1,4 +1,4 @@
-"""Recomputation: the forward again, with the backward's weights, and nothing else changes."""
+"""Tests recomputation: a second forward with the backward's weights, and no other change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_first_layer_that_works_in_place():
 
 
 def both(stages, method, data, loss_fn=mse, **more):
-    """The losses and the states without recomputation and with it."""
+    """Return losses and states without and with recomputation."""
     found = []
     for recompute in (False, True):
         torch.manual_seed(1)
@@ -54,7 +54,7 @@ def both(stages, method, data, loss_fn=mse, **more):
 
 @pytest.mark.parametrize("method", ["sync", "gpipe", "pipedream"])
 def test_where_forward_and_backward_weights_are_the_same_nothing_changes(method):
-    """Dropout is drawn as it was, running statistics are updated once."""
+    """Dropout draws the same, and running statistics are updated once."""
     stages = [
         nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.4), nn.ReLU(inplace=True))
         for _ in range(3)
@@ -81,7 +81,7 @@ def test_a_loss_with_random_numbers_of_its_own():
 
 
 class Centred(nn.Module):
-    """Reads buffers that it changes, in place and by new ones; a layer, and a loss."""
+    """Reads buffers that it changes, in place and by replacement; a layer, and a loss."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ class Centred(nn.Module):
     def forward(self, x, target=0):
         self.calls = self.calls + 1
         out = (x - self.centre - target) * (1 + 1 / self.calls)
-        self.centre.data.lerp_(x.detach().mean(0), 0.3)  # autograd sees no new version
+        self.centre.data.lerp_(x.detach().mean(0), 0.3)  # autograd does not see the new version
         return out if isinstance(target, int) else out.square().mean()
 
 
@@ -127,7 +127,7 @@ def test_a_second_forward_that_fails_leaves_the_buffers_of_the_first():
 
 
 class Pair(nn.Module):
-    """Takes and returns a tuple, one member of which nobody learns."""
+    """Takes and returns a tuple with one member that needs no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,7 @@ def test_tuples_and_members_without_a_gradient():
 
 
 def test_only_inputs_are_kept():
-    """What autograd saves is gone when the forward has ended."""
+    """Autograd's saved values are gone after the forward."""
     for recompute in (False, True):
         alive = []
 
@@ -177,11 +177,11 @@ def test_only_inputs_are_kept():
         assert most == (0 if recompute else 3)
 
 
-# Blocks.
+# Blocks
 
 
 def normed(layers=3):
-    """A stage of blocks with random numbers and with module buffers of every kind."""
+    """Return a stage of blocks with random numbers and all kinds of module buffers."""
     return nn.Sequential(
         *(
             nn.Sequential(
@@ -193,12 +193,12 @@ def normed(layers=3):
             )
             for _ in range(layers)
         ),
-        old_spectral_norm(nn.Linear(5, 5)),  # whose hook makes its weight
+        old_spectral_norm(nn.Linear(5, 5)),  # its hook makes its weight
     )
 
 
 def trained(stages, method, recompute, data=None, **more):
-    """Losses, states and random numbers after a run."""
+    """Return losses, states and random numbers after a run."""
     torch.manual_seed(1)
     own = [copy.deepcopy(stage) for stage in stages]
     pipe = st.Pipeline(own, sgd(), mse, method, recompute=recompute, **more)
@@ -209,7 +209,7 @@ def trained(stages, method, recompute, data=None, **more):
 
 
 def calls(stages, names, recompute, method="sync"):
-    """How often modules of stages are called in the training of a minibatch."""
+    """Count the calls of modules in the training of a minibatch."""
     found = dict.fromkeys(names, 0)
     for name in names:
         k, _, inner = name.partition(".")
@@ -224,7 +224,7 @@ def calls(stages, names, recompute, method="sync"):
 
 @pytest.mark.parametrize("method", ["1f1b", "auto", "zb-h1", "pipedream"])
 def test_recomputed_blocks_change_no_bit(method):
-    """Where a backward meets its forward's weights: numbers and buffers are those of the first."""
+    """If the backward uses its forward's weights, numbers and buffers equal the first forward's."""
     stages = [normed() for _ in range(3)]
     expected = trained(stages, method, False, microbatches=3)
     for recompute in (1, 2, lambda name, module: isinstance(module, nn.BatchNorm1d)):
@@ -234,7 +234,7 @@ def test_recomputed_blocks_change_no_bit(method):
 
 @pytest.mark.parametrize("method", ["vanilla", "spectrain", "pipeoptim", "spectrain-local"])
 def test_a_block_is_to_its_policy_what_a_stage_is_to_all_of_it(method):
-    """Under methods whose backwards meet other weights, which the second forward has as well."""
+    """With methods whose backwards use other weights, which the second forward uses too."""
     stages = [nn.Sequential(normed(2)) for _ in range(3)] + [nn.Sequential(nn.Identity())]
     whole, blocks, kept = (trained(stages, method, each) for each in (True, 1, False))
     assert all(map(torch.equal, blocks, whole))
@@ -307,7 +307,7 @@ def fails(data):
 
 
 def test_blocks_that_take_more_than_a_tensor():
-    """What a block is given comes again as it was, containers that it changes included."""
+    """A block's repeated input equals the first one, including containers that it changes."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -389,11 +389,11 @@ def test_blocks_inside_of_a_compiled_stage_are_refused():
             st.Pipeline([given], sgd(), mse, recompute=1)
 
 
-# On the host.
+# In host memory
 
 
 class Strided(nn.Module):
-    """Saves views of every kind, a buffer, a weight that is not trained, and what it changes."""
+    """Saves views of every kind, a buffer, a frozen weight, and values that it changes."""
 
     def __init__(self):
         super().__init__()
@@ -423,7 +423,7 @@ def test_activations_on_the_host_change_no_bit(method):
 
 @pytest.mark.parametrize("method", ["gpipe", "spectrain"])
 def test_what_leaves_for_the_host(method):
-    """All but weights, module buffers, what was received, and what is small; each storage once."""
+    """All but weights, module buffers, received and small tensors; each storage once."""
     left, made = [], []
 
     class Watched(Strided):
@@ -458,7 +458,7 @@ def test_what_leaves_for_the_host(method):
 
 
 class Marker:
-    """Is in a list for as long as it lives."""
+    """In a list while alive."""
 
     def __init__(self, alive):
         self.alive = alive

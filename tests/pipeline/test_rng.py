@@ -1,4 +1,4 @@
-"""Stages draw numbers of their own, whatever other pipelines do in other threads meanwhile."""
+"""Tests that stages' random numbers do not depend on pipelines in other threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def losses(pipe, minibatches=40):
 
 
 class Checkpointed(nn.Module):
-    """Its backward puts its forward's numbers into the default generator, for a while."""
+    """Its backward temporarily restores its forward's state in the default generator."""
 
     def __init__(self, p):
         super().__init__()
@@ -44,7 +44,7 @@ class Checkpointed(nn.Module):
 
 @pytest.fixture
 def busy():
-    """Threads take turns all the time."""
+    """Make threads switch continuously."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -98,7 +98,7 @@ def test_a_pipeline_made_while_another_draws_has_the_callers_seed():
     thread = threading.Thread(target=lambda: made.append(StageRandom(2, CPU)))
     with RNG_LOCK, StageRandom(0, CPU):
         thread.start()
-        thread.join(0.05)  # long enough for one that does not wait
+        thread.join(0.05)  # long enough for a thread that does not wait
     thread.join()
     assert torch.equal(made[0].states()[0], expected[0])
 

@@ -1,4 +1,4 @@
-"""A run's life: results, leaving early, failures, what a suspended run allows, release."""
+"""Tests runs: results, leaving early, failures, suspended runs, release."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_results_come_as_soon_as_they_are_there(method):
         assert result.loss.dim() == 0
         assert not result.loss.requires_grad
         assert data.count <= min(12, result.index + n)
-        result.loss.mul_(0)  # the caller's own
+        result.loss.mul_(0)  # belongs to the caller
     assert data.count == 12
 
 
@@ -74,7 +74,7 @@ def test_leaving_the_loop_drains(method, at):
         if result.index == at:
             break
     assert at < pulled.count <= at + 4
-    compared.oracle.run(data[: pulled.count])  # trained on every batch that was taken
+    compared.oracle.run(data[: pulled.count])  # trained on every batch taken
     compared.check_weights()
     compared.run(batches(5))
 
@@ -165,7 +165,7 @@ def test_failures(method, where, stage):
 
     versions = [[[p.detach().clone() for p in s.parameters()]] for s in stages]
     for k, opt in enumerate(made):
-        # The true weights after every update, as the optimizer's master has them.
+        # The true weights after every update, in the optimizer's master.
         opt.register_step_post_hook(
             lambda *_, k=k: versions[k].append(
                 [pipe._weights[k].true_weights()[p].clone() for p in stages[k].parameters()]
@@ -189,7 +189,7 @@ def test_failures(method, where, stage):
             assert p.grad is None
     pipe(torch.randn(2, 5))
 
-    # It runs again, from where it stands.
+    # It runs again and continues.
     armed = False
     fault.forward_at = fault.backward_at = None
     rest = Compared([copy.deepcopy(s) for s in stages], method)
@@ -267,7 +267,7 @@ def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
         if result.index == 6:
             snapshot, copied = state, kept
     for name, tensor in snapshot.items():
-        assert torch.equal(tensor, copied[name])  # later updates do not reach into it
+        assert torch.equal(tensor, copied[name])  # later updates do not change it
     same(pipe.state_dict(), nn.Sequential(*pipe.children()).state_dict())
 
 
@@ -392,7 +392,7 @@ def test_release(method):
 
 @every_method
 def test_a_run_keeps_nothing(method):
-    """Tapes, messages and shares are gone: the third run leaves what the second did."""
+    """Tapes, messages and shares are released: the third run leaves as much as the second."""
 
     def live():
         gc.collect()
@@ -410,7 +410,7 @@ def test_a_run_keeps_nothing(method):
 
 @every_method
 def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
-    """Buffers of a GPU must not wait for a garbage collection."""
+    """GPU buffers must not wait for a garbage collection."""
     pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
     losses(pipe, batches(6))
     buffers = [weakref.ref(weights.storage.home.flat.buffers[0]) for weights in pipe._weights]

@@ -1,4 +1,4 @@
-"""Tied weights: a parameter of several stages is trained as one."""
+"""Tests tied weights: a parameter of several stages is trained as one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHODS = [name for name in st.methods() if name not in ("xgrad", "spectrain-ema
 
 
 def tied(n, places=(0, -1)):
-    """Stages of two layers each, the first one's weight the same in several of them."""
+    """Return stages of two layers each, several of which share the first one's weight."""
     stages = tanh_stages(n)
     for k in places[1:]:
         stages[k][0].weight = stages[places[0]][0].weight
@@ -44,7 +44,7 @@ def alike(state, n, places=(0, -1)):
     return all(torch.equal(first, other) for other in others)
 
 
-# What is computed.
+# Results
 
 
 @pytest.mark.parametrize(("n", "parts"), [(4, 1), (2, 4)])
@@ -60,7 +60,7 @@ def test_every_method_does_what_its_definition_says(method, n, parts):
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 2, 3), (1, 3), (0, 2, 3)])
 @pytest.mark.parametrize("method", ["gpipe", "vanilla", "spectrain", "auto"])
 def test_copies_on_any_stages(method, places):
-    """Those before the last have several microbatches in flight, each with a version of its own."""
+    """Stages before the last have several microbatches in flight, each with its own version."""
     parts = 2 if method == "gpipe" else 1
     compared = Compared(tied(4, places), method, microbatches=parts)
     compared.run(batches(10, size=4))
@@ -109,7 +109,7 @@ def test_settings(method, more):
 
 @pytest.mark.parametrize("method", ["vanilla", "lwp-w", "auto"])
 def test_optimizers_that_are_not_the_packages(method):
-    if method != "auto":  # which takes another law by itself
+    if method != "auto":  # it uses another law with these settings
         lion = FOREIGN["Lion"]
         Compared(tied(3), method, optimizer=(lion, lion)).run(batches(8, size=4))
     pipe = st.Pipeline(tied(3), torch_sgd(), mse, method)
@@ -117,7 +117,7 @@ def test_optimizers_that_are_not_the_packages(method):
     assert alike(pipe.state_dict(), 3)
 
 
-# Whose it is.
+# Ownership
 
 
 def test_the_first_stage_alone_has_it_in_its_optimizer():
@@ -129,7 +129,7 @@ def test_the_first_stage_alone_has_it_in_its_optimizer():
 
 
 class Shared(nn.Module):
-    """Nothing but what is the first stage's."""
+    """A stage with only the first stage's weight."""
 
     def __init__(self, weight):
         super().__init__()
@@ -170,7 +170,7 @@ def test_frozen_weights():
 
 
 def test_weights_that_are_frozen_between_runs():
-    """As without ties, where their optimizer then finds no gradient."""
+    """As without ties, where their optimizer finds no gradient."""
     stages = tied(3)
     pipe = st.Pipeline(stages, lambda params: st.optim.SGD(params, lr=0.05), mse, "vanilla")
     losses(pipe, batches(2))
@@ -181,7 +181,7 @@ def test_weights_that_are_frozen_between_runs():
             p.requires_grad_(False)
         losses(pipe, batches(3))
         assert torch.equal(first, before) and torch.equal(last, before)
-    first.requires_grad_(True)  # the last one's part is missing
+    first.requires_grad_(True)  # the last stage's part is missing
     losses(pipe, batches(3))
     assert not torch.equal(first, before) and torch.equal(first, last)
 
@@ -265,7 +265,7 @@ def test_narrow_weights_with_wide_masters(method):
     assert pipe.get_submodule("2.0").weight not in masters
 
 
-# What is seen of it.
+# Visibility
 
 
 @pytest.mark.parametrize("method", ["sync", "vanilla", "spectrain", "pipedream", "auto"])
@@ -302,7 +302,7 @@ def test_leaving_a_run_and_an_exception_in_it():
 def test_a_recomputation_meets_the_copies_that_its_forward_had(places):
     data, stages, found = batches(9), tied(4, places), []
     for recompute in (False, True):
-        own = copy.deepcopy(nn.ModuleList(stages))  # as one: they stay tied
+        own = copy.deepcopy(nn.ModuleList(stages))  # copied together: they stay tied
         pipe = st.Pipeline(own, sgd(), mse, "pipedream", recompute=recompute)
         found.append(torch.stack(losses(pipe, data)))
     assert torch.equal(*found)
@@ -317,7 +317,7 @@ def test_changes_between_runs_are_the_copies_as_well():
     x = torch.randn(2, 5)
     expected = pipe(x)
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    state["0.0.weight"].fill_(0.5)  # and not the other one
+    state["0.0.weight"].fill_(0.5)  # but not the other one
     pipe.load_state_dict(state)
     assert pipe.get_submodule("2.0").weight.eq(0.5).all()
     assert not torch.equal(pipe(x), expected)
@@ -347,7 +347,7 @@ def test_release_ties_them_again():
     second = losses(pipe, data)
     assert stages[0][0].weight is not stages[2][0].weight
     assert alike(pipe.state_dict(), 3)
-    other = st.Pipeline(alone, sgd(), mse, "spectrain")  # which had been copied one by one
+    other = st.Pipeline(alone, sgd(), mse, "spectrain")  # copied separately
     assert torch.equal(torch.stack(first), torch.stack(losses(other, data)))
     assert torch.equal(torch.stack(second), torch.stack(losses(other, data)))
 
@@ -380,7 +380,7 @@ def test_said_by_an_attribute():
     with torch.no_grad():
         for mine, its in zip(apart, one, strict=True):
             mine.load_state_dict(its.state_dict())
-        apart[2][0].weight.zero_()  # the first stage's counts
+        apart[2][0].weight.zero_()  # the first stage's weight counts
     apart[2].tied_parameters = {"0.weight": (0, "0.weight")}
     data, found = batches(6), []
     for stages in (apart, one):
@@ -429,7 +429,7 @@ def test_stages_that_are_compiled():
     assert alike(st.Pipeline(stages, sgd(), mse).state_dict(), 3)
 
 
-# What is refused.
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def _fails_for_the_last(optimizer):
 
 @pytest.mark.parametrize("optimizer", [sgd, torch_sgd])
 def test_a_hook_of_the_optimizer_sees_the_whole_gradient(optimizer):
-    """A gradient hook would see a part, and is refused; the mask is the uncut model's hook."""
+    """A gradient hook would see only a part and is rejected; the mask is the uncut model's hook."""
     stages = tied(3)
     whole = copy.deepcopy(nn.Sequential(*stages))
     mask = torch.ones(5, 5).index_fill_(0, torch.tensor([1, 3]), 0.0)

@@ -1,4 +1,4 @@
-"""What goes into stages and comes out of them: dicts between them, batches that are mappings."""
+"""Tests inputs and outputs of stages: dicts between them, batches that are mappings."""
 
 from __future__ import annotations
 
@@ -210,11 +210,11 @@ def test_pairs_with_a_mapping_on_one_side():
         losses(pipe, [({"x": x}, {"y": y[:3]})])
 
 
-# Along which dimension.
+# Split dimensions
 
 
 class Recurrent(nn.Module):
-    """(time, batch, features) in and out, as ``nn.LSTM`` has it by default."""
+    """(time, batch, features) in and out, the default of ``nn.LSTM``."""
 
     def __init__(self, keyed=False):
         super().__init__()
@@ -244,7 +244,7 @@ def time_first(shape, keyed=False):
 
 
 def uncut(stages, data):
-    """The losses of plain torch, and the weights that it ends with."""
+    """Return the losses and final weights of plain torch."""
     whole = copy.deepcopy(nn.Sequential(*stages))
     optimizer, found = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9), []
     for x, y in data:
@@ -277,7 +277,7 @@ def test_samples_may_lie_along_another_dimension(method, shape, split_dim):
 
 
 def test_a_target_is_dense_whichever_dimension_it_is_cut_along():
-    """All of a minibatch's come together; a loss may flatten a microbatch's by ``view``."""
+    """A minibatch's targets are copied together; a loss may flatten a microbatch's by ``view``."""
     stages, data = time_first(3)
     seen = []
 

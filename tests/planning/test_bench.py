@@ -1,4 +1,4 @@
-"""What the benches compute without a clock: configurations, counted bytes, report sections."""
+"""Tests the untimed parts of the benchmarks: configurations, counted bytes, report sections."""
 
 from __future__ import annotations
 

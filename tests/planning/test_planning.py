@@ -1,4 +1,4 @@
-"""Planning: the search against every way there is, the bound, memory, links, profiles, quality."""
+"""Tests the planner: search against enumeration, bound, memory, links, profiles, quality."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def layers_of(seconds, outputs=1000, parameters=4000, saved=3000, **more):
-    """Blocks of so many seconds for 8 samples, half of it for 4."""
+    """Return blocks with these seconds for 8 samples, and half for 4."""
 
     def profile(share):
         return Profile(
@@ -59,7 +59,7 @@ SOME = layers_of([0.010, 0.014, 0.007, 0.021, 0.009])
 SLOW = Link("slow", 1e6, 1e-4)
 
 
-# The search.
+# The search
 
 
 def every_way(layers, devices, batch, methods):
@@ -138,11 +138,11 @@ def test_devices_of_different_kinds():
         given = {"link": "nvlink", "batch": 8, "replicas": 1, "methods": [method], **more}
         return plan(layers_of([0.01] * 6), devices, **given).fastest
 
-    # A slower device gets fewer layers, in whatever order they stand.
+    # A slower device gets fewer layers, in any order of devices.
     assert best(speeds=(1, 0.5)).ends == (4, 6)
     assert best(speeds=(0.5, 1)).ends == (2, 6)
     assert best(speeds=(1, 0.5)).period == pytest.approx(best(speeds=(0.5, 1)).period, rel=0.01)
-    # So they do where not every division is tried, and few bytes pass where a link is slow.
+    # Also with pruned divisions, and with few bytes over a slow link.
     long = {"link": 1e12, "batch": 8, "replicas": 1, "methods": ["auto"]}
     assert plan(layers_of([0.01] * 40), 2, **long, speeds=(1, 0.25)).fastest.ends == (32, 40)
     profiles = [
@@ -152,10 +152,10 @@ def test_devices_of_different_kinds():
     narrow = Layers((4, 8), tuple(profiles))
     assert plan(narrow, 3, **long).fastest.ends[1] != 30
     assert plan(narrow, 3, **{**long, "link": (1e12, 1e4)}).fastest.ends[1] == 30
-    # Alike they are what one number says.
+    # Equal speeds give the result of a single number.
     assert best(speeds=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
-    # Every device by its own memory.
+    # Each device's memory limits it
     free = best()
     sizes = [2 * size for size in free.memory]
     assert best(memory=sizes) == free
@@ -163,7 +163,7 @@ def test_devices_of_different_kinds():
     assert tight.ends[0] < free.ends[0] and tight.memory[0] < free.memory[0] < tight.memory[1]
     with pytest.raises(ValueError, match=r"memory: all .* more than 9 bytes a device; the sm"):
         best(memory=(1e9, 9))
-    # By every link its own messages: of a stage with replicas the slowest of all between.
+    # Each link carries its own messages; a stage with replicas counts the slowest link between.
     slow, fast = Link("slow", 1e4), Link("fast", 1e12)
 
     def sent(replicas, links, speeds=None):
@@ -176,13 +176,13 @@ def test_devices_of_different_kinds():
     assert sent((1, 1, 2), (fast, fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
     summed = sent((1, 1, 2), (fast, fast, slow)).update
     assert summed[:2] == (0, 0) and summed[2] > 0.1 > sent((1, 1, 2), fast).update[2]
-    # And of its replicas the slowest.
+    # The slowest replica counts
     paced = sent((1, 2, 1), fast, (2, 1, 0.5, 4)).forward
     assert paced == pytest.approx([1 / 12 / 2, 1 / 12 / 0.5, 1 / 12 / 4])
 
 
 def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():
-    # A message takes so long that minibatches are better not cut.
+    # A message takes so long that cutting minibatches does not pay.
     found = plan(SOME, 4, link=Link("late", 1e9, 0.01), batch=8, replicas=1)
     assert found.fastest.period == min(c.period for c in found.candidates)
     assert found.fastest.period < found.candidates[0].period
@@ -233,7 +233,7 @@ def test_replicas_that_a_pipeline_refuses_are_not_planned():
         for name in ("dc-asgd", "pipedream")
     }
     assert of_method["dc-asgd"]
-    for replicas in of_method["dc-asgd"]:  # the last stage is never late
+    for replicas in of_method["dc-asgd"]:  # the last stage has no delay
         assert set(replicas[:-1]) <= {1}
     with pytest.raises(ValueError, match=r"method 'dc-asgd' corrects gradients of stage 0 by"):
         st.method.check("dc-asgd", 2, microbatches=2, replicas=[2, 1])
@@ -270,7 +270,7 @@ def test_arguments_out_of_range():
             plan(SOME, **{"devices": 2, "link": "pcie3", "batch": 8, **more})
 
 
-# What a way costs.
+# The cost of a plan
 
 
 @some.composite
@@ -305,7 +305,7 @@ def test_no_simulation_is_below_the_bound(case):
         costs = Costs(*case)
     except ValueError:
         return
-    # A mean over some updates of a run that goes in rounds of several may be a little off.
+    # In a run with rounds of several updates, a mean over some of them may be slightly off.
     assert costs.bound <= costs.period * 1.02
 
 
@@ -332,19 +332,19 @@ def test_memory_is_the_ledgers(case):
 
 
 def test_passes_by_hand():
-    """Two stages with one microbatch, stage 0: what stage_weights does for a minibatch."""
+    """Two stages with one microbatch, stage 0: the passes of stage_weights per minibatch."""
     first, last = Place(0, 2, 2), Place(1, 2, 1)
     assert passes_of("vanilla", first, first) == (0, 0, 20)
-    # Versions stay where they are; an update that would overwrite one that is wanted copies it.
+    # Versions stay in place; an update that would overwrite a needed one copies it first.
     assert passes_of("pipedream", first, first) == (0, 0, 28)
     assert passes_of("pipedream", first, last) == (0, 0, 20)
     for place in (Place(0, 4, 4, 4), Place(2, 4, 2, 4)):  # the second half has the weights already
         halves, whole = (passes_of(m, Place(0, 4, 4, 4), place) for m in ("zb-h1-async", "auto"))
         assert halves == whole
     assert passes_of("auto", Place(0, 4, 4, 4), Place(0, 4, 4, 4)) == (0, 0, 24)
-    # The step writes the forward's prediction, the backward computes with the master.
+    # The step writes the forward's prediction; the backward uses the master.
     assert passes_of("spectrain", first, first) == (0, 0, 24)
-    # On the third stage that is predicted as well.
+    # On the third stage the backward's weights are predicted too.
     assert passes_of("spectrain", Place(0, 4, 4), Place(2, 4, 2)) == (0, 12, 24)
     assert passes_of("spectrain", first, last) == (0, 0, 20)
 
@@ -385,7 +385,7 @@ def test_links():
     shared, apart = (
         Costs(Setting(SOME, replace(wan, inbound=each), 8), way) for each in (True, False)
     )
-    # Two messages for every microbatch come to the stage in the middle.
+    # Two messages per microbatch arrive at the middle stage.
     seconds = 8 * wan.seconds(1000 / 8)
     assert shared.bound == pytest.approx(2 * seconds) and shared.period == pytest.approx(
         2 * seconds
@@ -396,7 +396,7 @@ def test_links():
             find_link(bad)
 
 
-# Profiles.
+# Profiles
 
 
 def test_a_profile_is_a_constant_and_a_slope():
@@ -407,7 +407,7 @@ def test_a_profile_is_a_constant_and_a_slope():
     assert [layers.at(n).blocks[0].seconds for n in (2, 4, 8, 16)] == pytest.approx([2, 3, 5, 9])
     assert layers.at(16).blocks[0].parts == pytest.approx((2.25, 6.75))
     assert layers.at(16).blocks[0].parameter_bytes == 7
-    # What is measured too short for a few samples has no constant below 0.
+    # A time measured too short for a few samples does not give a negative constant.
     noisy = Layers((4, 8), (profile(1.0), profile(5.0)))
     assert noisy.at(2).blocks[0].seconds == pytest.approx(1.25)
     assert layers.faster(10).at(8).blocks[0].seconds == pytest.approx(0.5)
@@ -416,7 +416,7 @@ def test_a_profile_is_a_constant_and_a_slope():
 def test_layers_are_measured_at_two_sizes():
     model = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)]
     layers = measure_layers(model, torch.randn(8, 6), repeats=2)
-    assert layers.samples == (2, 8)  # of which the first is enough for BatchNorm
+    assert layers.samples == (2, 8)  # the first is enough for BatchNorm
     assert [b.output_bytes for b in layers.profiles[0].blocks] == [40, 40, 16]
     assert [b.output_bytes for b in layers.at(16).blocks] == [320, 320, 128]
     assert layers.profiles[1].blocks[0].parameter_bytes == 140
@@ -543,7 +543,7 @@ def test_a_file_that_is_no_json(tmp_path):
         read_layers(tmp_path / "p.json")
 
 
-# Quality.
+# Quality
 
 
 def test_what_the_planner_knows_is_what_the_frontier_says():
@@ -565,7 +565,7 @@ def test_quality_is_of_the_most_similar_pipelines():
         assert f"text, N = {n}, delay 1" in found.where
         assert found.updates == max(r["updates"] for r in rows if _counts(r, n))
     assert expected(find_method("vanilla"), 8, 1).updates == math.inf
-    # Not measured, but two updates less of delay were too many for it.
+    # Not measured; two updates less of delay were already too many.
     late = expected(find_method("vanilla"), 4, 3)
     assert late.updates == math.inf and late.where[0] == "text, N = 4, delay 1"
     assert expected(find_method("pipedream"), 4, 3) is None
@@ -587,7 +587,7 @@ def test_a_plan_is_written_as_json(tmp_path):
     assert (other["ends"], other["settings"]) == ([*found.fastest.ends], found.fastest.settings)
 
 
-# Plans that apply.
+# Applying plans
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""The page of the accuracy study says what its JSON says: who is behind, and by how much."""
+"""Tests the page of the accuracy study against its JSON file."""
 
 from __future__ import annotations
 

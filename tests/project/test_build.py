@@ -1,4 +1,4 @@
-"""The extension has no torch and the GPUs' code; the source distribution is complete."""
+"""Tests the built extension (no torch in it, code for the intended GPUs) and the distributions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_module_is_named_for_this_python() -> None:
 
 
 def test_sources_that_are_not_built_say_so(tmp_path: Path) -> None:
-    """And a native module that cannot be loaded says why."""
+    """A native module that cannot be loaded reports why."""
     package = tmp_path / "spectrain_ext"
     shutil.copytree(
         ROOT / "spectrain_ext", package, ignore=shutil.ignore_patterns("_C*", "__pycache__")
@@ -141,14 +141,14 @@ CORRECTED_64 = re.compile(r"Corrected.*?(?:SgdPlain|SgdMomentum|AdamStep)Id")
 
 
 def _mixes_widths(name: str) -> bool:
-    """Whether a kernel, by its mangled name, has streams of 16 bits beside float32."""
+    """Return whether a kernel, by its mangled name, mixes 16-bit streams with float32."""
     return bool(re.search("Half|BFloat16", name) and re.search("[IE_f]f", name))
 
 
 @pytest.mark.skipif(not _C.build_info()["cuda"], reason="this build has no CUDA half")
 @pytest.mark.skipif(_cuda_tool("cuobjdump") is None, reason="needs cuobjdump (CUDA toolkit)")
 class TestCudaHalf:
-    """Read out of the native module itself."""
+    """Properties read from the native module itself."""
 
     @staticmethod
     def _dump(*options: str) -> str:
@@ -167,9 +167,9 @@ class TestCudaHalf:
         )
 
     def test_no_kernel_spills_or_has_too_many_registers(self) -> None:
-        """1,024 threads are resident on every architecture; with what divides, as Adam does, 512.
+        """1,024 threads are resident on every architecture, 512 of kernels that divide (Adam).
 
-        Corrected steps in float64, in which nobody trains on a GPU, have up to 48 bytes of stack.
+        Corrected steps in float64, which are rare on a GPU, have up to 48 bytes of stack.
         """
         usage = self._dump("--dump-resource-usage")
         machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
@@ -181,17 +181,18 @@ class TestCudaHalf:
             ):
                 count += 1
                 assert local == "0" and int(stack) <= (48 if CORRECTED_64.search(name) else 0), name
-                # elsewhere what has blocks of 256 threads alone may take a few more: distances 66
+                # on other architectures kernels with blocks of 256 threads may use a few more:
+                # distances 66
                 if is_90 or "run_table" in name or "run_resident" in name:
                     divides = "Adam" in name or "GapAware" in name
                     assert int(registers) <= (128 if divides else 64), name
         assert count >= 150 * len(machine)
 
     def test_kernels_read_and_write_vectors_of_global_memory(self) -> None:
-        """16 bytes of the widest stream, and as many elements, 8 bytes, of 16-bit ones beside it.
+        """16 bytes of the widest stream, and as many elements (8 bytes) of 16-bit ones.
 
-        Distances read element i by lane i % 256, whatever the alignment: that fixes their bits.
-        What prepares a table reads no arrays.
+        Distances read element i in lane i % 256 at any alignment: that fixes their bits. Kernels
+        that prepare a table read no arrays.
         """
         virtual = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("compute_")]
         if not virtual:
@@ -240,7 +241,7 @@ KNOWN_12_9 = [f"sm_{n}" for n in (50, 52, 60, 70, 75, 80, 86, 87, 89, 90, 100, 1
 
 @pytest.mark.skipif(shutil.which("cmake", path=TOOLS) is None, reason="needs cmake")
 class TestArchitectures:
-    """For which GPUs is built: CMake's module alone, with stand-ins for nvcc and nvidia-smi."""
+    """GPUs to build for: only CMake's module, with stand-ins for nvcc and nvidia-smi."""
 
     @staticmethod
     def _choose(
@@ -391,14 +392,14 @@ def test_no_spills_on_any_architecture(source: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_sources_for_gpus() -> None:
-    """Else the test above would have nothing to look at."""
+    """Otherwise the test above would have nothing to check."""
     assert {"sgd.cu", "adam.cu", "copy.cu"} <= {path.name for path in CUDA_SOURCES}
 
 
 def _configure(
     build: Path, choice: str, *, hide_compiler: bool
 ) -> subprocess.CompletedProcess[str]:
-    """CMake's configuration alone, with or without a CUDA compiler to be found."""
+    """Run only CMake's configuration, with or without a CUDA compiler."""
     if shutil.which("cmake", path=TOOLS) is None or shutil.which("ninja", path=TOOLS) is None:
         pytest.skip("needs cmake and ninja")
     environment = {**os.environ, "PATH": TOOLS}
@@ -416,7 +417,7 @@ def _configure(
 
 
 class TestCudaIsAChoice:
-    """SPECTRAIN_CUDA, as setup.py hands it on."""
+    """SPECTRAIN_CUDA, passed on by setup.py."""
 
     def test_left_out(self, tmp_path: Path) -> None:
         done = _configure(tmp_path, "OFF", hide_compiler=False)

@@ -1,4 +1,4 @@
-"""What a stage costs: the bytes that are counted are those that are there."""
+"""Tests a stage's counted bytes against the actual ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDTH = 32
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """What other tests have left alive is hidden from the list of objects."""
+    """Hide tensors of other tests from the list of objects."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -55,7 +55,7 @@ def cases() -> Iterator[tuple[str, int, int, bool]]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("name", "n", "m", "adam"), list(cases()))
 def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bool) -> None:
-    """Of every stage, to the byte; a buffer has room to be aligned in, and nothing else."""
+    """Every stage agrees to the byte; buffers only have additional alignment."""
     method = find_method(name)
     pipe = st.Pipeline(
         stages_of(WIDTH)[:n],
@@ -94,16 +94,16 @@ def test_a_buffer_more_is_seen() -> None:
     [
         ("sync", [20] * 4, [0] * 4),
         ("vanilla", [20] * 4, [0] * 4),
-        # an update that would overwrite a version that is still wanted copies it first
+        # an update that would overwrite a needed version copies it first
         ("pipedream", [28, 28, 28, 20], [0] * 4),
-        # the step writes the forward's prediction; the backward's is another pass where it is one
+        # the step writes the forward's prediction; the backward's is another pass if there is one
         ("spectrain", [24] * 4, [0, 0, 12, 0]),
         ("spectrain-stash", [24, 24, 24, 20], [0] * 4),
         ("auto", [24] * 4, [0] * 4),
     ],
 )
 def test_bytes_of_a_minibatch(method: str, update: list[int], loads: list[int]) -> None:
-    """Per parameter, in float32, of SGD; AdamW has another moment to read and to write."""
+    """Per parameter, in float32, with SGD; AdamW reads and writes another moment."""
     for optimizer, step, state in (("sgd", 0, 0), ("adamw", 8, 4)):
         found = moved(method, 1, optimizer)
         assert [stage["update"] for stage in found] == [b + step for b in update]

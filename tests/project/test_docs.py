@@ -1,4 +1,4 @@
-"""What the documentation says is tried: programs run, commands exist, links lead somewhere."""
+"""Tests the documentation: programs run, commands exist, links lead somewhere."""
 
 import re
 import shlex
@@ -18,15 +18,15 @@ from spectrain_ext.cli.group import main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text()
-# The first line of a program for several processes: its name, and the command that starts it.
+# The first line of a program for several processes: its name and start command.
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
-# What a block may import that is not there, and no test can install.
+# Imports of a block that no test can install.
 OPTIONAL = {"cupy", "wandb"}
-SERVED = {"tools"}  # wandb starts a process of its own
+SERVED = {"tools"}  # wandb starts a process
 
 
 class Block(NamedTuple):
-    """A code block: where it is, in which language, and its text."""
+    """A code block: its place, language and text."""
 
     page: Path
     line: int
@@ -69,7 +69,7 @@ def _name(page: Path) -> str:
 def test_the_blocks_of_a_page_run_one_after_another(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one namespace, as somebody reads them."""
+    """All blocks share one namespace, in reading order."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -122,7 +122,7 @@ def test_the_commands_exist(place: str, command: str) -> None:
         found.make_context(name, options, parent=parent)
     except click.exceptions.Exit as asked_for_help:
         assert asked_for_help.exit_code == 0
-    except click.BadParameter as error:  # a file of the reader's
+    except click.BadParameter as error:  # a file of the reader
         assert "does not exist" in str(error), f"{place}: {error}"
 
 
@@ -151,7 +151,7 @@ def test_every_page_is_in_the_table_of_contents() -> None:
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
-    """Every first cell quotes a piece of a message, which has to be found in some source."""
+    """Every first cell quotes a piece of a message that is in some source file."""
     code = " ".join(
         re.sub(r'"\s*\n\s*f?"', "", path.read_text())
         for path in (ROOT / "spectrain_ext").rglob("*.py")

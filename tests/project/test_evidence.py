@@ -1,4 +1,4 @@
-"""What the documents claim is what the committed runs say."""
+"""Tests the documents' claims against the committed runs."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ class TestMarks:
         assert documents.written(new, RESULTS) == new
 
     def test_lines_stand_apart_from_their_marks(self) -> None:
-        """A comment on a line of its own ends with it; a table begins after an empty line."""
+        """A comment on its own line ends with the line; a table needs an empty line before it."""
         new = documents.written("above\n\n<!--f rows-->\n<!--/f-->\n\nbelow\n", RESULTS)
         assert new == "above\n\n<!--f rows-->\n\na\nb\n\n<!--/f-->\n\nbelow\n"
         assert documents.written(new, RESULTS) == new
@@ -108,7 +108,7 @@ class TestPage:
 class TestRaces:
     @pytest.mark.parametrize("work", [[1.0] * 8, [0.2, *[1.0] * 6, 1.6], [0.5, 1.3] * 4])
     def test_a_flush_costs_the_same_for_any_number_of_microbatches(self, work: list[float]) -> None:
-        """What the break-even table rests on, by the schedule's simulation."""
+        """The break-even table rests on this simulation of the schedule."""
         idle = sum(work) / max(work) - 1.0
         for microbatches in (8, 16, 40):
             spans = simulate_method(

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs, as its first lines say, at a tiny size."""
+"""Tests that every program in examples/ runs as its first lines say, at a tiny size."""
 
 import re
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The suite for a GPU, without one: all of it rehearsed, and what it does when things go wrong."""
+"""Tests the GPU suite without a GPU: a full rehearsal, and its handling of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from helpers import suite_programs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-#: Metrics as ncu prints them, among what else it says.
+#: Metrics in ncu's output.
 _NCU = """==PROF== Connected
 "ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
 "0","9","spectrain::run_table","GPU Speed Of Light","DRAM Throughput","%","12.5"
@@ -55,7 +55,7 @@ def _program(path: Path, text: str) -> None:
 
 @pytest.mark.processes
 def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part's lines run; tools are stand-ins, one of them missing."""
+    """Every part's lines run; tools are replaced by stand-ins, and one is missing."""
     suite, scale = load("gpu_suite"), load("gpu.scale")
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
@@ -65,7 +65,7 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     carried = load("gpu.carried")
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
-    # The whole rehearsal is that of the command line: two processes stand for all here.
+    # The command line runs the whole rehearsal; here two processes represent all.
     monkeypatch.setattr(suite, "REHEARSAL", dataclasses.replace(scale.REHEARSAL, processes=(2,)))
     _program(tmp_path / "carried" / "probe", _PROBE)
     (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
@@ -98,7 +98,7 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert "us of its own per action" in text and "Two GPUs: not measured." in text
     assert "`spectrain::run_table`: DRAM Throughput [%] 12.5; Duration [us] 7.25" in text
     assert "| predict, fp32 | plain | 8 | 4 |" in text and "No table" not in text
-    # What the tools that are stand-ins would have run.
+    # The commands that the replaced tools would have run.
     for part in ("small", "large"):
         options = ["--record", "x", "--rehearse", "--part", part]
         assert suite.main(["--out", str(tmp_path), *options]) == 0
@@ -130,7 +130,7 @@ def test_the_plan_ends_in_time_and_begins_with_what_all_else_needs(
     groups = module.plan(tmp_path, [])
     assert sum(max(s.limit_s for s in group) for group in groups) == pytest.approx(module.TOTAL_S)
     assert module.TOTAL_S < 600
-    assert len(load("gpu.results").FILES) <= 7  # of eight: one more while one is written
+    assert len(load("gpu.results").FILES) <= 7  # one more while a file is written
     assert [s.name for group in groups[:2] for s in group] == ["install", "first"]
     assert groups[0][0].essential
     short = module.plan(tmp_path, [], 57)
@@ -164,7 +164,7 @@ class TestCases:
         with pytest.raises(SystemExit) as ended:
             first.run("two", lost)
         assert ended.value.code == module.POISONED
-        first.put("three", "running")  # as where the process was ended in it
+        first.put("three", "running")  # as if the process had ended in it
         second = module.Cases(path, float("inf"))
         ran: list[str] = []
         for name in ("one", "two", "three", "four"):
@@ -349,7 +349,8 @@ def test_every_step_is_known_to_the_report_and_every_part_to_the_plan(
 ) -> None:
     report, parts = load("gpu.report"), load("gpu_suite").PARTS
     steps = [step for group in load("gpu.plan").plan(tmp_path, [], gpus=8) for step in group]
-    known = {*report.WITH_TABLE, *report.WITHOUT_TABLE} - {"ncu-metrics"}  # what "ncu" found
+    # the parsed output of ncu
+    known = {*report.WITH_TABLE, *report.WITHOUT_TABLE} - {"ncu-metrics"}
     assert {step.name for step in steps} == known
     called = {step.command[step.command.index("--part") + 1] for step in steps}
     assert called == set(parts)
@@ -373,7 +374,7 @@ def test_what_needs_several_gpus_takes_no_time_where_there_is_one(
 
 
 def test_what_only_gpus_run(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them, as torch would tell of them, of which this process has used the second."""
+    """Two simulated GPUs, of which this process has used the second."""
     torch, scale = load("torch"), load("gpu.scale").FULL
     devices, memory, stress = load("gpu.devices"), load("gpu.memory"), load("gpu.stress")
     waited: list[int] = []
@@ -391,7 +392,7 @@ def test_what_only_gpus_run(load: Any, tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, name, value)
     entered: list[str] = []
     slept: list[int] = []
-    scale.wait()  # a device that was not used gets no context
+    scale.wait()  # an unused device gets no context
     assert waited == [1]
     assert scale.devices(3) == ["cuda:0", "cuda:1", "cuda:0"]
     assert devices._access(scale) == {"reaches": [[True, True], [False, True]]}
@@ -420,7 +421,7 @@ def test_what_only_gpus_run(load: Any, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class TestFailuresOfRanks:
-    """What `gpu.ranks` makes of how ranks ended."""
+    """How `gpu.ranks` judges the ends of ranks."""
 
     _SAID = "RankError: rank 0, receive gradient; first cause: rank 1, forward of minibatch 5"
 
@@ -498,7 +499,7 @@ def test_what_bits_memory_and_throughput_are_judged_by(
 
 
 def test_what_ran_at_the_same_time(load: Any) -> None:
-    """Two streams: 10 us of compute, 4 of a prediction beside it, 2 of nothing, 4 of a copy."""
+    """Two streams: 10 us of compute with 4 us of prediction in parallel, 2 us idle, a 4 us copy."""
     module = load("gpu.overlap")
 
     def event(name: str, category: str, begin: float, duration: float, stream: int) -> Any:
@@ -522,7 +523,7 @@ def test_what_ran_at_the_same_time(load: Any) -> None:
     assert found["share_together"] == {"compute and prediction": pytest.approx(4 / 14, abs=1e-4)}
     assert found["two_devices_share"] == 0
     assert module.overlap([]) == {"kernels": 0}
-    # Two devices, whose streams have one number; a message of NCCL's beside a product.
+    # Two devices whose streams share a number; an NCCL message in parallel with a product.
     both = [event("gemm", "kernel", 0, 8, 7), event("ncclDevKernel_SendRecv()", "kernel", 4, 8, 7)]
     both[0]["args"]["device"], both[1]["args"]["device"] = 0, 1
     found = module.overlap(module.spans(both))

@@ -1,4 +1,4 @@
-"""The house: which room lies on which floor, that imports point downwards, what an import loads."""
+"""Tests the architecture: each package's level, downward imports, and what an import loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import spectrain_ext as st
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "spectrain_ext"
 
-#: Each imports only what lies below it; rooms on one floor never import each other.
+#: Each package imports only from lower levels, never from its own level.
 FLOORS = (
     {"_C", "_interpreter", "codecs", "errors", "extras", "files", "interrupts", "rng", "threads"},
     {"operators", "schedule"},
@@ -41,7 +41,7 @@ def room_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every name that a module of ours imports; in functions and for types as well."""
+    """Return every name that a module imports, in functions and for types as well."""
     package = ["spectrain_ext", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ def test_imports_point_downwards_and_never_to_the_root() -> None:
         for name in imported(path):
             package, _, below = name.partition(".")
             there = below.split(".")[0]
-            floor = FLOOR.get(there, len(FLOORS))  # no floor: the root's face
+            floor = FLOOR.get(there, len(FLOORS))  # no level: the package's root
             if package == "spectrain_ext" and there != here and floor >= FLOOR[here]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, "\n".join(wrong)
@@ -95,7 +95,7 @@ def test_no_circle_of_files() -> None:
     order: TopologicalSorter[str] = TopologicalSorter()
     for name, path in files.items():
         for used in imported(path):
-            # A room's face only hands on what its files have.
+            # A package's __init__ only re-exports.
             found = used if used in files else used.rpartition(".")[0]
             if found in files and files[found].name != "__init__.py" and found != name:
                 order.add(name, found)
@@ -103,7 +103,7 @@ def test_no_circle_of_files() -> None:
 
 
 def test_process_groups_are_known_upstairs_only() -> None:
-    """But for `partition`, which has all ranks cut alike."""
+    """Except in `partition`, which makes all ranks cut alike."""
     upstairs = ("distributed", "checkpoint", "cli", "partitioning")
     for path in MODULES:
         found = {name for name in imported(path) if name.startswith("torch.distributed")}
@@ -139,7 +139,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
 
 @pytest.mark.processes
 def test_training_and_saving_do_not_import_torchs_compiler(tmp_path: Path) -> None:
-    """As torch's own optimizers do when they are made; each restart would wait for it."""
+    """torch's own optimizers import it; every restart would wait for it."""
     program = f"""
 import sys, torch
 from torch import nn
@@ -182,8 +182,8 @@ def test_whatever_users_are_given_is_documented() -> None:
     assert [name for name, text in checked.items() if not text] == []
 
 
-#: What studies use of rooms below their faces: replicas in one process are made of the engine's
-#: parts, and processes of a comparison hear of each other as a pipeline's ranks do.
+#: What studies import below the packages' public interfaces: averaged replicas use parts of the
+#: engine, and processes of a comparison communicate like a pipeline's ranks.
 BEHIND_FACES = {
     *("distributed.board", "distributed.exchange"),
     *("method.formulas", "observation.metrics", "operators.averaging"),

@@ -1,4 +1,4 @@
-"""Prediction errors in a run are what the definitions of the laws say they are."""
+"""Tests measured prediction errors against the laws' definitions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Handler = Callable[[int, int], None]
 
 
 class Noted(st.Observer):
-    """True weights, momentum and gradients of every stage after every update, as NumPy has them."""
+    """NumPy copies of every stage's true weights, momentum and gradients after every update."""
 
     def __init__(self, pipe: st.Pipeline) -> None:
         self.pipe = pipe
@@ -37,7 +37,7 @@ class Noted(st.Observer):
             params = list(self.pipe.optimizers[k].param_groups[0]["params"])
             gradient = flat([p.grad for p in params])
             update(i, j)
-            # of a run that has not ended, these are the true ones
+            # the true ones, since the run has not ended
             saved = self.pipe.state_dict()
             names = [f"{k}.{name}" for name, _ in stage.module.named_parameters()]
             weights.append(flat([saved[name] for name in names]))
@@ -80,7 +80,7 @@ def test_nothing_ahead_is_no_error(optimizer: Any) -> None:
 
 
 def test_without_gradients_the_geometric_law_is_right() -> None:
-    """Which is its definition; none of the others is."""
+    """This is its definition; no other law satisfies it."""
     real = 5
     data = [(x, y * (i < real)) for i, (x, y) in enumerate(batches(real + 20))]
     errors, noted = measured(sgd(), data, loss_fn=lambda out, weight: (out * weight).sum())
@@ -168,7 +168,7 @@ def test_looking_changes_no_bit_of_what_is_trained() -> None:
 
 
 def test_all_laws_are_measured() -> None:
-    """Those that predict, by name; stale weights are what no law would give."""
+    """The predicting ones by name; stale weights need no law."""
     assert {*STEPPED, "difference", "average"} == {
         "linear",
         *(st.method.find_method(name).law for name in st.methods()),

@@ -1,4 +1,4 @@
-"""bench/report/processes.py: ratios are taken round by round, and words follow the figures."""
+"""Tests bench/report/processes.py: ratios are taken round by round, and text matches figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from report import processes
 
 
 def results(folder: Path, *documents: str, **shares: float) -> Path:
-    """Runs of three rounds, the second of them on a machine of half the speed."""
+    """Runs of three rounds; in the second the machine has half the speed."""
     for name in documents:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ DOCUMENTS = {
 def test_ratios_within_rounds(tmp_path: Path) -> None:
     given = {"spectrain_3": 0.99, "torch_1F1B_3": 0.9, "spectrain": 0.96, "torch_1F1B_2": 0.6}
     text = processes.section(results(tmp_path, *DOCUMENTS, **given))
-    # a median of figures over a median would not see that a slow round is slow for all
+    # a ratio of medians would ignore that a slow round is slow for all
     assert "| `spectrain` | 96 % (96 to 96) | 96 % (96 to 96) | 96 % (96 to 96) |" in text
     row = "| `spectrain`, M = N | 80 % (80 to 80) | 99 % (99 to 99) | 80 % (80 to 80) |"
     assert row in text

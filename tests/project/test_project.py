@@ -1,4 +1,4 @@
-"""The project's files agree with one another and with what was installed."""
+"""Tests that the project's files agree with each other and with the installation."""
 
 import os
 import re

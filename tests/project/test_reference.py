@@ -1,4 +1,4 @@
-"""The Python reference shows how everything public is used, by examples that run."""
+"""Tests that the Python reference has running examples for everything public."""
 
 import doctest
 import inspect
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^\.\. auto(\w+):: spectrain_ext\.?(\S*)\n((?:   :.*\n)*)", 
 
 
 def _listed() -> Iterator[str]:
-    """Every name of the page, by its path in the package; a module stands for its members."""
+    """Return the page's names by path in the package; a module stands for its members."""
     for kind, path, options in BLOCK.findall(API.read_text()):
         if kind != "module":
             yield path
@@ -39,13 +39,13 @@ def _listed() -> Iterator[str]:
 
 
 def _found(path: str) -> Any:
-    *modules, name = path.split(".")  # a name of the package comes before a module of that name
+    *modules, name = path.split(".")  # a name of the package precedes a module of that name
     module = resolve_name(".".join(["spectrain_ext", *modules]))
     return getattr(module, name, None) or resolve_name(f"spectrain_ext.{path}")
 
 
 def _takes_examples(path: str) -> bool:
-    """Whether it is called or made by a caller: constants, aliases and errors are not."""
+    """Return whether callers call or make it, unlike constants, aliases and errors."""
     found = _found(path)
     return callable(found) and not (inspect.isclass(found) and issubclass(found, Exception))
 

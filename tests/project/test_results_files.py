@@ -1,4 +1,4 @@
-"""docs/results-files.md and docs/metrics.md name what is in the files, no more and no less."""
+"""Tests that docs/results-files.md and docs/metrics.md list exactly the files' fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
 
 
 def tables(document: str, heading: str) -> list[set[str]]:
-    """The names in the first column of each table of a section."""
+    """Return the names in the first column of each table of a section."""
     text = (DOCS / document).read_text()
     section = re.split(r"^## ", text, flags=re.MULTILINE)
     (found,) = [part for part in section if part.startswith(f"{heading}\n")]
@@ -68,7 +68,7 @@ def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
     assert of_seed == set(document["methods"][0]["seeds"][0])
     said = opening("results-files.md", "results.json")
     assert set(document) | set(document["versions"]) <= set(quoted(said))
-    # an option of the command has its help; the others have a row
+    # options of the command have help texts; the others need a row
     options = {str(option.name) for option in main.commands["train"].params}
     assert others <= set(document["settings"])
     assert set(document["settings"]) - options <= others

@@ -1,4 +1,4 @@
-"""Threads without a core each: by affinity, by a container's quota, by processes, by other work."""
+"""Tests threads with less than a core each: by affinity, a quota, processes, or other work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spectrain_ext.threads import cores, crowded, disturbed, warn_of_threads
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Sets what this process sees of its machine."""
+    """Replace what this process sees of its machine."""
 
     def of(*, there=4, threads_of_torch=4, load=0.0, quota=None, old_quota=None, ranks=None):
         monkeypatch.setattr(threads, "_CGROUP", tmp_path)

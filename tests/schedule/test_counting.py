@@ -1,4 +1,4 @@
-"""Counted staleness: which versions every microbatch meets, warm-up and drain included."""
+"""Tests counted staleness: the versions that every microbatch uses, including fill and drain."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def runs(draw):
 
 @given(runs())
 def test_any_window_and_any_number_of_microbatches(run):
-    """The forward of microbatch q follows the backward of q - w, the backward all before it."""
+    """Microbatch q's forward follows the backward of q - w; its backward follows all before it."""
     windows, m, minibatches = run
     for k, of in enumerate(met("1f1b-async", windows, minibatches, m)):
         assert len(of) == m * minibatches
@@ -153,7 +153,7 @@ def test_once_keeps_the_first_microbatchs_prediction():
         found = counts("1f1b-async", windows, 5, 3, forward_horizon=2, **rules)
         return [count.versions for count in found]
 
-    # The backwards in between have the true weights, or others beside.
+    # The backwards in between use the true weights, or others in a separate buffer.
     assert versions([1]) == [2]
     assert versions([1], once=True) == [2]
     assert versions([2, 1], once=True) == [2, 2]
@@ -171,7 +171,7 @@ def test_what_a_step_wrote_is_kept_for_all_forwards_of_its_version():
     assert versions(1) == [3]
     assert versions(2) == [3]  # the backward in between needs other weights
     for of in met("1f1b-async", [1], 3, 2, Rules(**rules)):
-        # no step has written anything before the first
+        # no step has written a prediction before the first
         assert [of[i, j].forward for i, j in sorted(of)][::2] == [(0, 0), (1, 1), (2, 1)]
 
 

@@ -1,4 +1,4 @@
-"""CSV files: round trips, torch's own schedules, and files that cannot be run."""
+"""Tests CSV files: round trips, torch's own schedules, and invalid files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def given_file(tmp_path, text):
 
 
 def exported(name, n, m, path):
-    """What torch itself writes of its schedule of that name."""
+    """Return torch's own CSV of its schedule with this name."""
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     single = getattr(torch_schedules, name)
     if not hasattr(single, "_get_pipeline_order"):
@@ -93,7 +93,7 @@ def test_gpipe_as_torch_exports_it(n, tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_1f1b_as_torch_exports_it(n, tmp_path):
-    """torch 2.13 counts the last stage's forwards from 1, which nothing can run: that is found."""
+    """torch 2.13 counts the last stage's forwards from 1, which cannot run: an error."""
     path = exported("Schedule1F1B", n, 2 * n, tmp_path / "schedule.csv")
     rows = path.read_text().splitlines()
     cells = rows[-1].split(",")
@@ -131,7 +131,7 @@ def test_idle_cells_and_data_parallel_ones_are_left_out(tmp_path):
 
 
 def test_communication_is_left_out(tmp_path):
-    """A schedule's own follows from what it computes: the order in a file is that of another."""
+    """Communication follows from the compute actions; the file's order belongs to its schedule."""
     text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
         "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
     )
@@ -139,7 +139,7 @@ def test_communication_is_left_out(tmp_path):
 
 
 def test_backwards_in_halves_are_exchanged_with_torch(tmp_path):
-    """What torch names I and W; one row may have halves and the other whole backwards."""
+    """torch's I and W; one row may have halves and the other whole backwards."""
     assert read_csv(given_file(tmp_path, "0F0,0I0,0W0\n1F0,1B0\n")) == [
         finite("zb-h1", [1, 1], 1)[0],
         finite("gpipe", [1, 1], 1)[1],

@@ -1,4 +1,4 @@
-"""Several stages on one device: its order, its idle time, and the schedules made for it."""
+"""Tests several stages on one device: order, idle time, and the schedules made for it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(schedule, chunks, n, m, minibatches, **durations):
     ), devices
 
 
-# The published order.
+# The published order
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_interleaved_is_the_order_of_megatron(p, v, m):
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 3, 8), (4, 4, 16), (8, 3, 24)])
 def test_every_stage_keeps_to_it_where_a_device_does_not_wait(p, v, m):
-    """From three chunks and four devices on; how long it takes is in the next test."""
+    """From three chunks and four devices on; the next test has the time."""
     differ = 0
     for d, order in enumerate(orders(Interleaved(v), lay_out(p * v, v), p * v, m, 1)):
         expected = [(kind, c * p + d, j) for kind, c, j in megatron(p, d, v, m)]
@@ -88,7 +88,7 @@ def test_every_stage_keeps_to_it_where_a_device_does_not_wait(p, v, m):
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 def test_the_published_bubble(p, v):
-    """(P-1)/(v*M) of the time that the work takes; section 2.2 of arXiv 2104.04473."""
+    """(P-1)/(v*M) of the work's time; section 2.2 of arXiv 2104.04473."""
     for rounds in (1, 2, 4):
         m = p * rounds
         for minibatches in (1, 3):
@@ -102,7 +102,7 @@ def test_the_published_bubble(p, v):
     assert summarize(spans).makespan == v * (m + p - 1) * 3
 
 
-# Schedules as values.
+# Schedules as values
 
 
 def test_one_chunk_is_the_schedule_with_wide_windows():
@@ -117,7 +117,7 @@ def test_one_chunk_is_the_schedule_with_wide_windows():
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 11])
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8])
 def test_windows_and_delays_are_the_definitions(schedule, n, m):
-    """Whether or not everything divides: the oracle counts its own orders."""
+    """Whether everything divides or not: the oracle counts its own orders."""
     name = "wpipe" if isinstance(schedule, WPipe) else "interleaved"
     name += "-async" * (schedule == Interleaved(flushes=False))
     at = places(schedule, n, m)
@@ -134,12 +134,12 @@ def test_wpipe_is_never_idle_and_half_of_it_never_late(p):
     rules = [Rules(backward="stash")] * n
     found = validate(made(WPipe(), n, m), minibatches=20, microbatches=m, rules=rules)
     assert [max(count.delays) for count in found] == [1] * p + [0] * p
-    assert found[0].delays == {0: m, 1: 19 * m}  # nothing is late in the first minibatch
+    assert found[0].delays == {0: m, 1: 19 * m}  # no delay in the first minibatch
     assert [count.versions for count in found] == [2] * p + [1] * p
     assert [count.in_flight for count in found] == [n - k for k in range(n)]
     spans, _ = run(WPipe(), 2, n, m, 30)
-    assert summarize(spans).period == 2 * m * 3  # what a device has to do
-    # PipeDream-2BW on as many devices keeps two versions of everything, and is as fast
+    assert summarize(spans).period == 2 * m * 3  # a device's work
+    # PipeDream-2BW on as many devices keeps two versions of everything, and is equally fast
     double = streams("1f1b-async", [p - k for k in range(p)], m)
     twice = Durations.of(p, forward=2, backward=4)
     assert summarize(simulate(double, twice, minibatches=30)).period == 2 * m * 3
@@ -167,7 +167,7 @@ def test_what_a_schedule_says_of_itself():
         Interleaved(0)
 
 
-# Any stages on any devices.
+# Any stages on any devices
 
 
 @some.composite
@@ -188,7 +188,7 @@ def settings(draw):
 
 @given(settings())
 def test_devices_that_keep_to_their_orders_never_wait_for_ever(setting):
-    """Each does its turns in order, and waits for what a turn needs."""
+    """Each device does its turns in order, and waits for their inputs."""
     schedule, windows, m, devices, minibatches = setting
     n = len(windows)
     order = device_order(streams(schedule, windows, m), devices, minibatches)

@@ -1,4 +1,4 @@
-"""The generators: every stage's actions under every schedule, and that the stages fit together."""
+"""Tests the generators: every stage's instructions in every schedule, and their consistency."""
 
 from __future__ import annotations
 

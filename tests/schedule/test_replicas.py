@@ -1,4 +1,4 @@
-"""Stages with replicas: who runs what, and that no order of theirs can end in a deadlock."""
+"""Tests replicated stages: the assignment of work, and that no order can deadlock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_who_is_who():
     assert [list(replicas.ranks_of(k)) for k in range(3)] == [[0], [1, 2], [3]]
     assert [replicas.runs(1, j) for j in range(4)] == [1, 2, 1, 2]
     assert list(replicas.edges()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
-    # replicas c and d share microbatches where c and d agree modulo the common divisor
+    # replicas c and d share microbatches if c and d agree modulo the common divisor
     assert list(Replicas((2, 4)).edges()) == [(0, 2), (0, 4), (1, 3), (1, 5)]
     assert list(Replicas((2, 3)).edges()) == [(a, b) for a in (0, 1) for b in (2, 3, 4)]
     assert not Replicas((1, 1)).dealt
@@ -53,7 +53,7 @@ def test_windows():
             for place in places_of(find_method(method), len(counts), m, window, Replicas(counts))
         ]
 
-    # PipeDream's: as many minibatches as there are machines for each replica of the input stage
+    # PipeDream: as many minibatches as machines per replica of the input stage
     assert windows((3, 1), 3) == [(2, 1), (1, 3)]
     assert windows((1, 3), 3) == [(4, 3), (1, 1)]
     assert windows((2, 2, 1), 4) == [(3, 2), (2, 2), (1, 4)]
@@ -65,11 +65,11 @@ def test_windows():
         assert windows(counts, 6) == [
             (math.ceil(sum(counts[k:]) / r), 6 // r) for k, r in enumerate(counts)
         ]
-        # room for messages, which makes nothing later than by one update
+        # more messages in flight, with at most one update of delay
         for method in ("auto", "pipedream-2bw"):
             for w, m in windows(counts, 18, method=method):
                 assert 1 <= w <= m
-    # with one replica each it is what it is without
+    # with one replica each, the result without replicas
     for method in ("vanilla", "gpipe", "1f1b"):
         expected = places_of(find_method(method), 3, 2)
         assert places_of(find_method(method), 3, 2, None, Replicas((1, 1, 1))) == expected
@@ -126,10 +126,10 @@ def test_a_window_that_is_refused_would_be_a_deadlock():
 
 
 def stuck(schedule, places, replicas, minibatches=5):
-    """Run all ranks against each other, computing nothing; the turns that wait for ever, or None.
+    """Run all ranks against each other without compute; return the blocked instructions, or None.
 
-    Messages of an edge come in the order in which they were sent. An update waits for the last
-    backward of all replicas, the first microbatch of a minibatch on stage 0 for rank 0.
+    Messages of an edge arrive in the order of their sends. An update waits for the last backward of
+    all replicas, the first microbatch of a minibatch on stage 0 for rank 0.
     """
     n = replicas.stages
     ranks = range(replicas.ranks)
@@ -138,10 +138,10 @@ def stuck(schedule, places, replicas, minibatches=5):
     for k, _ in each:
         actions = find_generator(schedule)(places[k])
         left.append(deque(bounded(actions, k, minibatches)))
-    sent = {}  # (sender, receiver) -> what is under way
+    sent = {}  # (sender, receiver) -> messages in flight
     for a, b in replicas.edges():
         sent[a, b], sent[b, a] = deque(), deque()
-    arrived = [set() for _ in range(n)]  # replicas that have come to an update
+    arrived = [set() for _ in range(n)]  # replicas that have reached an update
     flying = [0] * len(each)
     pulled = -1
 

@@ -1,4 +1,4 @@
-"""The paper's horizon, the count in rounds and the local count: how they relate."""
+"""Tests relations between the paper's horizon, the count in rounds and the local count."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def classic(n):
 def test_the_closed_form_is_the_count_in_rounds(n):
     rounds = [(k // 2 + n - k - 1, k // 2) for k in range(n)]
     assert counted(classic(n)) == rounds
-    # Locally a minibatch is done with its own backward: the k//2 rounds after it do not count.
+    # Locally a minibatch ends with its own backward: the k//2 rounds after it do not count.
     assert local(classic(n)) == [forward - after for forward, after in rounds]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 16])
 def test_it_holds_for_rounds_of_equal_halves_only(n):
-    """After its own backward a minibatch needs k backwards more, and the period is F + B."""
+    """After its own backward a minibatch needs k further backwards, and the period is F + B."""
     assert counted(classic(n), forward=1, backward=2) == [
         (2 * k // 3 + n - k - 1, 2 * k // 3) for k in range(n)
     ]
@@ -60,7 +60,7 @@ def test_another_window_changes_the_forward_only(n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_accumulation_shortens_it(n):
-    """With M microbatches per update, about an M-th."""
+    """With M microbatches per update, by a factor of about M."""
     for k, (forward, backward) in enumerate(counted(classic(n), microbatches=n)):
         assert backward <= 1
         assert 0 <= forward - backward <= 1, k

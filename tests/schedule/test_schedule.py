@@ -1,4 +1,4 @@
-"""Schedules as data: every stage's actions, what a run leaves of them, the versions they imply."""
+"""Tests schedules as data: every stage's instructions, shortened runs, implied versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cursor_of(place, schedule="1f1b-async"):
 
 
 def left(cursor):
-    """What is run of the schedule, the current instruction being done each time."""
+    """Return the instructions that the schedule yields while each one is completed."""
     found = []
     while (instruction := cursor.take()) is not None:
         found.append(instruction)
@@ -73,7 +73,7 @@ def test_a_run_that_ends_while_it_goes():
 
 
 def words(place, duties=None):
-    """What each kind of instruction becomes, of a minibatch's first microbatch."""
+    """Return what each kind of instruction becomes for a minibatch's first microbatch."""
     first, _ = tables(place, duties or Duties())
     return {kind.value: [each.value for each in to] for kind, to in first.items()}
 

@@ -1,4 +1,4 @@
-"""Ranks that share cores, and stages with replicas: against the simulation without, and by hand."""
+"""Tests ranks that share cores and replicated stages against other simulations and by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def classic(n):
 
 
 def sends_of(spans):
-    """When every message enters its wire, in one order."""
+    """Return when every message enters its wire, in order."""
     at = {(s.stage, s.lane, s.minibatch, s.microbatch): s.start for s in spans}
     return [start for (_, lane, *_), start in sorted(at.items()) if lane != "compute"]
 
@@ -84,7 +84,7 @@ def test_one_core_is_never_idle(case):
 
 @given(cases(), some.integers(1, 4))
 def test_fewer_cores_are_never_faster(case, cores):
-    """Not so in general, of a machine with priorities; of equal shares and fixed orders it is."""
+    """This does not hold for machines with priorities, but for equal shares and fixed orders."""
     n, m, name, durations = case
 
     def makespan(count):
@@ -129,7 +129,7 @@ def test_a_slow_stage_with_two_replicas_keeps_up():
     runs = [generate(places[replicas.stage_and_replica(rank)[0]]) for rank in range(4)]
     durations = Durations.of(3, forward=[0.5, 2, 0.5], backward=[0.5, 2, 0.5])
     spans = list(simulate_ranks(runs, durations, replicas, minibatches=30))
-    # Two microbatches of 4 on each; an update waits for the one that was given its last later.
+    # Two microbatches of 4 on each; an update waits for the replica with the latest last one.
     assert 8.0 <= summarize(spans).period <= 9.0
     done = {(s.stage, s.minibatch): s.end for s in spans if s.kind is Kind.UPDATE}
     assert all(done[1, i] == done[2, i] for i in range(30))  # replicas update together

@@ -1,4 +1,4 @@
-"""Simulation: by events and by levels, against times worked out by hand and against each other."""
+"""Tests the simulations by events and by levels against hand-computed times and each other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_loads_run_before_the_input_arrives_and_sends_beside_the_computation():
 
 
 def test_an_inbound_wire_by_hand():
-    """Stage 1 asks for F0 F1 B0 F2 B1: the forward of 2, sent at 3, waits for the gradient of 0."""
+    """Stage 1 receives F0 F1 B0 F2 B1: the forward of 2, sent at 3, waits for the gradient of 0."""
     slow = {"activation": 2, "gradient": 2, "inbound": True}
     spans = spans_of("1f1b-async", [3, 2, 1], 3, **slow)
     assert times(spans, 0, Kind.SEND_ACTIVATION) == [(1, 3), (3, 5), (10, 12)]
@@ -100,7 +100,7 @@ def test_the_bubble_of_a_flush(n, m):
     ("forward", "of_input", "of_weights"), [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.25, 0.75)]
 )
 def test_the_bubble_of_zb_h1(n, forward, of_input, of_weights):
-    """(N-1)*(F+B-W), where 1F1B has (N-1)*(F+B+W): a third of it with equal lengths."""
+    """(N-1)*(F+B-W); 1F1B has (N-1)*(F+B+W), three times as much with equal lengths."""
     m, both = 2 * n, of_input + of_weights
     durations = {"forward": forward, "backward": both, "backward_weights": of_weights}
     bubbles = (
@@ -158,9 +158,9 @@ def test_spans_come_before_the_run_has_been_read():
     assert next(spans).kind is Kind.FORWARD
 
 
-TURNS = ("forward", "backward")  # halves of one as well
+TURNS = ("forward", "backward")  # including halves
 
-# Whole binary fractions: sums of them are exact, whatever their order.
+# Whole binary fractions: their sums are exact in any order.
 amounts = some.integers(0, 12).map(lambda i: i / 4)
 
 

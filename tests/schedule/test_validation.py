@@ -1,4 +1,4 @@
-"""Validation: what every schedule must keep to, broken in every way."""
+"""Tests validation by breaking every rule of schedules in every way."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_missing_forward():
     "kind", [Kind.PULL, Kind.LOAD_FORWARD, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION, Kind.LOSS]
 )
 def test_what_is_no_computation_is_refused(kind):
-    """Receives and sends follow from what is computed; nobody writes them by hand."""
+    """Receives and sends follow from compute instructions and are not written by hand."""
     actions = finite("1f1b-async", [2, 1], 3)
     actions[1].insert(2, Instruction(kind, 0))
     where = f"stage 1, {kind.value} of minibatch 0"
@@ -138,7 +138,7 @@ def test_a_deadlock_of_windows():
         "stage 0 sends later",
         minibatches=9,
     )
-    # The stages behind it wait as well: the cause is named, not they.
+    # The stages after it wait as well: the error names the cause, not them.
     error = check(streams("1f1b-async", [4, 4, 1, 2]), "a deadlock", minibatches=9)
     assert error.stage == 2
     # With one minibatch there is nothing to wait for.

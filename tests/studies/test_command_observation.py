@@ -1,4 +1,4 @@
-"""``python -m studies train``: metrics, TensorBoard and the log, which change no result."""
+"""Tests metrics, TensorBoard and log of ``python -m studies train``, which change no result."""
 
 from __future__ import annotations
 

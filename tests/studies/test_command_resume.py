@@ -1,4 +1,4 @@
-"""``python -m studies train --checkpoint-every``: an interrupted run equals one that was not."""
+"""Tests ``python -m studies train --checkpoint-every``: interruption changes no result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _train(folder: Path, *arguments: str) -> Result:
 
 def _results(folder: Path) -> list[dict[str, Any]]:
     found = json.loads((folder / "results.json").read_text())["methods"]
-    for entry in found:  # what depends on the clock
+    for entry in found:  # values that depend on the clock
         del entry["simulated_time"]
         for timed in (entry, *entry["seeds"]):
             del timed["minibatches_per_second"]
@@ -44,7 +44,7 @@ def _results(folder: Path) -> list[dict[str, Any]]:
 
 
 class _Interrupting(nn.Module):
-    """Raises what Ctrl-C raises in one forward; counts them."""
+    """Raises KeyboardInterrupt in one forward; counts forwards."""
 
     def __init__(self, module: nn.Module, forward: int, seen: list[int]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_draining_changes_an_asynchronous_method_only(tmp_path: Path) -> None:
     assert losses["plain"][1][:3] == losses["kept"][1][:3]
 
 
-@pytest.mark.nightly  # distributed/test_torchrun.py has a restart, the others here the command
+@pytest.mark.nightly  # distributed/test_torchrun.py has a restart, the other tests here the command
 def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -123,7 +123,7 @@ def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    assert "going on from minibatch 6" in " ".join(done.stdout.split())
+    assert "resuming from minibatch 6" in " ".join(done.stdout.split())
     straight = _train(tmp_path / "straight", *arguments)
     assert straight.exit_code == 0, straight.output
     assert _results(tmp_path / "broken") == _results(tmp_path / "straight")
@@ -133,7 +133,7 @@ def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
 
 
 def test_seconds_decide_likewise(tmp_path: Path) -> None:
-    done = _train(tmp_path, "--checkpoint-seconds", "1e-9", "-m", "vanilla")  # after each
+    done = _train(tmp_path, "--checkpoint-seconds", "1e-9", "-m", "vanilla")  # after each minibatch
     assert done.exit_code == 0, done.output
     synchronous = _train(tmp_path / "sync", "-m", "sync")
     assert synchronous.exit_code == 0, synchronous.output

@@ -1,4 +1,4 @@
-"""``python -m studies train`` over processes: the results of one process, everything told once."""
+"""Tests ``python -m studies train`` over processes: in-process results, each message once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.processes
 
 FAST = ("--batch-size", "256", "--epochs", "1", "--seeds", "1", "--width", "8")
-# without what depends on the clock
+# without values that depend on the clock
 _EQUAL = ("test_accuracy", "test_loss", "perplexity", "weight_version_bytes")
 
 
@@ -52,7 +52,7 @@ def _alone(folder: Path, *arguments: str) -> None:
 
 
 def test_torchrun_gives_the_results_of_one_process(tmp_path: Path) -> None:
-    """From a checkout, whose sources are not compiled in place: with the installed package."""
+    """Uses the installed package, because the checkout's sources are not compiled in place."""
     methods = (*FAST, "-m", "spectrain,pipedream,xgrad")
     together = tmp_path / "together"
     command = [
@@ -96,10 +96,10 @@ def test_all_methods_and_several_seeds_with_uneven_microbatches_and_clipping(
     assert [output for _, output in ends[1:]] == ["", ""]
     _alone(tmp_path / "alone", *arguments, "--stages", "3")
     _expect_same_results(together, tmp_path / "alone")
-    # again: every run is found, by all ranks
+    # again: all ranks find every run
     again = run_ranks(cli_programs.train, 3, free_port(), *arguments, "--out", str(together))
     assert "6 of 6 runs were finished before" in " ".join(again[0][1].split())
-    # a run of one process has another throughput: it is not taken for one of three
+    # a run of one process has another throughput and does not count as one of three
     with cli_programs.undrawn():
         one = CliRunner().invoke(
             main, ["train", *arguments, "--stages", "3", "--out", str(together), "--seed", "5"]
@@ -118,10 +118,10 @@ def test_replicas_share_the_microbatches_of_their_stage(tmp_path: Path) -> None:
     assert "3 processes, 1 + 2 for the stages" in text
     settings = _document(together)["settings"]
     assert (settings["stages"], settings["replicas"]) == (2, [1, 2])
-    # The last one is of a method without stages, which rank 0 trains alone.
+    # The last method has no stages; rank 0 trains it alone.
     names = {*(f"metrics-rank{rank}.jsonl" for rank in range(3)), "metrics.jsonl"}
     assert {path.name for path in together.glob("metrics*")} == names
-    # Without delays replicas change the order of sums, and nothing else.
+    # Without delays, replicas only change the order of sums.
     _alone(tmp_path / "alone", *arguments, "--stages", "2")
     ours, theirs = (_document(each)["methods"] for each in (together, tmp_path / "alone"))
     for found, expected in zip(ours, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""``python -m studies train`` end to end on few minibatches, its options and its errors."""
+"""Tests ``python -m studies train`` end to end on few minibatches, its options and its errors."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
         drawn.append(tmp_path / name)
     for picture in drawn:
         assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "no throughput comparison" in " ".join(result.output.split())
+    assert "does not compare throughput" in " ".join(result.output.split())
 
 
 def test_the_same_arguments_give_the_same_losses(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_same_arguments_give_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_methods_share_weights_and_minibatches(tmp_path: Path) -> None:
-    """One stage leaves nothing to be asynchronous about: all methods must then agree."""
+    """With one stage nothing is asynchronous: all methods must agree."""
     result = _train(*FAST, "--stages", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     losses = [entry["seeds"][0]["train_losses"] for entry in _methods(tmp_path).values()]
@@ -96,7 +96,7 @@ def test_all_methods_that_fit_are_compared_and_the_others_named(tmp_path: Path) 
     assert "auto: 3 microbatches a minibatch" in text
     losses = {name: entry["seeds"][0]["train_losses"] for name, entry in _methods(tmp_path).items()}
     assert all(math.isfinite(loss) for run in losses.values() for loss in run)
-    # what flushes makes the same updates, and an average's larger rate those of a sum
+    # methods that flush make the same updates, and an average with its larger rate those of a sum
     assert losses["1f1b"] == losses["gpipe"] == losses["sync"]
     assert losses["spectrain-ema"] == pytest.approx(losses["spectrain"], rel=1e-4)
     assert losses["xgrad"] != losses["sync"]
@@ -117,7 +117,7 @@ def test_a_method_that_needs_microbatches_gets_them(tmp_path: Path) -> None:
 
 
 def test_the_window_is_that_of_the_pipeline(tmp_path: Path) -> None:
-    """With one microbatch in flight there is nothing asynchronous left."""
+    """With one microbatch in flight nothing is asynchronous."""
     arguments = ("-m", "sync,vanilla", "--stages", "3", "--width", "8", "--window")
     result = _train(*FAST, *arguments, "1", "--out", str(tmp_path / "one"))
     assert result.exit_code == 0, result.output
@@ -134,7 +134,7 @@ def test_the_window_is_that_of_the_pipeline(tmp_path: Path) -> None:
     assert by_name[0]["train_losses"] == by_number[0]["train_losses"]  # wide is 2(N-k)-1
 
 
-# Going on after an interruption.
+# Resuming after an interruption
 
 
 def test_a_second_call_reads_the_runs_of_the_first(
@@ -189,7 +189,7 @@ def test_an_interruption_keeps_the_finished_runs_and_says_how_to_go_on(
         assert found["test_loss"] == entry["test_loss"]
 
 
-# Other data and models, from files that the test writes.
+# Other data and models, from files that the test writes
 
 
 def _write_text(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_every_model_learns_from_its_data(
         assert len(losses) == 18
         assert sum(losses[-6:]) < sum(losses[:6])
         assert entry["perplexity"] == pytest.approx(math.exp(entry["test_loss"]))
-    assert str(tmp_path) not in json.dumps(settings)  # where data lay is nobody's business
+    assert str(tmp_path) not in json.dumps(settings)  # the data's location is private
 
 
 def test_decoded_images_are_kept_beside_the_output(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_an_out_that_is_a_file_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_default_comparison_orders_the_methods(tmp_path: Path) -> None:
-    """What the README shows: prediction comes closer to synchronous training than the others."""
+    """The README's claim: prediction is closer to synchronous training than the others."""
     result = _train("--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     accuracy = {name: entry["test_accuracy"] for name, entry in _methods(tmp_path).items()}

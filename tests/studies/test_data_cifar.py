@@ -1,4 +1,4 @@
-"""CIFAR-10 from each of its formats, written small by the test itself."""
+"""Tests CIFAR-10 in each of its formats, from small files that the test writes."""
 
 import io
 import os
@@ -28,7 +28,7 @@ def _batch(samples: int, seed: int) -> dict[bytes, Any]:
 
 
 def _python2_pickle(images: np.ndarray[Any, Any], labels: list[int]) -> bytes:
-    """What Python 2 wrote: strings where Python 3 has bytes, and numpy's old module names."""
+    """Imitate Python 2: strings for bytes, and numpy's old module names."""
 
     def text(value: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(value)) + value
@@ -82,7 +82,7 @@ def _write_jpegs(
                     archive.addfile(member, io.BytesIO(buffer.getvalue()))
 
 
-# Pickled batches.
+# Pickled batches
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["folder-above", "folder-itself"])
@@ -134,9 +134,9 @@ class _Runs:
 
 
 def _pointers() -> bytes:
-    """An array whose bytes numpy takes for pointers to objects: no name is used but numpy's own."""
+    """Return an array whose bytes numpy takes for pointers, with only numpy's own names."""
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
-    # the flags of the dtype, without the one by which numpy asks for a list of objects
+    # the dtype's flags, without the one for a list of objects
     dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R"
     dtype += b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3dtb"
     state = b"(K\x01K\x03\x85" + dtype + b"\x89C\x18" + b"A" * 24 + b"tb"
@@ -148,7 +148,7 @@ def test_bytes_of_a_pickle_never_become_pointers(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     _write_folder(folder)
     (folder / "data_batch_1").write_bytes(_pointers())
-    child = os.fork()  # numpy would look for an object at address 0x4141414141414141
+    child = os.fork()  # numpy would read an object at address 0x4141414141414141
     if child == 0:
         code = 3
         try:
@@ -156,7 +156,7 @@ def test_bytes_of_a_pickle_never_become_pointers(tmp_path: Path) -> None:
         except ValueError as error:
             code = 0 if "data_batch_1: expected 'data', uint8" in str(error) else 2
         finally:
-            os._exit(code)  # after the error, which kept the array
+            os._exit(code)  # after the error, which keeps the array alive
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -212,7 +212,7 @@ def test_a_missing_batch_is_named(tmp_path: Path) -> None:
         load_cifar10(tmp_path / "cifar-10-python.tar.gz")
 
 
-# JPEG files.
+# JPEG files
 
 
 @pytest.mark.parametrize("suffix", ["", "gz", "bz2", "xz"])
@@ -224,7 +224,7 @@ def test_jpeg_files_are_decoded_from_any_tar(tmp_path: Path, suffix: str) -> Non
     assert data.train_inputs.shape == data.test_inputs.shape == (20, 3, 32, 32)
     assert data.train_targets.bincount().tolist() == [2] * 10
     red, green, blue = data.train_inputs.float().mean((2, 3)).unbind(1)
-    # within what JPEG may change
+    # within JPEG's losses
     assert (red - 25 * data.train_targets).abs().max() <= 4
     assert (torch.minimum(green, (green - 100).abs())).max() <= 4
     assert blue.max() <= 4
@@ -243,7 +243,7 @@ def test_decoded_images_are_kept_under_the_hash_of_the_file(tmp_path: Path) -> N
     assert torch.equal(again, images)
     assert again.stride() == images.stride(), "a convolution would round otherwise"
     assert [child.name for child in tmp_path.iterdir() if child.name != "cache"] == [path.name]
-    kept.write_bytes(written[: len(written) // 2])  # as if it had been interrupted
+    kept.write_bytes(written[: len(written) // 2])  # as after an interruption
     assert torch.equal(load_cifar10(path, cache=cache).train_inputs, images)
     assert kept.read_bytes()[: len(written) // 2] == written[: len(written) // 2]
     small = io.BytesIO()
@@ -312,7 +312,7 @@ def test_a_missing_pillow_names_the_remedy(tmp_path: Path, monkeypatch: pytest.M
         load_cifar10(tmp_path)
 
 
-# Where it is looked for.
+# Where the files are found
 
 
 def test_nothing_there_names_all_formats(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_two_tars_are_ambiguous(tmp_path: Path) -> None:
         load_cifar10(tmp_path)
 
 
-# Into a model's input.
+# Conversion to a model's input
 
 
 def test_normalize_is_zero_mean_unit_variance_of_cifar() -> None:

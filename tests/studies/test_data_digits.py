@@ -1,4 +1,4 @@
-"""The digits and the order of minibatches."""
+"""Tests the digits and the order of minibatches."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tar archives of strangers: plain files are read, within bounds, and nothing else."""
+"""Tests foreign tar archives: only plain files are read, within bounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(tmp_path):
     path = archive(tmp_path / "a", [("b", b"x" * 2000)])
     with pytest.raises(ValueError, match="a: expected a whole tar file, but 'b' has 2000 bytes"):
         read(path, 1999)
-    # a header that promises more than there is
+    # a header that promises more than the file has
     header = tarfile.TarInfo("b")
     header.size = 10**15
     for member in (header.tobuf(), header.tobuf(tarfile.GNU_FORMAT)):
@@ -114,7 +114,7 @@ def test_a_missing_archive_is_an_os_error(tmp_path):
         read(tmp_path)
 
 
-# Around it.
+# Around the archive
 
 
 def jpegs(path, content, count=1):

@@ -1,4 +1,4 @@
-"""A text file as sequences of characters."""
+"""Tests a text file as sequences of characters."""
 
 from pathlib import Path
 

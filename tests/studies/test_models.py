@@ -1,4 +1,4 @@
-"""The command line's model: a function of seed and sizes, cut anywhere."""
+"""Tests the command line's model: a function of seed and sizes, cut anywhere."""
 
 import pytest
 import torch

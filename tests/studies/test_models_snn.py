@@ -1,4 +1,4 @@
-"""The self-normalizing MLP keeps mean and variance through its depth, and is cut anywhere."""
+"""Tests that the self-normalizing MLP keeps mean and variance, and can be cut anywhere."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The transformers and the LSTM: causal, a function of the seed, cut anywhere."""
+"""Tests the transformers and the LSTM: causal, a function of the seed, cut anywhere."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def test_no_position_sees_a_later_one(build: Build, arguments: dict[str, int]) -
     changed[:, 4] = (changed[:, 4] + 1) % 11
     after = model(changed)
     torch.testing.assert_close(after[:, :4], before[:, :4])
-    # and every later one sees it: that is what attention and state are for
+    # every later position sees it, through attention and state
     assert ((after[:, 4:] - before[:, 4:]).abs().amax(dim=(0, 2)) > 1e-6).all()
 
 
@@ -62,7 +62,7 @@ def test_the_seed_decides_and_the_global_state_does_not(
 
 @pytest.mark.parametrize(("build", "arguments"), MODELS)
 def test_an_untrained_model_guesses(build: Build, arguments: dict[str, int]) -> None:
-    """Its loss is that of the uniform distribution, so training starts from no prejudice."""
+    """Its loss is that of the uniform distribution."""
     model = nn.Sequential(*build(3, **arguments))
     loss = nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
     assert loss.item() == pytest.approx(torch.tensor(11.0).log().item(), abs=0.4)
@@ -99,10 +99,10 @@ def test_an_lstm_block_adds_to_its_input() -> None:
 def test_the_backward_meets_weights_that_were_written_after_the_forward(
     build: Build, arguments: dict[str, int]
 ) -> None:
-    """What methods count on that change the weights between the two, as kernels do it.
+    """Methods that change weights between the two, as kernels do, rely on this.
 
-    A block's input gradient must be that of the new weights through the old activations, so other
-    weights must give another gradient, and the old ones put back in time must give the old one.
+    A block's input gradient must be that of the new weights with the old activations: other weights
+    must change the gradient, and restoring the old ones in time must restore it.
     """
     block = build(5, **arguments)[1]
     x = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -132,7 +132,7 @@ def test_the_backward_meets_weights_that_were_written_after_the_forward(
 
 @pytest.mark.parametrize("rank", [None, 6])
 def test_the_raced_transformer(rank: int | None) -> None:
-    """A block a stage; it guesses at first; causal; edges carry coordinates and tokens."""
+    """One block per stage; it guesses at first; causal; edges carry coordinates and tokens."""
     stages = speedrun(3, vocabulary=11, width=32, depth=3, rank=rank, seed=3)
     model = nn.Sequential(*stages)
     assert torch.equal(model(TOKENS), torch.zeros(2, 7, 11))

@@ -1,4 +1,4 @@
-"""VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
+"""Tests VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -108,7 +108,7 @@ def test_every_parameter_gets_a_gradient(
 
 @pytest.mark.parametrize(("width", "pool"), [(4, 1), (16, 1), (8, 7)])
 def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int, pool: int) -> None:
-    """Weights of a standard deviation of 0.01 would leave next to nothing of a narrow one."""
+    """A standard deviation of 0.01 would leave almost nothing of a narrow model's signal."""
     torch.manual_seed(0)
     features = torch.randn(256, 8 * width, 1, 1).relu()
     head = nn.Sequential(*vgg(16, width=width, pool=pool)[13:]).eval()
@@ -124,7 +124,7 @@ def test_small_images_keep_their_resolution() -> None:
 
 
 def test_small_images_have_the_papers_depths() -> None:
-    """Of CIFAR-10's: 6n + 2 layers, 0.27 million parameters with 20 and 1.7 million with 110."""
+    """For CIFAR-10: 6n + 2 layers, 0.27 million parameters at 20, 1.7 million at 110."""
     for depth, blocks, millions in ((8, 3, 0.08), (20, 9, 0.27), (110, 54, 1.73)):
         stages = resnet(blocks + 2, depth=depth, width=16, small_images=True)
         count = sum(p.numel() for stage in stages for p in stage.parameters())
@@ -151,11 +151,11 @@ def test_width_32_of_inception_is_the_librarys_own() -> None:
     weights = theirs.state_dict()
     shapes = [tuple(value.shape) for value in ours.state_dict().values()]
     assert shapes == [tuple(value.shape) for value in weights.values()]
-    published = 42_679_816 - 990 * (1536 + 1)  # of 1,000 classes, less the head of 990
+    published = 42_679_816 - 990 * (1536 + 1)  # 1,000 classes, less the head of 990
     assert sum(p.numel() for stage in ours for p in stage.parameters()) == published
     theirs.to_empty(device="cpu").eval()
     theirs.load_state_dict(dict(zip(weights, ours.state_dict().values(), strict=True)))
-    theirs.features.final_pool = nn.AvgPool2d(1)  # all that 75 pixels leave
+    theirs.features.final_pool = nn.AvgPool2d(1)  # 75 pixels leave one position
     images = torch.randn(1, 3, 75, 75)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images))

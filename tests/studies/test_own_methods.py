@@ -1,4 +1,4 @@
-"""``--method module:NAME``: trained, drawn, studied, resumed as any other; and what is refused."""
+"""Tests ``--method module:NAME``: trained, drawn, studied, resumed like any other; errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ number = 3
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module in the working directory; returns its name, another one for every test."""
+    """Write a module into the working directory; return its name, which differs between tests."""
     name = f"own_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE.format(ahead=1))
     monkeypatch.chdir(tmp_path)
@@ -210,7 +210,7 @@ def test_all_and_ones_own(module: str) -> None:
 
 @pytest.mark.processes
 def test_over_processes(module: str, tmp_path: Path) -> None:
-    """The ranks find the module in their working directory, which is this one's."""
+    """The ranks find the module in their working directory, which is this process's."""
     asked = (*FAST, "-m", f"{module}:whole", "--out")
     ends = run_ranks(cli_programs.train, 2, free_port(), *asked, "together")
     assert [code for code, _ in ends] == [0, 0], ends

@@ -1,4 +1,4 @@
-"""``--workload module:function``: anyone's model and data, trained and studied as the presets."""
+"""Tests ``--workload module:function``: a user's model and data, used like the presets."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_example_is_studied_and_prints_the_table(tmp_path: Path) -> None:
     assert all(len(row["losses"]) == 2 for row in document["rows"])
     assert document["updates"] == 47  # 1,500 samples in minibatches of 32
     assert document["command"].startswith(f"python -m studies study --workload {EXAMPLE}")
-    # the rate is sought from the function's default on, by factors of two
+    # the search starts at the function's default, in factors of two
     rates = [row["lr"] / 0.05 for row in document["rows"]]
     assert all(rate in {2.0**power for power in range(-8, 9)} for rate in rates)
     again = _run("study", "--workload", EXAMPLE, "--epochs", "1", *asked, "--out", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Pickles read as data: the same values as pickle gives, nothing run, memory within bounds."""
+"""Tests pickles read as data: the values of pickle, nothing executed, bounded memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_memory_and_stack_are_bounded(content):
 
 
 ALLOWED = {
-    # arrays of the package's own, and of numbers only
+    # the package's own arrays, of only numbers
     ("studies/data/cifar.py", "np.load(allow_pickle=False)"),
 }
 NEVER = frozenset(
@@ -122,7 +122,7 @@ NEVER = frozenset(
 
 
 def found_in(path: Path) -> set[str]:
-    """What a module imports or calls that could run what a file says."""
+    """Return imports and calls of a module that could execute a file's content."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

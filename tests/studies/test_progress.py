@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: what the lines say, by a clock that is not waited for."""
+"""Tests progress lines without a terminal, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_a_line_every_ten_seconds():
     trained(lines, clock, 19, 0.5)
     assert not told
     trained(lines, clock, 1, 0.5, 0.125)
-    # 20 in 10 s: the 100 that are left of all three runs take 50
+    # 20 in 10 s: the remaining 100 of all three runs take 50
     first = "vanilla, seed 1/3: minibatch 20 of 40, loss 0.125, 2 minibatches/s, 0:00:50 left"
     assert told == [first]
     trained(lines, clock, 9, 1.0)
     assert len(told) == 1
     trained(lines, clock, 1, 1.0)
-    # of late one a second; on the whole 30 in 20 s, and 90 are left
+    # recently one per second; on the whole 30 in 20 s, with 90 left
     assert told[1] == (
         "vanilla, seed 1/3: minibatch 30 of 40, loss 0.25, 1 minibatches/s, 0:01:00 left"
     )
@@ -49,7 +49,7 @@ def test_what_was_done_before_is_no_speed():
     lines.begin("sync", "1/2")
     lines.skip(1000)
     lines.begin("sync", "2/2")
-    lines.skip(900)  # a checkpoint's
+    lines.skip(900)  # from a checkpoint
     trained(lines, clock, 10, 1.0)
     assert told == [
         "sync, seed 2/2: minibatch 910 of 1000, loss 0.25, 1 minibatches/s, 0:01:30 left"

@@ -1,4 +1,4 @@
-"""Replicas trained a minibatch at a time give the numbers of pipelines side by side."""
+"""Tests replicas trained minibatch by minibatch against SideBySide."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_replicas_that_are_averaged(method: str, averaging: Averaging) -> None:
     found = []
     for value, target in data:
         found.append(trained.train_on(value, target).item())
-        with trained.true_weights() as model:  # looking changes nothing
+        with trained.true_weights() as model:  # reading changes nothing
             model(value)
     expected = [sum(r.loss.item() for r in results) / 2 for results in side.run(data)]
     assert found == pytest.approx(expected, abs=1e-10)

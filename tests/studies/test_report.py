@@ -1,4 +1,4 @@
-"""Means over seeds, the JSON file, the table and the picture."""
+"""Tests means over seeds, the JSON file, the table and the picture."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_the_table_fits_a_terminal_and_explains_itself() -> None:
     text = " ".join(_shown(results).split())
     assert "spectrain-stash" in text
     assert "90.5 ± 0.7" in text
-    assert "no throughput comparison" in text
+    assert "does not compare throughput" in text
     assert "One test sample is 0.3 points" in text
     assert "…" not in text
 
@@ -121,7 +121,7 @@ def test_the_best_is_highest_accuracy_or_lowest_perplexity_of_what_overlaps() ->
     )
     assert ACCURACY.best(results) == 75
     assert PERPLEXITY.best(results) == pytest.approx(math.e)
-    assert ACCURACY.best(results[:2]) is None  # no rival
+    assert ACCURACY.best(results[:2]) is None  # no comparison
 
 
 def test_a_loss_beyond_float64_is_an_infinite_perplexity() -> None:
@@ -141,7 +141,7 @@ def test_a_single_seed_has_no_deviation() -> None:
 def test_every_method_has_a_look_of_its_own() -> None:
     found = looks(methods())
     assert len(set(found.values())) == len(methods())
-    for name in methods():  # whatever it is drawn with
+    for name in methods():  # any drawing style
         assert looks(["mine", name])[name] == looks([name, "sync"])[name] == found[name]
     assert len({look.color for name, look in found.items() if name in DEFAULT_METHODS}) == 6
 

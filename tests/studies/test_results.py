@@ -1,4 +1,4 @@
-"""Finished runs on disk: found again whole, or not at all."""
+"""Tests finished runs on disk: found complete or not at all."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Slow links: rates are sought, steps compared by seed, and multiplied by simulated seconds."""
+"""Tests the slow-link study: searched rates, steps compared by seed, simulated seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from studies import slow_links, study
 from studies.slow_links import Way, best_of, chains_of, rows_of, search, seconds_per_step
 from studies.study import Cell, Curve
 
-#: Updates to the goal, over those of synchronous training; after 1.5 of these a run ends.
+#: Updates to the goal relative to synchronous training; a run ends after 1.5.
 NEEDED = {"sync": 1.0, "auto": 1.0, "pipedream-2bw": 1.25, "vanilla": 1.7}
 CODED = {"bfloat16": 1.0, "int8": 1.0, "int4-hadamard": 1.1}
 
 
 def _train(cell: Cell, lr: float, seed: int, make: object) -> Curve:
-    """A loss that falls by a line; 4 % faster with the best rate than a factor of two beside it."""
+    """A linearly falling loss; 4 % faster with the best rate than with one a factor of two away."""
     away = abs(math.log2(lr / cell.settings.lr / 2))
     slower = NEEDED[cell.contender] * CODED[str(cell.settings.codec)] + 0.04 * away
     slower *= 1.0 if cell.settings.rank is None else 2.0

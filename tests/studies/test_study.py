@@ -1,4 +1,4 @@
-"""A study finds each contender's learning rate, goes on where it stopped, and compares by seed."""
+"""Tests that a study finds each contender's learning rate, resumes, and compares by seed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_rate_is_sought_downhill(
 
 
 def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    losses = {0.025: 0.6, 0.0125: 0.3}  # of a late method on digits
+    losses = {0.025: 0.6, 0.0125: 0.3}  # of a delayed method on digits
 
     def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
         return Curve(((20, losses.get(lr, 0.5 if lr == 0.05 else 0.9), 0.5),), 1.0)
@@ -113,7 +113,7 @@ def test_finer_rates_lie_half_a_factor_of_two_beside_the_best(
     before = len(asked)
     found = search(tmp_path, cell, 0.05, range(3), first=2, fine=True)
     assert found == pytest.approx(0.05 * 2**power)
-    last = {(power, 2)} - {(1.0, 2)}  # which the first search has trained
+    last = {(power, 2)} - {(1.0, 2)}  # trained by the first search
     assert sorted(asked[before:]) == sorted({(0.5, 0), (0.5, 1), (1.5, 0), (1.5, 1)} | last)
 
 
@@ -270,7 +270,7 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
     assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
     assert first.updates == pytest.approx({0.5: 1.0, 0.75: 1.0, 1.0: 1.0})
     assert (second.contender, second.delay, second.lr) == ("vanilla", 2, 0.2)
-    # means of the last four tests: 1.5 updates late on either
+    # means of the last four tests: 1.5 updates later for both
     assert first.losses == pytest.approx((2.15, 3.15))
     assert second.losses == pytest.approx((4.0 - 18.5 / 15, 5.0 - 18.5 / 15))
     assert second.updates[0.5] == pytest.approx((1.5 * 8.5 + 1.5) / 10)
@@ -292,7 +292,7 @@ def test_longer_runs_show_more_updates(tmp_path: Path) -> None:
     make = study.maker_in(cells[0].settings, tmp_path)
     rows = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     found = {(row.microbatches, row.delay): row.updates[1.0] for row in rows}
-    # means of the last four tests, on all sides
+    # means of the last four tests
     expected = {(1, 0): 1.0, (3, 1): math.inf, (1, 2): (22 * 18.5 / 10 + 1.5) / 20}
     assert found == pytest.approx(expected)
 
@@ -377,7 +377,7 @@ def test_the_command_on_real_digits(tmp_path: Path) -> None:
 
 
 def test_t1_begins_with_the_rate_over_the_delay() -> None:
-    """PipeMare's: lr/D^(1 - min(t/T, 1)), here over half of a synchronous run."""
+    """PipeMare's lr/D^(1 - min(t/T, 1)), here over half of a synchronous run."""
     rates = contenders.contender("pipedream-t1").over(20).rates
     assert rates is not None
     for late in (0, 4):

@@ -1,4 +1,4 @@
-"""Timelines of several methods on one axis of time, by what is written in them."""
+"""Tests timelines of several methods on one time axis, by their text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_methods_are_drawn_together(tmp_path):
     picture = tmp_path / "t.svg"
     draw_methods_together(picture, [("sync", "#000000"), ("auto", "#009E73")], 4)
     text = picture.read_text()
-    # two minibatches of sync; of auto eight without a bubble, less the seven quarters of its ramp
+    # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
     for said in ("sync", "auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
         assert said in text, said
     assert "#009e73" in text.lower()

@@ -1,4 +1,4 @@
-"""Simulated times of methods: closed forms where all stages take as long, and real stages."""
+"""Tests simulated times of methods: closed forms for equal stages, and real stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def settings_for(*methods, **more):
 
 @pytest.mark.parametrize("stages", [1, 4, 8])
 def test_bubbles_of_even_stages(stages):
-    """Slots of one forward and one backward: N for one minibatch alone, M + N - 1 for M parts."""
+    """Slots of one forward and one backward: N for one minibatch, M + N - 1 for M parts."""
     even = Work([1.0] * stages, [2.0] * stages)
     assert even.slowest == 3.0
     for name, microbatches, slots in (

@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism: every rule against its paper's formulas, in float64."""
+"""Tests asynchronous data parallelism: every rule against its paper's formulas, in float64."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ _RATES = [0.05 - 0.002 * n for n in range(20)]
 
 
 def _gradient(weights, n):
-    """Of a quartic with another slope for every minibatch."""
+    """Return the gradient of a quartic with another slope for every minibatch."""
     return weights**3 + weights * (1 + 0.1 * n) - torch.cos(torch.arange(_SIZE) + 1.0 * n)
 
 
@@ -32,7 +32,7 @@ def _found(rule, workers, order):
     return found
 
 
-# The papers' pseudo-code, one element after another; a worker is what it holds.
+# The papers' pseudo-code, element by element; a worker is its state.
 
 
 def _oracle(name, workers, order):
@@ -89,7 +89,7 @@ def test_every_rule_is_its_papers(name, workers):
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("asgd", "smega2")])
 def test_one_worker_is_nesterovs_sgd(name):
-    """In Bengio's form, as torch has it: without delay there is nothing to correct."""
+    """In Bengio's form, as in torch: without delay there is nothing to correct."""
     p = nn.Parameter(_start())
     plain = torch.optim.SGD([p], lr=1.0, momentum=_GAMMA, nesterov=True)
     for n, (theta, lag, gap) in enumerate(_found(RULES[name], 1, itertools.repeat(0))):
@@ -101,7 +101,7 @@ def test_one_worker_is_nesterovs_sgd(name):
 
 
 def test_one_worker_of_smega2_computes_with_nesterovs_weights():
-    """What is sent is Bengio's form, where the rate stays: the master's weights are the other."""
+    """The sent weights are Bengio's form at a constant rate; the master's are the other form."""
     rule, theta = RULES["smega2"], _start()
     master = rule.master(theta, 1, 0.05)
     sent = theta.clone()
@@ -129,6 +129,6 @@ def test_training_is_the_seeds_and_lags_by_the_other_workers():
     found = [train(RULES["dana-slim"], model, data, seed=seed, **options) for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert found[0].accuracy > 0.5
-    assert 2.7 < found[0].lag < 3.0  # the first ones have less
+    assert 2.7 < found[0].lag < 3.0  # the first updates lag less
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     assert train(RULES["nag-asgd"], model, data, **{**options, "lr": 1e9}) is None

@@ -1,4 +1,4 @@
-"""What a comparison trains: models cut for every method, optimizers, learning rates, methods."""
+"""Tests workloads: models cut for every method, optimizers, learning rates, methods."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ PAIRS = [
 ]
 
 
-# Presets.
+# Presets
 
 
 @pytest.mark.parametrize(("data", "model"), PAIRS)
@@ -105,7 +105,7 @@ def test_every_pair_has_sizes_that_make_a_model(data: str, model: str) -> None:
     assert DEFAULT_MODEL[data] in models_for(data)
 
 
-# Models.
+# Models
 
 
 @pytest.mark.parametrize(("data", "model"), PAIRS)
@@ -149,7 +149,7 @@ def test_mean_loss_is_per_target() -> None:
     )
 
 
-# Optimizers and learning rates.
+# Optimizers and learning rates
 
 
 def test_settings_reach_the_optimizer() -> None:
@@ -210,7 +210,7 @@ def test_a_constant_rate_needs_no_scheduler() -> None:
     assert make_scheduler(SETTINGS, updates=5) is None
 
 
-# Methods.
+# Methods
 
 
 def test_methods_are_named_once_in_the_order_given() -> None:
@@ -279,7 +279,7 @@ def test_only_what_does_not_flush_has_a_window() -> None:
 
 
 def test_settings_reach_the_pipeline() -> None:
-    """Seen from outside: a norm of almost 0 leaves the weights where they were."""
+    """Observed from outside: a maximum norm of almost 0 keeps the weights constant."""
     moved = []
     for clip_norm in (None, 1e-12):
         torch.manual_seed(0)

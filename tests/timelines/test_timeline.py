@@ -1,4 +1,4 @@
-"""Timelines: pictures by what is written in them, traces by their events, the command line."""
+"""Tests timelines: pictures by their text, traces by their events, the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def texts(path):
-    """All texts of an SVG whose text is text."""
+    """Return all texts of an SVG whose text is not drawn as paths."""
     import xml.etree.ElementTree as ElementTree
 
     return [
@@ -48,7 +48,7 @@ def test_every_block_has_its_minibatch(tmp_path):
     labels = [f"stage {k}" for k in range(4)]
     assert all(written[label] == 1 for label in [*labels, "four stages", "forward", "backward"])
     assert written["idle: 27 % of all"] == 1
-    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are on the axis as well
+    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are also on the axis
         assert written[str(minibatch)] == 2 * 4
     assert fills(path) == {"#0072b2", "#e69f00"}
 
@@ -106,7 +106,7 @@ def test_a_trace_has_every_span(tmp_path):
     names = {(e["pid"], e.get("tid")): e["args"].get("name") for e in events if e["ph"] == "M"}
     assert names[1, None] is None or names[1, None] == "stage 1"
     assert (names[1, 0], names[1, 1], names[1, 2]) == ("compute", "to next", "to previous")
-    assert (2, 1) not in names  # the last stage sends nothing on
+    assert (2, 1) not in names  # the last stage sends nothing forward
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_row_is_a_device_where_it_has_several_stages(tmp_path):
     assert {"device 0: 0, 2", "device 1: 1, 3"} <= set(texts(path))
     assert "stage 0" not in texts(path)
     drawn = path.read_text().lower()
-    for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and half as much white
+    for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and mixed with half white
         assert color in drawn
     draw_method_timelines(tmp_path / "new", ["interleaved", "sync"], 3)
     draw_methods_together(tmp_path / "all.svg", [("wpipe", "#000000"), ("sync", "#111111")], 4)
@@ -264,7 +264,7 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# The instructions of one stage.
+# The instructions of one stage
 
 
 def test_the_instructions_of_a_stage_are_printed():

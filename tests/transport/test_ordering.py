@@ -1,4 +1,4 @@
-"""The executor orders every use of every buffer by events, on streams that know no other order."""
+"""Tests that the executor orders all buffer uses by events, on otherwise unordered streams."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def streams():
 
 
 def after(first, second):
-    """Let second follow first."""
+    """Order ``second`` after ``first``."""
     event = first.event()
     first.record(event)
     second.wait(event)
@@ -101,7 +101,8 @@ def test_a_write_follows_all_reads(streams):
 def test_outside_of_the_context_the_cpu_is_not_checked(monkeypatch):
     assert isinstance(new_stream("one", CPU), CheckedStream)
     assert isinstance(callers_stream(CPU), CheckedStream)
-    monkeypatch.setattr("spectrain_ext.transport.streams._checked", None)  # of the float64 fixture
+    # set by the float64 fixture
+    monkeypatch.setattr("spectrain_ext.transport.streams._checked", None)
     assert isinstance(new_stream("one", CPU), HostStream)
     with checked_streams():
         assert isinstance(callers_stream(CPU), CheckedStream)
@@ -133,7 +134,7 @@ def test_a_slot_is_refilled_only_after_it_is_free(streams, waits, monkeypatch):
             with pytest.raises(OrderingError, match=r"writes edge, slot 0 without waiting for two"):
                 edge.send(Message((value,)), source, ready)
             return
-        after(edge.stream, sender)  # the sender may write its source again
+        after(edge.stream, sender)  # the sender may overwrite its source
         edge.send(Message((value,)), source, ready)
         after(edge.stream, sender)
         slot = edge.receive()
@@ -142,7 +143,7 @@ def test_a_slot_is_refilled_only_after_it_is_free(streams, waits, monkeypatch):
 
 
 def test_a_ring_keeps_its_memory_for_smaller_messages():
-    """Parts of a minibatch may differ by one sample; slots do not belong to one part."""
+    """Parts of a minibatch may differ by one sample; slots are not tied to a part."""
     receiver = new_stream("receiver", CPU)
     edge = Edge("edge", CPU, CPU, receiver, depth=1)
     source = Buffer("source")
@@ -164,7 +165,7 @@ def test_a_ring_keeps_its_memory_for_smaller_messages():
 
 
 def test_only_new_memory_waits_for_what_the_receiver_does_now(streams):
-    """Microbatches of uneven sizes fit into what a slot has: their copies overlap with its work."""
+    """Microbatches of uneven sizes fit a slot's memory: their copies overlap with its work."""
     sender, receiver = streams
     edge = Edge("edge", CPU, CPU, receiver, depth=1)
     for rows, moved in ((3, True), (2, False), (3, False), (4, True), (1, False)):
@@ -197,7 +198,7 @@ def test_a_replica_reads_what_another_has_written(streams, waits, monkeypatch):
 
 
 def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
-    """On its own stream, without a wait for other stages or for communication."""
+    """On the stage's stream, without waits for other stages or for communication."""
     pipe = Pipeline(tanh_stages(2), sgd(), mse, "spectrain")
     stage, nothing = pipe._executor.stages[0], dict.fromkeys(Kind, lambda i, j: None)
 
@@ -246,7 +247,7 @@ def test_every_use_in_a_run_is_ordered(method, parts):
 
 
 def test_a_use_lasts_as_long_as_its_work(streams):
-    """An event that was recorded while the work was still being issued does not stand for it."""
+    """An event recorded while the work was still being issued does not cover it."""
     one, two = streams
     event = one.event()
     for use in ("reads", "writes"):
@@ -269,13 +270,13 @@ def test_running_statistics_are_put_back_before_whoever_reads_them():
 
 
 def another_caller():
-    """From here on the caller's current stream is one that has not waited for any other."""
+    """Give the caller a new current stream that has not waited for any other."""
     done = stream_kinds._checked.done
     stream_kinds._checked = CheckedStream("another stream of the caller's", done)
 
 
 def uses(pipe, monkeypatch):
-    """Everything between two runs that reads or writes what the pipeline's streams do."""
+    """Return all operations between two runs that access the pipeline's tensors."""
     with monkeypatch.context() as patch:
         for read in (torch.optim.SGD.state_dict, torch.optim.SGD.load_state_dict):
             patch.setattr(torch.optim.SGD, read.__name__, declared(pipe, read))
@@ -290,7 +291,7 @@ def uses(pipe, monkeypatch):
 
 
 def declared(pipe, method):
-    """A method of torch's optimizer that declares what it does."""
+    """Wrap a method of torch's optimizer to declare its accesses."""
 
     def found(*args):
         callers_stream(CPU).writes(pipe._executor.stages[1].optimizer_state)
@@ -300,7 +301,7 @@ def declared(pipe, method):
 
 
 def test_the_caller_may_have_another_stream_at_every_call(monkeypatch):
-    """Each call orders the pipeline's streams with the one that is current then."""
+    """Each call orders the pipeline's streams with the caller's current one."""
     pipe = Pipeline(tanh_stages(3), sgd(), mse)
     another_caller()
     losses(pipe, batches(5))
@@ -311,7 +312,7 @@ def test_the_caller_may_have_another_stream_at_every_call(monkeypatch):
 
 @pytest.mark.parametrize("load", [False, True])
 def test_an_optimizer_is_asked_for_its_state_in_a_run(monkeypatch, load):
-    """Between two results, and in the loss; by whoever got hold of it before."""
+    """Between two results and in the loss, by a reference obtained earlier."""
     asked = []
 
     def ask():
@@ -333,7 +334,7 @@ def test_an_optimizer_is_asked_for_its_state_in_a_run(monkeypatch, load):
 
 
 def waits_of(run, monkeypatch, dropped=None):
-    """Do the run without the waits of one place in the code; return all places that wait."""
+    """Run without the waits of one place in the code; return all places that wait."""
     places, wait = set(), CheckedStream.wait
 
     def watched(stream, event):
@@ -349,11 +350,11 @@ def waits_of(run, monkeypatch, dropped=None):
     return places
 
 
-# Waits that repeat, in these runs, what other events say already.
+# Waits that other events already imply in these runs.
 REDUNDANT = {
-    # A forward's load comes after an update, which has waited.
+    # A forward's load follows an update, which has waited.
     ("_load", "load_forward"),
-    # What a stage has computed is known from the updates of the stages around it.
+    # A stage's results are known from the updates of its neighbours.
     ("let_caller_follow", "make_all"),
     ("let_caller_follow", "_mend"),
 }
@@ -408,14 +409,14 @@ def test_a_large_host_tensor_is_staged(monkeypatch):
         slot = edge.receive()
         assert torch.equal(slot.message.tensors[0], large)
         assert torch.equal(slot.message.tensors[2], small)
-        assert slot.staging.bytes.numel() == 256  # of the large one alone
+        assert slot.staging.bytes.numel() == 256  # only the large one
         found.append(slot.staging.bytes.data_ptr())
         edge.free(slot)
     assert found[:2] == found[2:4]
     assert len(set(found)) == 2
     edge.free_storage()
     assert not any(slot.staging.bytes.numel() for slot in edge._ring)
-    # Without the wait for the last copy from it, staging is overwritten while that may still run.
+    # Without the wait for the last copy, staging would be overwritten during it.
     monkeypatch.setattr(CheckedEvent, "synchronize", lambda event: None)
     with pytest.raises(OrderingError, match=r"writes host memory of edge, slot . without"):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Learning rates times a factor."""
+"""Tests learning rates with a factor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_scheduler_that_wants_a_metric():
         )
 
 
-# T1: a factor on the rates of a stage.
+# T1: a factor on a stage's rates
 
 
 def paced(lr=1.0, factory=None, factor=lambda t: 1 / (4 - min(t, 3)), groups=1):
@@ -108,5 +108,5 @@ def test_its_state_goes_on_in_another_one():
     begun, _ = paced()
     plain = lr_scheduler.ExponentialLR(begun, 0.9)
     _, later = paced(factory=factory)
-    later.load_state_dict(plain.state_dict())  # of a run without a factor
+    later.load_state_dict(plain.state_dict())  # from a run without a factor
     assert later.state_dict()["paced_updates"] == 0

@@ -1,4 +1,4 @@
-"""SavedWeights: a backward finds its own version of the weights, whatever else a stage saves."""
+"""Tests SavedWeights: a backward finds its weight version, whatever else a stage saves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
 
-PARTS = 2  # with one microbatch the backward of a later stage overwrites
+PARTS = 2  # with one microbatch a later stage's backward overwrites
 
 
 class Checkpointed(nn.Module):
-    """A module whose forward is run again in its backward."""
+    """A module whose forward runs again in its backward."""
 
     def __init__(self, module):
         super().__init__()
@@ -35,7 +35,7 @@ class Checkpointed(nn.Module):
 
 
 class Modified(nn.Module):
-    """Changes in place what autograd has saved."""
+    """Changes a saved tensor in place."""
 
     def __init__(self):
         super().__init__()
@@ -64,10 +64,10 @@ def same(a, b):
 
 @pytest.mark.parametrize("method", ["spectrain", "pipeoptim", "second-order", "lwp-w"])
 def test_a_part_that_runs_again_meets_the_backwards_weights(method):
-    """What was computed with the forward's weights, but for the checkpoint, would be another run.
+    """Using the forward's weights except in the checkpoint would mix two computations.
 
-    A checkpointed part has all of its activations from the backward's weights: as the definition
-    has it where the activations do not depend on the weights, in a stage of one linear layer.
+    A checkpointed part gets all its activations from the backward's weights. This equals the
+    definition if the activations do not depend on the weights, as in a stage of one linear layer.
     """
     stages = [nn.Linear(5, 5) for _ in range(4)]
     data = batches(8, size=4)
@@ -96,7 +96,7 @@ def test_hooks_around_the_run_see_all_that_is_no_weight():
 
 
 def test_what_is_changed_in_place_after_it_was_saved_is_refused():
-    """With hooks autograd does not look: the same error comes from here."""
+    """With hooks autograd does not check; the package raises the same error."""
     for method in ("spectrain", "vanilla"):
         pipe = pipeline([Modified(), *tanh_stages(2)], method)
         with pytest.raises(st.StageError, match="modified by an inplace operation") as raised:

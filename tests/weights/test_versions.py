@@ -1,4 +1,4 @@
-"""Versions: what is kept, and how many buffers a schedule needs, without any memory."""
+"""Tests weight versions kept and buffers needed by a schedule, without any memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spectrain_ext.weights.versions import Versions
 
 
 def counts(name, n, m=1, window=None, master=False):
-    """The rules of every stage, and what each comes to in a long run."""
+    """Return the rules of every stage, and their values in a long run."""
     method = find_method(name)
     places = places_of(method, n, m, window)
     all_rules = [rules_at(method, place) for place in places]
@@ -24,7 +24,7 @@ def counts(name, n, m=1, window=None, master=False):
 
 
 def kept(*args, master=False, **more):
-    """Buffers beside the working one, the master, and the version before the newest."""
+    """Return the buffers apart from the working one, the master, and the previous version."""
     return [
         count.versions - 1 - (master or rules.predicts) - rules.keeps_before
         for rules, count in counts(*args, master=master, **more)
@@ -37,7 +37,7 @@ def test_methods_that_keep_nothing(name):
 
 
 def test_stashes():
-    """Of N-k versions in flight the working buffer holds one."""
+    """The working buffer holds one of N-k versions in flight."""
     assert kept("pipedream", 4) == [3, 2, 1, 0]
     assert kept("pipedream", 4, window="wide") == [6, 4, 2, 0]
     assert kept("spectrain-stash", 4) == [3, 2, 1, 0]
@@ -79,7 +79,7 @@ def test_microbatches_in_flight():
 def test_the_count_does_not_depend_on_how_long_one_counts(name, m):
     method = find_method(name)
     places = places_of(method, 5, m)
-    longer = places[0]._replace(window=60)  # only how long: these methods do not look at stage 0
+    longer = places[0]._replace(window=60)  # length only: these methods do not use stage 0
     for place, (rules, expected) in zip(places, counts(name, 5, m), strict=True):
         found = count_stage(method.schedule, longer, place, rules, False)
         assert (found.versions, found.in_flight) == (expected.versions, expected.in_flight)
@@ -89,7 +89,7 @@ class Books:
     """Buffers without memory, by number."""
 
     same_dtype = True
-    most, hosted = None, {}  # nothing waits on the host
+    most, hosted = None, {}  # nothing waits on the CPU
 
     def __init__(self, master):
         self.pool = [SimpleNamespace(content=None)]
@@ -125,12 +125,12 @@ def test_pipedream_step_by_step():
     load(found, found.for_forward(1, 0))
     load(found, found.for_backward(0, 0))
     assert held() == [Content(0)]
-    update(found, books)  # minibatch 1 needs version 0 again: the step goes on elsewhere
+    update(found, books)  # minibatch 1 needs version 0 again: the step writes elsewhere
     assert held() == [Content(0), Content(1)]
     load(found, found.for_forward(2, 0))
     load(found, found.for_backward(1, 0))
     assert held() == [Content(0), Content(1)]
-    update(found, books)  # of version 1, which minibatch 2 needs again; nobody needs version 0
+    update(found, books)  # version 1, which minibatch 2 needs again; version 0 is not needed
     assert held() == [Content(2), Content(1)]
     assert books.true is books.pool[0]
 

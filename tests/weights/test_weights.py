@@ -1,4 +1,4 @@
-"""StageWeights: flat buffers, and which of them holds which version when."""
+"""Tests StageWeights: flat buffers, and which of them holds which version when."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def step(weights, *, forward=None):
 
 
 def holds(weights, content):
-    """Whether a buffer holds it already."""
+    """Return whether a buffer already holds the version."""
     return weights.versions.find(content) is not None
 
 
 def load(weights, content):
-    """Compute with it."""
+    """Load the version for computing."""
     buffer = weights.versions.find(content)
     if buffer is None:
         buffer = weights.versions.room(content)
@@ -293,7 +293,7 @@ def test_under_a_moving_learning_rate_the_step_does_not_predict_in_vain():
         held.append(holds(weights, content))
         load(weights, content)
         torch.testing.assert_close(bound(weights), predicted(weights, 2))
-    # The change after the 4th step is met by a load, and the 5th step is still wary of the next.
+    # A load uses the change after the 4th step, and the 5th step still expects another.
     assert held == [True, True, True, False, False, True, True, False]
 
 
@@ -334,7 +334,7 @@ def test_a_failed_step_leaves_no_order_behind():
     load(weights, weights.versions.for_backward(0, 0))
     step(weights, forward=None)
     assert not torch.equal(true(weights), before)
-    assert torch.equal(bound(weights), before)  # the step wrote no prediction that nobody ordered
+    assert torch.equal(bound(weights), before)  # the step wrote no prediction without an order
 
 
 def test_momentum_lives_in_a_flat_buffer_of_its_dtype():
