@@ -128,7 +128,7 @@ def load_from(
             "only_model": only_model,
         }
 
-    found = peers.gathered(names, doing)
+    found = peers.call_on_all(names, doing)
     _check_alike(found)
     (body,) = bodies
     generators = Generators(parts, peers.rank, peers.size)
@@ -159,7 +159,7 @@ def load_from(
             raise CheckpointError(f"{directory / NAME}: {error}") from error
         return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
 
-    keys = peers.gathered(match, doing)
+    keys = peers.call_on_all(match, doing)
     if fetch is not None:
         fetch([{body["tensors"][key]["file"] for key in each} for each in keys])
     tensors: dict[str, Tensor] = {}
@@ -172,8 +172,8 @@ def load_from(
             for _ in storage.read_tensors(directory, body, unread[peers.rank :: peers.size]):
                 pass
 
-    peers.settled(read_tensors, doing, str(directory))
-    peers.gathered(lambda: _put(matched, tensors, directory), doing)
+    peers.call_or_fail_together(read_tensors, doing, str(directory))
+    peers.call_on_all(lambda: _put(matched, tensors, directory), doing)
     return Loaded(body["minibatches"], extra[0], generators.all_found)
 
 

@@ -160,7 +160,7 @@ class CheckpointManager:
         doing = "looking for the newest checkpoint"
         with self._peers.together(doing):
             self.wait()
-            found = self._peers.gathered(lambda: str(self._recover() or ""), doing)[0]
+            found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
             copy = self._memory.find()
         loaded = None
         if copy is not None:
@@ -276,7 +276,7 @@ class CheckpointManager:
             due = self._due()
             if due == _COPY and self._saving is not None and not self._saving.done():
                 due = None  # do not wait for the save
-            found = self._peers.tell((self.minibatches, due, left))
+            found = self._peers.all_gather((self.minibatches, due, left))
             # rank 0 feeds the run, so only it has counted the minibatches
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None

@@ -91,7 +91,7 @@ class Memory:
 
     def _find(self) -> Copy | None:
         place = self._meet(make=False)
-        said = self._peers.settled(
+        said = self._peers.call_or_fail_together(
             lambda: _copies(place) if self._first else {}, _LOOKING, str(place)
         )
         copy = _newest([said[ranks[0]] for ranks in members_of(self.hosts)], place)
@@ -107,7 +107,7 @@ class Memory:
         def make() -> None:
             copy.path.mkdir(parents=True, exist_ok=True)
 
-        self._peers.settled(make, _LOOKING, str(place))
+        self._peers.call_or_fail_together(make, _LOOKING, str(place))
         self.fetch(copy, [{documents.NAME}] * self._peers.size)
         return copy
 
@@ -155,7 +155,7 @@ class Memory:
         def mine() -> tuple[str, str]:
             return _host(_root()), self._follows(make) if self._peers.rank == 0 else ""
 
-        found = self._peers.settled(mine, _LOOKING, str(ROOT))
+        found = self._peers.call_or_fail_together(mine, _LOOKING, str(ROOT))
         if not _KEY.fullmatch(found[0][1]):
             raise CheckpointError(f"{ROOT}: expected a key of process 0, got {found[0][1]!r}")
         names = [host for host, _ in found]

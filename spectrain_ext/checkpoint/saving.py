@@ -173,7 +173,7 @@ class Prepared:
             return document
 
         try:
-            found = peers.gathered(collect, f"preparing {self._path.name}")
+            found = peers.call_on_all(collect, f"preparing {self._path.name}")
             self._names = _file_names(found, peers.rank)
             self._body = _merged(found)
         except BaseException:
@@ -214,10 +214,10 @@ class Prepared:
 
         with self._within:
             try:
-                found = peers.settled(own, *told)
+                found = peers.call_or_fail_together(own, *told)
                 moves = to_neighbours(self._hosts, [files for _, files in found])
                 peers.move(moves, partial(self._path))
-                peers.settled(commit, *told)
+                peers.call_or_fail_together(commit, *told)
             except BaseException:
                 self._discard()
                 raise

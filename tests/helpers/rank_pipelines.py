@@ -276,7 +276,7 @@ def opening(rank, ranks, culprit, when):
 
 def missing(rank, ranks, culprit, late):
     """One rank does not make its pipeline, or when the others have given up."""
-    board.SLOW = 5.0  # instead of 15
+    board.CONNECT_SECONDS = 5.0  # instead of 15
     if rank == culprit and not late:
         commit("hang")
     if rank == culprit:
