@@ -127,7 +127,7 @@ def agreed_ties(
         there = by_name.get(member.home_name, (None, []))
         check_look(member, look, there[0])
         if member.copy in modules:
-            own[member.copy, member.name].elsewhere = there[1]
+            own[member.copy, member.name].names_elsewhere = there[1]
     return ties_of(member for member, _ in asked)
 
 

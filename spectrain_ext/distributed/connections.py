@@ -175,8 +175,8 @@ class RankConnections(Connections):
             self._all_ranks = open_rank_group(self._group, self._board)
         return self._all_ranks
 
-    def _join(self, places: list[Place], later: Sequence[int]) -> None:
-        self._places, self._later = places, later
+    def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
+        self._places, self._postponed = places, postponed
         board, here = self._board, self._by_index
         self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
         self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
@@ -188,7 +188,7 @@ class RankConnections(Connections):
             else:
                 made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
                 self._receivers[link.what, link.at] = made
-        super()._join(places, later)
+        super()._join(places, postponed)
 
     def _depth_of(self, link: RemoteEdge) -> int:
         if link.what.tied:
@@ -333,10 +333,10 @@ class RankConnections(Connections):
 
     def _receive_ends(self, k: int) -> None:
         """Receive the end of every edge into stage k, then end its gradient edges."""
-        heard = self.edges[k].heard_end
+        ended_by = self.edges[k].ended_by
         for receiver in self._receivers.values():
             link = receiver.link
-            if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is heard:
+            if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is ended_by:
                 continue
             if receiver.receive() is not None:
                 raise RuntimeError(f"{link.name}: a message comes that nothing here takes")

@@ -205,9 +205,9 @@ class DistributedPipeline(Pipeline):
 
         The pipeline cannot run again after a failure.
         """
-        return super().run(self._fed(batches), trace=trace, keep=keep)
+        return super().run(self._own_batches(batches), trace=trace, keep=keep)
 
-    def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
+    def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if self.rank:
             return ()
         if batches is None:
@@ -217,7 +217,7 @@ class DistributedPipeline(Pipeline):
             raise ValueError(_needs_all(*share))
         return batches
 
-    def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
+    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
             hosts = self._connections.all_ranks().host
             self._board.set_action(doing)
