@@ -36,7 +36,7 @@ class Heartbeat(NamedTuple):
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
     waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
-    words: int = 0  # number of values it has shared, see ``Board.gathered``
+    words: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     complete: int = 0  # number of values that all ranks have shared, to its knowledge
     knows: bool = False  # of a failure, and has posted its part of the report
