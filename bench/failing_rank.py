@@ -107,7 +107,7 @@ def told_of(tell: Teller, failing: Failing) -> None:
         st.DistributedPipeline.__init__,
         CheckpointManager.restore,
     )
-    run, save, learn = CheckpointManager.run, CheckpointManager.save, Board._learn
+    run, save, learn = CheckpointManager.run, CheckpointManager.save, Board._accept_cause
 
     def joined(**given: Any) -> tuple[int, int]:
         tell("script")
@@ -146,7 +146,7 @@ def told_of(tell: Teller, failing: Failing) -> None:
     st.DistributedPipeline.__init__ = built  # type: ignore[method-assign, assignment]
     CheckpointManager.restore = restored  # type: ignore[method-assign]
     CheckpointManager.run, CheckpointManager.save = ran, saved  # type: ignore[method-assign, assignment]
-    Board._learn = learnt  # type: ignore[method-assign]
+    Board._accept_cause = learnt  # type: ignore[method-assign]
 
 
 def main() -> None:

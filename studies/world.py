@@ -140,7 +140,7 @@ class World:
                 yield _to_nobody
                 return
             with self._board.busy(what):
-                yield self._board.doing
+                yield self._board.set_action
 
     @contextmanager
     def part(self, all_ranks: bool, what: str) -> Iterator[World | None]:
@@ -164,7 +164,7 @@ class World:
         Raises:
             ConnectionError: a rank has ended.
         """
-        return Peers().tell(value) if self.together else [value]
+        return Peers().all_gather(value) if self.together else [value]
 
     def collect(self, stages: list[nn.Module]) -> None:
         """Send every rank's trained state to rank 0.
@@ -185,10 +185,10 @@ class World:
         source = self.replicas.ranks_of(k)[0]  # replicas have the same parameters
         for name, tensor in stage.state_dict().items():
             if self.rank == source:
-                board.doing("sending", name, "of stage", k)
+                board.set_action("sending", name, "of stage", k)
                 dist.send(tensor.detach().cpu().contiguous(), 0)
             elif self.first:
-                board.doing("receiving", name, "of stage", k)
+                board.set_action("receiving", name, "of stage", k)
                 received = torch.empty(tensor.shape, dtype=tensor.dtype)
                 dist.recv(received, source)
                 with torch.no_grad():

@@ -100,7 +100,7 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
     raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
 
 
-def decoded(where: str, value: Any, tensors: Mapping[str, object] | None = None) -> Any:
+def decode_at(where: str, value: Any, tensors: Mapping[str, object] | None = None) -> Any:
     """Decode as ``decode`` does, with ``where`` in errors."""
     try:
         return decode(value, tensors)
@@ -152,7 +152,7 @@ def tensors_in(encoded: Any) -> Iterator[str]:
 # The file
 
 
-def written(body: Json) -> bytes:
+def file_content(body: Json) -> bytes:
     """Return the file's content: the body and its digest."""
     body = {"format": FORMAT, "version": VERSION, **body}
     text = json.dumps({"sha256": digest(body), "checkpoint": body}, indent=1, sort_keys=True)

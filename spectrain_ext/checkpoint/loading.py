@@ -18,7 +18,7 @@ from spectrain_ext.errors import CheckpointError
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import documents, storage
-from .documents import NAME, Json, decode, decoded, digest, tensors_in
+from .documents import NAME, Json, decode, decode_at, digest, tensors_in
 from .parts import Item, Part, Stateful, parts_of
 from .progress import SamplerState, Training
 from .random import Generators
@@ -128,7 +128,7 @@ def load_from(
             "only_model": only_model,
         }
 
-    found = peers.gathered(names, doing)
+    found = peers.call_on_all(names, doing)
     _check_alike(found)
     (body,) = bodies
     generators = Generators(parts, peers.rank, peers.size)
@@ -138,7 +138,7 @@ def load_from(
     if sampler is not None:
         others.append((SamplerState(sampler, peers.rank), body))
     for part in parts:
-        own = body if only_model else _own(body, part)
+        own = body if only_model else _document_for(body, part)
         items = items_of(part)
         weights.append((Weights(part), own))
         others += [(items[k], own) for k in items if k == "averaging" or not only_model]
@@ -154,12 +154,12 @@ def load_from(
             matched.extend((item, item.match(own)) for item, own in weights)
             _check_nothing_left(body, {name for said in found for name in said["names"]})
             matched.extend((item, item.match(own)) for item, own in others)
-            extra.append(decoded("extra", body.get("extra")))
+            extra.append(decode_at("extra", body.get("extra")))
         except ValueError as error:
             raise CheckpointError(f"{directory / NAME}: {error}") from error
         return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
 
-    keys = peers.gathered(match, doing)
+    keys = peers.call_on_all(match, doing)
     if fetch is not None:
         fetch([{body["tensors"][key]["file"] for key in each} for each in keys])
     tensors: dict[str, Tensor] = {}
@@ -172,12 +172,12 @@ def load_from(
             for _ in storage.read_tensors(directory, body, unread[peers.rank :: peers.size]):
                 pass
 
-    peers.settled(read_tensors, doing, str(directory))
-    peers.gathered(lambda: _put(matched, tensors, directory), doing)
+    peers.call_or_fail_together(read_tensors, doing, str(directory))
+    peers.call_on_all(lambda: _put(matched, tensors, directory), doing)
     return Loaded(body["minibatches"], extra[0], generators.all_found)
 
 
-def _own(body: Json, part: Part) -> Json:
+def _document_for(body: Json, part: Part) -> Json:
     """Return a part's document: an averaged replica's own state is used where it fits."""
     every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
     own = [replica for replica in every if replica["replica"] == part.replica]

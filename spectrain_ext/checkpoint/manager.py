@@ -24,7 +24,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from .loading import Loaded, load_from
 from .memory import NAME, Memory
 from .sampler import ShuffledSampler
-from .saving import Prepared, Sampler, peers_of
+from .saving import PendingCheckpoint, Sampler, peers_of
 from .storage import replaced
 
 _logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class CheckpointManager:
         doing = "looking for the newest checkpoint"
         with self._peers.together(doing):
             self.wait()
-            found = self._peers.gathered(lambda: str(self._recover() or ""), doing)[0]
+            found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
             copy = self._memory.find()
         loaded = None
         if copy is not None:
@@ -266,17 +266,17 @@ class CheckpointManager:
                     yield result.renumbered(base + result.index)
             except GeneratorExit:
                 cast("Generator[Result, None, None]", run).close()  # drains
-                self._drained(True, extra)
+                self._save_if_due(True, extra)
                 raise
-            ended = self._drained(self._exhausted, extra)
+            ended = self._save_if_due(self._exhausted, extra)
 
-    def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
+    def _save_if_due(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if due; return whether this was the loop's last run in any process."""
         with self._peers.together("counting the minibatches of a run"):
             due = self._due()
             if due == _COPY and self._saving is not None and not self._saving.done():
                 due = None  # do not wait for the save
-            found = self._peers.tell((self.minibatches, due, left))
+            found = self._peers.all_gather((self.minibatches, due, left))
             # rank 0 feeds the run, so only it has counted the minibatches
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None
@@ -345,7 +345,7 @@ class CheckpointManager:
         self._last = (self.minibatches, self._last[1])
 
     def _write(self, path: Path, extra: object, copy: bool) -> None:
-        prepared = Prepared(
+        pending = PendingCheckpoint(
             path,
             self.pipe,
             self._peers,
@@ -355,13 +355,13 @@ class CheckpointManager:
             overwrite=True,
             first_stage=self._first_stage,
             committed=None if copy else lambda: self._committed(path),
-            within=self._memory.ending(path if copy else None),
+            within=self._memory.writing(path if copy else None),
             hosts=self._memory.hosts if copy else (),
         )
         if self._asynchronous:
-            self._saving = prepared.write_behind(self._writing)
+            self._saving = pending.write_behind(self._writing)
         else:
-            prepared.write()
+            pending.write()
 
     def _log(self, what: str, path: Path) -> None:
         if self._peers.rank == 0:

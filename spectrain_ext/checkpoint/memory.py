@@ -68,7 +68,7 @@ class Memory:
     def begin(self, name: str) -> Path | None:
         """Return the path for a new copy, and remove copies that no longer belong to training."""
         if self.usable:
-            with self._tolerated():
+            with self._disabling_on_failure():
                 place = self._meet(make=True)
                 if self._first:
                     _keep_only(place, place.parent)
@@ -76,22 +76,22 @@ class Memory:
         return None
 
     @contextmanager
-    def ending(self, copy: Path | None) -> Iterator[None]:
+    def writing(self, copy: Path | None) -> Iterator[None]:
         """Wrap the writing of a copy, which may fail, or of a checkpoint on disk (None)."""
-        with nullcontext() if copy is None else self._tolerated():
+        with nullcontext() if copy is None else self._disabling_on_failure():
             yield
             self.end(copy)
 
     def find(self) -> Copy | None:
         """Return the newest complete copy; afterwards machines have its document and no others."""
         if self.usable:
-            with self._tolerated():
+            with self._disabling_on_failure():
                 return self._find()
         return None
 
     def _find(self) -> Copy | None:
         place = self._meet(make=False)
-        said = self._peers.settled(
+        said = self._peers.call_or_fail_together(
             lambda: _copies(place) if self._first else {}, _LOOKING, str(place)
         )
         copy = _newest([said[ranks[0]] for ranks in members_of(self.hosts)], place)
@@ -107,7 +107,7 @@ class Memory:
         def make() -> None:
             copy.path.mkdir(parents=True, exist_ok=True)
 
-        self._peers.settled(make, _LOOKING, str(place))
+        self._peers.call_or_fail_together(make, _LOOKING, str(place))
         self.fetch(copy, [{documents.NAME}] * self._peers.size)
         return copy
 
@@ -134,7 +134,7 @@ class Memory:
             _keep_only(newest, self._place)
 
     @contextmanager
-    def _tolerated(self) -> Iterator[None]:
+    def _disabling_on_failure(self) -> Iterator[None]:
         """Continue without copies after a failure, and log a warning once."""
         try:
             yield
@@ -153,9 +153,9 @@ class Memory:
         own = hashlib.sha256(os.fsencode(self._directory)).hexdigest()[:32]
 
         def mine() -> tuple[str, str]:
-            return _host(_root()), self._follows(make) if self._peers.rank == 0 else ""
+            return _host(_root()), self._copies_name(make) if self._peers.rank == 0 else ""
 
-        found = self._peers.settled(mine, _LOOKING, str(ROOT))
+        found = self._peers.call_or_fail_together(mine, _LOOKING, str(ROOT))
         if not _KEY.fullmatch(found[0][1]):
             raise CheckpointError(f"{ROOT}: expected a key of process 0, got {found[0][1]!r}")
         names = [host for host, _ in found]
@@ -163,7 +163,7 @@ class Memory:
         self._place = _root() / own / found[0][1]
         return self._place
 
-    def _follows(self, make: bool) -> str:
+    def _copies_name(self, make: bool) -> str:
         """Name copies by the training's identity and the newest checkpoint's content."""
         if make and self._identity is None:  # of a training that began here
             self._identity = secrets.token_hex(16)

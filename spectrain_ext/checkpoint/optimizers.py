@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
 
-from .documents import Json, Keep, decoded, dtype_of, encode, tensors_in
+from .documents import Json, Keep, decode_at, dtype_of, encode, tensors_in
 from .parts import Item, Part
 from .progress import alike
 from .weights import weights_of
@@ -160,7 +160,7 @@ class OptimizerState(Item):
                     raise ValueError(
                         f"{where!r} is {entry['dtype']}, and its parameter has no imaginary part"
                     )
-        decoded(repr(where), value, dict.fromkeys(tensors_in(value)))
+        decode_at(repr(where), value, dict.fromkeys(tensors_in(value)))
 
     def _check_kind(self, body: Json) -> None:
         here = [kind.__name__ for kind in type(self._optimizer).__mro__]
@@ -233,7 +233,7 @@ def _options(
     for key, value in options.items():
         if key in _IMPLEMENTATION:
             continue
-        found = decoded(f"{where}: {key!r}", value)
+        found = decode_at(f"{where}: {key!r}", value)
         if key in group or key in _RATES:
             now = group.get(key, group["lr"] if key in _RATES else None)
             if not alike(found, now):

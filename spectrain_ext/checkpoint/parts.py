@@ -130,9 +130,9 @@ def parts_of(
     schedulers = {id(s.optimizer): s for s in target.schedulers}
     modules = {at.stage: each for at, each in zip(target.places, target.children(), strict=True)}
 
-    def elsewhere(copy: Copy) -> Sequence[str]:
+    def names_elsewhere(copy: Copy) -> Sequence[str]:
         if copy.original is None:  # its rank has sent the names
-            return copy.elsewhere
+            return copy.names_elsewhere
         home = modules[copy.home]
         keys = names_of(home)[copy.original]
         return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
@@ -154,7 +154,7 @@ def parts_of(
                 replica,
                 replicas,
                 averaged.get(k),
-                {names[key]: elsewhere(c) for c in copies.values() for key in c.names},
+                {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names},
             )
         )
     return parts

@@ -12,7 +12,7 @@ from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.weights.rates import PacedRates
 
-from .documents import Json, decoded
+from .documents import Json, decode_at
 from .parts import Item, Part, Stateful
 
 
@@ -45,7 +45,7 @@ class SchedulerState(Item):
                     f"the schedulers of its stages {first} and {other} differ, and stage "
                     f"{self._part.stage} has parts of both"
                 )
-        self._check(decoded(self.what, state))
+        self._check(decode_at(self.what, state))
         return state
 
     def _check(self, state: Any) -> None:
@@ -85,7 +85,7 @@ class SamplerState(Item):
         found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
         if found is None:
             raise ValueError("has no state of a sampler")
-        decoded(self.what, found)
+        decode_at(self.what, found)
         return found
 
     def put(self, state: Any) -> None:

@@ -106,7 +106,7 @@ def save(
     """
     peers = peers_of(target, process_group)
     with peers.together(f"saving {Path(path).name}"):
-        Prepared(
+        PendingCheckpoint(
             path,
             target,
             peers,
@@ -126,7 +126,7 @@ def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
     return Peers(group, target if isinstance(target, DistributedPipeline) else None)
 
 
-class Prepared:
+class PendingCheckpoint:
     """A checkpoint's content, collected but not copied: tensors are those in training."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Prepared:
             return document
 
         try:
-            found = peers.gathered(collect, f"preparing {self._path.name}")
+            found = peers.call_on_all(collect, f"preparing {self._path.name}")
             self._names = _file_names(found, peers.rank)
             self._body = _merged(found)
         except BaseException:
@@ -214,10 +214,10 @@ class Prepared:
 
         with self._within:
             try:
-                found = peers.settled(own, *told)
+                found = peers.call_or_fail_together(own, *told)
                 moves = to_neighbours(self._hosts, [files for _, files in found])
                 peers.move(moves, partial(self._path))
-                peers.settled(commit, *told)
+                peers.call_or_fail_together(commit, *told)
             except BaseException:
                 self._discard()
                 raise
@@ -251,20 +251,20 @@ def _collected(
     for part, average in zip(parts, averages, strict=True):
         owner = f"stage{part.stage}" + (f".replica{part.replica}" if part.replica else "")
         states = enumerate(stage_states(part))
-        said: Json = {
+        content: Json = {
             "stage": part.stage,
             "random": [keep(f"random.{owner}.{k}", state) for k, state in states],
         }
         # Only the first replica is saved, except for random numbers.
         if average is None and part.replica == 0:
-            stages.append(said | _of_stage(part, keep))
+            stages.append(content | _of_stage(part, keep))
             continue
-        said["replica"] = part.replica
+        content["replica"] = part.replica
         if average is not None:  # the average is shared; each replica also saves its own state
-            said |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
+            content |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
             if part.replica == 0:
-                stages.append({k: v for k, v in (said | average).items() if k != "averaging"})
-        replicas.append(said)
+                stages.append({k: v for k, v in (content | average).items() if k != "averaging"})
+        replicas.append(content)
     process: Json = {
         "random": Generators(parts, peers.rank, peers.size).saved(keep),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),

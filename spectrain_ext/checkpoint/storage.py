@@ -76,7 +76,7 @@ def commit(path: Path, body: Json, tensors: Json, files: Mapping[str, int]) -> N
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
     if len(_files(weights)) > 1:
         _write(directory / MODEL_INDEX, json.dumps(_index(weights), indent=1).encode())
-    content = documents.written({**body, "tensors": tensors, "files": files})
+    content = documents.file_content({**body, "tensors": tensors, "files": files})
     _write(directory / documents.NAME, content)
     sync_directory(directory)
     if os.path.lexists(path):

@@ -33,11 +33,11 @@ _OPTION = "the optimizer's "
 # Every rank calls each of these, with the same outcome on all.
 
 
-def meet(
+def compare_settings(
     board: Board, settings: Mapping[str, object], own: Mapping[str, object]
 ) -> list[dict[str, Any]]:
     """Exchange settings, which must be equal on all ranks, and own values; return both by rank."""
-    found = board.gathered("meeting", {**settings, **own})
+    found = board.exchange_json("meeting", {**settings, **own})
     mine = found[board.rank]
     for r, theirs in enumerate(found):
         for name in settings:
@@ -49,7 +49,7 @@ def meet(
     return found
 
 
-def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
+def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
     """Return what a method's rules give for every stage, as JSON values that ranks compare."""
     found: dict[str, object] = {}
     for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
@@ -113,7 +113,7 @@ def agreed_ties(
                 known[bare(name)] = known[name] = look_of(p), [*found_as.values()]
         wanted = {member.home_name for member, _ in asked if member.home == k}
         mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
-    said = board.gathered("comparing ties", mine)
+    said = board.exchange_json("comparing ties", mine)
     own = {(copy.stage, copy.names[0]): copy for copy in copies}
     for member, look in asked:
         counts = [replicas.counts[k] for k in (member.home, member.copy)]
@@ -127,7 +127,7 @@ def agreed_ties(
         there = by_name.get(member.home_name, (None, []))
         check_look(member, look, there[0])
         if member.copy in modules:
-            own[member.copy, member.name].elsewhere = there[1]
+            own[member.copy, member.name].names_elsewhere = there[1]
     return ties_of(member for member, _ in asked)
 
 
@@ -140,12 +140,12 @@ def check_equal_start(
     """Raise ValueError unless the replicas of each stage have equal parameters and options."""
     mine = _digests(module, optimizer)
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    wholes = board.gathered("comparing weights", whole)
+    wholes = board.exchange_json("comparing weights", whole)
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for other in others:
             if wholes[other] != wholes[first]:
-                found = board.gathered("comparing keys", mine)
+                found = board.exchange_json("comparing keys", mine)
                 raise ValueError(_difference(k, first, other, found[first], found[other]))
 
 

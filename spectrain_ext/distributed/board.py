@@ -28,9 +28,17 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.errors import RankError, StageError, report_note
 from spectrain_ext.interrupts import held_back, waiting
 
-from .failures import Beat, Cause, described, most_silent, suspect, this_process, wake_stopped
+from .failures import (
+    Cause,
+    Heartbeat,
+    describe_error,
+    find_culprit,
+    most_silent,
+    this_process,
+    wake_stopped,
+)
 from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
-from .store import SLOW, connection
+from .store import CONNECT_SECONDS, connection
 
 FAILED = "failed"  # the store's key of the first cause
 
@@ -47,7 +55,7 @@ class Board:
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()  # notified when a condition of ``wait`` may hold
         self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
-        self._soon = max(0.05, ranks / 1000)  # seconds between two checks for a failure
+        self._check_interval = max(0.05, ranks / 1000)  # seconds between two checks for a failure
         self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self.cause: Cause | None = None
         self.aborts: list[Callable[[], None]] = []  # after a failure, to end waits for the device
@@ -57,20 +65,20 @@ class Board:
         self._messages: Messages = list
         self._error = ""  # the traceback of this rank's own exception
         self._failure = ""  # an error of this rank inside ``together``
-        self._lenient = False  # whether to wait past the deadline for a rank that makes progress
-        self._patience = SLOW  # seconds that the store may take to answer
+        self._waits_for_progress = False  # whether a rank that makes progress may pass the deadline
+        self._patience = CONNECT_SECONDS  # seconds that the store may take to answer
         self._others = [r for r in range(ranks) if r != rank]
         self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._said: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
+        self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
         self._complete = 0  # number of values that all ranks have shared
         self._forget()
-        self.doing("meeting")
+        self.set_action("meeting")
         began, key = monotonic(), self._keys[rank]
         try:
             # checked first: connecting to a store that has gone takes a while to fail
             outlived = store.check([key]) and store.get(key) != b""
             # a connection of its own: rendezvous of process groups block the given one
-            self._store = connection(store, SLOW, timeout)
+            self._store = connection(store, CONNECT_SECONDS, timeout)
             self._report = Report(self._store, rank)
             for each in self._keys:  # reading a missing key would block
                 self._store.compare_set(each, "", "")
@@ -86,7 +94,7 @@ class Board:
             )
 
     def _forget(self) -> None:
-        self.beats = [Beat(b"", monotonic())] * self.ranks
+        self.beats = [Heartbeat(b"", monotonic())] * self.ranks
         self._found: Cause | None = None  # this rank's proposal, before all agree on one
         self._listens_since: float | None = None
         self._asking: float | None = None  # when the pending store call began
@@ -101,12 +109,12 @@ class Board:
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
-        self.doing("meeting" if starts else "beginning a run")
+        self.set_action("meeting" if starts else "beginning a run")
         # Opening links cannot be interrupted; with packet loss one rank may need seconds more.
-        self._failure, self._lenient = "", starts
+        self._failure, self._waits_for_progress = "", starts
         self._forget()
         # The store answers nobody while a rank is still connecting to it.
-        self._patience = SLOW if starts else min(self.timeout, self.grace)
+        self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
         self._messages = messages
         talks = threading.Thread(target=self._talk, name=WATCHING[0], daemon=True)
@@ -115,14 +123,14 @@ class Board:
         guards.start()
         try:
             yield
-            self.doing(self._failure or ("starting" if starts else "ending the run"))
+            self.set_action(self._failure or ("starting" if starts else "ending the run"))
             # Rank 0 may host the store: it leaves when the others know that all have finished.
-            self._say(None)
+            self._share(None)
             to_do = "to start" if starts else "to end the run"
-            self._listen(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
+            self._wait_for_all(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
         except BaseException as error:
             if not isinstance(error, RankError):
-                what = str(error) if isinstance(error, StageError) else described(error)
+                what = str(error) if isinstance(error, StageError) else describe_error(error)
                 mine = Cause(self.rank, f"{self.action()}: {what}")
                 self._error = "".join(traceback.format_exception(error))
                 aborted = len(self._aborting) > 0
@@ -137,7 +145,7 @@ class Board:
             self._over.set()
             self._wake.set()
             guards.join(self.grace)
-            self._report.outlive(talks, self.grace)
+            self._report.keep_alive(talks, self.grace)
             for thread in self._aborting:  # they must not run while the caller shuts down
                 thread.join(max(0.0, self._must_end_by - monotonic()))
 
@@ -151,9 +159,9 @@ class Board:
         failure: Exception | None = None
         try:
             with self.run():
-                self.doing(what)
+                self.set_action(what)
                 # Uninterruptible waits: the deadline restarts when the awaited rank makes progress.
-                self._lenient = True
+                self._waits_for_progress = True
                 self.waits = None, what, monotonic()
                 try:
                     yield
@@ -161,7 +169,7 @@ class Board:
                     self.lost(None, what, error)
                 except Exception as error:
                     failure = error
-                    self._failure = f"{what}: {described(error)}"
+                    self._failure = f"{what}: {describe_error(error)}"
                 finally:
                     self.waits = None
         except RankError as report:
@@ -171,7 +179,7 @@ class Board:
         if failure is not None:
             raise failure
 
-    def doing(self, *what: object) -> None:
+    def set_action(self, *what: object) -> None:
         """Record what this rank begins to do; formatted only when needed."""
         self._steps.append((what, monotonic()))
 
@@ -183,35 +191,35 @@ class Board:
         """Mark this rank, inside ``together``, as not waiting for another."""
         waits, self.waits = self.waits, None
         before = self._steps[-1][0]
-        self.doing(what)
+        self.set_action(what)
         try:
             yield
         finally:
-            self.doing(*before)
+            self.set_action(*before)
             if waits is not None:
                 self.waits = *waits[:2], monotonic()
 
-    def gathered(self, what: str, mine: object) -> list[Any]:
+    def exchange_json(self, what: str, mine: object) -> list[Any]:
         """Exchange a JSON value, within ``run(starts=True)``; return every rank's."""
-        self.doing(what)
+        self.set_action(what)
         self.check()
-        self._say(mine)
-        self._listen(lambda beat: beat.words)
-        words, own = self._said[0], json.loads(json.dumps(mine))
+        self._share(mine)
+        self._wait_for_all(lambda beat: beat.words)
+        words, own = self._shared[0], json.loads(json.dumps(mine))
         return [
             own if r == self.rank else beat.last[words - beat.words - 1]
             for r, beat in enumerate(self.beats)
         ]
 
-    def _say(self, word: object) -> None:
-        words, last = self._said
-        self._said = words + 1, [*last, word][-2:]
+    def _share(self, word: object) -> None:
+        words, last = self._shared
+        self._shared = words + 1, [*last, word][-2:]
 
-    def _listen(self, words: Callable[[Beat], int], to_do: str = "") -> None:
+    def _wait_for_all(self, words: Callable[[Heartbeat], int], to_do: str = "") -> None:
         """Wait until all others have shared as many values as this rank."""
 
         def has_come(rank: int) -> bool:
-            return words(self.beats[rank]) >= self._said[0]
+            return words(self.beats[rank]) >= self._shared[0]
 
         self._listens_since = monotonic()
         self._wake.set()
@@ -248,7 +256,7 @@ class Board:
     def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
         """Raise RankError for a broken connection to a peer (None: to an unknown one)."""
         since = self.waits[2] if self.waits is not None else monotonic()
-        mine = Cause(self.rank, f"{self.action()}: {described(error)}")
+        mine = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
         if peer is None:
             # Living ranks send a heartbeat per interval.
             with self.changed:
@@ -264,9 +272,9 @@ class Board:
         self, mine: Cause, what: str | None, waited: float, error: BaseException | None = None
     ) -> NoReturn:
         cause = self._agree(mine)
-        raise self._told(cause, what, waited) from error
+        raise self._rank_error(cause, what, waited) from error
 
-    def _told(self, cause: Cause, what: str | None, waited: float) -> RankError:
+    def _rank_error(self, cause: Cause, what: str | None, waited: float) -> RankError:
         action, place = self.action(), place_of(cause.report)
         return RankError(self.rank, action, cause.rank, cause.reason, what, waited, place)
 
@@ -277,7 +285,7 @@ class Board:
                 self._found = mine
                 self._wake.set()
                 self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
-            cause = self._learn(self.cause or self._without_store())
+            cause = self._accept_cause(self.cause or self._without_store())
             if self.rank == 0:  # it may host the store, so it stays until the others know
                 self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
         return cause
@@ -290,7 +298,7 @@ class Board:
             if r != self.rank
         )
 
-    def _learn(self, cause: Cause) -> Cause:
+    def _accept_cause(self, cause: Cause) -> Cause:
         if self.cause is None:
             part = self._part()  # before this rank's own thread moves on
             with self.changed:
@@ -321,7 +329,7 @@ class Board:
             begun = self.under_way.copy().values()
             return part_of(steps, self.waits, self._messages(), begun, self._error)
         except Exception as error:  # the cause matters more
-            return part_of(steps, None, [], [], f"no more can be said: {described(error)}")
+            return part_of(steps, None, [], [], f"no more can be said: {describe_error(error)}")
 
     def _without_store(self) -> Cause:
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
@@ -330,7 +338,7 @@ class Board:
         if held_back():  # until the instruction ends, which may never happen
             return Cause(self.rank, f"{self.action()}: KeyboardInterrupt, which waits for its end")
         absent = [r for r in self._others if not self.beats[r].text]
-        limit = max(self.timeout, SLOW) if absent else self.timeout
+        limit = max(self.timeout, CONNECT_SECONDS) if absent else self.timeout
         waits = self.waits
         if waits is None or monotonic() - waits[2] <= limit:
             return None
@@ -339,30 +347,30 @@ class Board:
         if self._failure:
             return Cause(self.rank, self._failure)
         patience = max(3 * self.interval, self.timeout / 2)
-        cause, busy = suspect(self.beats, self.rank, waits[0], patience)
-        return None if self._lenient and busy <= self.timeout else cause
+        cause, busy = find_culprit(self.beats, self.rank, waits[0], patience)
+        return None if self._waits_for_progress and busy <= self.timeout else cause
 
     def _talk(self) -> None:
         """Exchange heartbeats until the run is over: the talking thread."""
         try:
             while not (self._over.is_set() and self._report.ended):
                 self._asking = monotonic()
-                self._tell()
-                self._hear()
+                self._publish()
+                self._poll()
                 if self.cause is not None:
-                    self._report.go_on(self.cause, self.beats, 3 * self.interval)
+                    self._report.advance(self.cause, self.beats, 3 * self.interval)
                 self._asking = None
                 self._rest()
                 self._wake.clear()
-            self._tell()
+            self._publish()
         except Exception:  # of any kind: this thread keeps the deadlines
             if not self._over.is_set():
-                self._learn(self._without_store())
+                self._accept_cause(self._without_store())
 
     def _rest(self) -> None:
         end = monotonic() + self._pause()
-        while (left := end - monotonic()) > self._soon:
-            if self._wake.wait(self._soon):
+        while (left := end - monotonic()) > self._check_interval:
+            if self._wake.wait(self._check_interval):
                 return
             self._asking = monotonic()
             if self._store.get(FAILED):
@@ -373,14 +381,14 @@ class Board:
     def _pause(self) -> float:
         since = self._listens_since
         if self.cause is not None:
-            return min(self.interval / 4, self._soon / 2)
+            return min(self.interval / 4, self._check_interval / 2)
         if since is None:
             return self.interval
         return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)  # ever less often
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         waits = None if self._failure else self.waits
-        words, last = self._said
+        words, last = self._shared
         knows = self.cause is not None
         if knows:
             self._report.post(self._part)
@@ -399,18 +407,18 @@ class Board:
         self._store.set(self._keys[self.rank], json.dumps(said))
 
     def _all_have_said(self) -> int:
-        return min((self._said[0], *(self.beats[r].words for r in self._others)))
+        return min((self._shared[0], *(self.beats[r].words for r in self._others)))
 
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
         now = monotonic()
         beats = [
-            beat if text == beat.text else Beat.read(text, now)
+            beat if text == beat.text else Heartbeat.read(text, now)
             for text, beat in zip(texts, self.beats, strict=True)
         ]
         before, self.beats = self.beats, beats
         if self._all_have_said() > self._complete:
-            self._tell()
+            self._publish()
         # after a failure, waits also end because a rank is silent
         if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
             with self.changed:
@@ -423,7 +431,7 @@ class Board:
         if mine is not None and cause != mine:
             drop_report(mine.report)
         if cause is not None and self.cause is None:
-            self._learn(cause)
+            self._accept_cause(cause)
 
     def _guard(self) -> None:
         """End the process if its own thread is stuck: the guard thread."""
@@ -431,9 +439,9 @@ class Board:
             asking = self._asking
             limit = max(self.timeout, self._patience) + 2 * self.interval
             if asking is not None and monotonic() - asking > limit:
-                self._learn(self._without_store())
+                self._accept_cause(self._without_store())
             # a rank that has shared nothing is still making its stages, and learns of it later
-            if self._said[0] and monotonic() > self._must_end_by:
+            if self._shared[0] and monotonic() > self._must_end_by:
                 sys.stderr.write(self._last_words() + "\n")
                 sys.stderr.flush()
                 os._exit(1)
@@ -441,7 +449,7 @@ class Board:
     def _last_words(self) -> str:
         cause, waits = self.cause or self._without_store(), self.waits
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        error = self._told(cause, what, waited)
+        error = self._rank_error(cause, what, waited)
         return f"{error}; this rank did not end by itself within {self.grace:.0f} s"
 
 

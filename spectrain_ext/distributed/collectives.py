@@ -17,7 +17,7 @@ from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights.storage import Flat
 
 from .board import Board
-from .links import Circle, Connected
+from .links import ConnectionGuard, RankGroup
 
 # A gradient is sent in about this many buckets, within these sizes.
 PIECES = 8
@@ -30,27 +30,27 @@ _NORMS = "the norms of all ranks' gradients"
 
 
 class _Collective:
-    """A pending collective; all ranks of a circle begin theirs in the same order."""
+    """A pending collective; all ranks of a group begin theirs in the same order."""
 
     def __init__(
         self,
-        circle: Circle,
+        rank_group: RankGroup,
         board: Board,
         what: str,  # that this rank waits for, in reports
-        group: dist.ProcessGroup,  # the circle's for CPUs or for devices
+        group: dist.ProcessGroup,  # the rank group's for CPUs or for devices
         begin: Callable[..., dist.Work | None],  # a function of torch.distributed
         *tensors: object,
     ) -> None:
-        self._circle, self._board, self._what = circle, board, what
-        self._connected = Connected(board, circle.ranks, what)
-        with self._connected:
+        self._rank_group, self._board, self._what = rank_group, board, what
+        self._connection_guard = ConnectionGuard(board, rank_group.ranks, what)
+        with self._connection_guard:
             work = begin(*tensors, group=group, async_op=True)
         assert work is not None
         self._work = work
         nbytes = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
         board.under_way[id(self)] = f"{what}, {nbytes:,} bytes", monotonic()
         # Not work.is_completed(), which becomes true only after the future's callbacks have run.
-        self._done = group is not circle.host  # with NCCL the stream waits
+        self._done = group is not rank_group.host  # with NCCL the stream waits
         if not self._done:
             work.get_future().add_done_callback(self._ended)
 
@@ -61,10 +61,10 @@ class _Collective:
             self._board.changed.notify_all()
 
     def wait(self) -> None:
-        ranks = self._circle.ranks
+        ranks = self._rank_group.ranks
         following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
         self._board.wait(lambda: self._done, following, self._what)
-        with self._connected:
+        with self._connection_guard:
             self._work.wait()
         self._board.under_way.pop(id(self), None)
 
@@ -104,13 +104,13 @@ class GradientSum:
     def __init__(
         self,
         params: Sequence[Tensor],  # trainable, in the same order on all replicas
-        circle: Circle,
+        rank_group: RankGroup,
         board: Board,
         compute: Stream,  # where backwards run
         gradients: Buffer,  # that they write
     ) -> None:
         self._params = list(params)
-        self._circle, self._board = circle, board
+        self._rank_group, self._board = rank_group, board
         self._compute, self._gradients = compute, gradients
         self._buckets = [_Bucket(part) for part in _parts(self._params)]
         self._bucket_of = {p: b for b in self._buckets for p in b.flat.views}
@@ -155,11 +155,13 @@ class GradientSum:
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        bucket.pending = self._all_reduce(bucket.copy(), self._circle.device)
+        bucket.pending = self._all_reduce(bucket.copy(), self._rank_group.device)
         self._sent += 1
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Collective:
-        return _Collective(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
+        return _Collective(
+            self._rank_group, self._board, _GRADIENTS, group, dist.all_reduce, tensor
+        )
 
     def send_rest(self, count: Tensor | None) -> None:
         """Send the remaining gradients and the count, after the minibatch's last backward."""
@@ -169,14 +171,14 @@ class GradientSum:
                 self._send()
             self._count = None
             if count is not None:
-                self._count = self._all_reduce(count, self._circle.device)
+                self._count = self._all_reduce(count, self._rank_group.device)
 
     def finish(self, numbers: Sequence[float], stream: Stream) -> list[float]:
         """Store the sums as gradients, on ``stream``; return the sums of ``numbers``."""
         own = [*numbers, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
         # First, so that the rank notices failures before the stream waits for NCCL.
-        self._all_reduce(tail, self._circle.host).wait()
+        self._all_reduce(tail, self._rank_group.host).wait()
         with stream.using(writes=(self._gradients,)):
             for bucket in self._buckets:
                 if bucket.pending is not None:
@@ -193,20 +195,20 @@ class GradientSum:
         return totals[: len(numbers)]
 
     def largest(self, number: float) -> float:
-        found, host = torch.tensor(number, dtype=torch.float64), self._circle.host
+        found, host = torch.tensor(number, dtype=torch.float64), self._rank_group.host
         _Collective(
-            *(self._circle, self._board, _GRADIENTS, host),
+            *(self._rank_group, self._board, _GRADIENTS, host),
             *(dist.all_reduce, found, dist.ReduceOp.MAX),
         ).wait()
         return float(found)
 
 
-def weight_exchange(circle: Circle, board: Board) -> Exchange:
+def weight_exchange(rank_group: RankGroup, board: Board) -> Exchange:
     def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
         # Gather instead of sum: gloo's order of summation depends on the number of replicas.
-        found = [torch.empty_like(message) for _ in circle.ranks]
+        found = [torch.empty_like(message) for _ in rank_group.ranks]
         under_way = _Collective(
-            circle, board, _WEIGHTS, circle.device, dist.all_gather, found, message
+            rank_group, board, _WEIGHTS, rank_group.device, dist.all_gather, found, message
         )
 
         def arrived() -> Sequence[Tensor]:
@@ -235,7 +237,7 @@ def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
 class DistributedNorm(GlobalNorm):
     """Gathers the gradient norms of all stages over gloo; the CPU waits."""
 
-    circle: Circle  # of all ranks
+    rank_group: RankGroup  # of all ranks
 
     def __init__(self, replicas: Replicas, board: Board) -> None:
         super().__init__(replicas.stages)
@@ -250,10 +252,10 @@ class DistributedNorm(GlobalNorm):
             self._own[stage] = norm.to("cpu", torch.float64)
         if not self.has(self._mine):  # this rank's last stage gathers for all of them
             return
-        circle = self.circle
-        found = [torch.empty_like(self._own) for _ in circle.ranks]
+        rank_group = self.rank_group
+        found = [torch.empty_like(self._own) for _ in rank_group.ranks]
         _Collective(
-            circle, self._board, _NORMS, circle.host, dist.all_gather, found, self._own
+            rank_group, self._board, _NORMS, rank_group.host, dist.all_gather, found, self._own
         ).wait()
         for k in range(self._replicas.stages):
             of_replicas = [found[rank][k] for rank in self._replicas.ranks_of(k)]

@@ -37,18 +37,25 @@ from spectrain_ext.schedule import (
 )
 from spectrain_ext.transport import Receiver, Sender
 
-from .agreement import agreed_ties, check_cut, check_equal_start, copies_here, meet, resolved
+from .agreement import (
+    agreed_ties,
+    check_cut,
+    check_equal_start,
+    compare_settings,
+    copies_here,
+    rules_to_compare,
+)
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Circle, Links, RemoteEdge, backend_of_bodies, open_circle, open_links
+from .links import Links, RankGroup, RemoteEdge, backend_of_bodies, open_links, open_rank_group
 
 
 class RankConnections(Connections):
     """The edges and collectives of one rank's stages."""
 
     links: Links
-    _all_ranks: Circle | None = None
+    _all_ranks: RankGroup | None = None
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class RankConnections(Connections):
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         if self._averaging is None:
             check_replicas(method, of_phases, replicas)
-        found = meet(
+        found = compare_settings(
             board,
             {
                 "stage": f"{len(stages)} stages",
@@ -107,7 +114,7 @@ class RankConnections(Connections):
                 "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
                 "microbatches": places[0].microbatches * replicas.counts[0],
                 "window": [each.window for each in places],
-                **resolved(method, of_phases),
+                **rules_to_compare(method, of_phases),
                 "device": first.device.type,
                 "count": "none" if self.count is None else "given",
                 "codec": in_words(self.codecs),
@@ -128,13 +135,13 @@ class RankConnections(Connections):
         dynamic = bool(self._settings["dynamic_shapes"])
         self.links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
         if isinstance(self.norm, DistributedNorm):
-            self.norm.circle = self.all_ranks()
-        circle, weights = self.links.circle, first.weights
-        if circle is not None and self._averaging is None:
+            self.norm.rank_group = self.all_ranks()
+        rank_group, weights = self.links.rank_group, first.weights
+        if rank_group is not None and self._averaging is None:
             self._total = self._sum_of(first)
             first.join = self._total.largest
-        elif circle is not None and self._averaging is not None and weights is not None:
-            exchange = weight_exchange(circle, board)
+        elif rank_group is not None and self._averaging is not None and weights is not None:
+            exchange = weight_exchange(rank_group, board)
             self.averaged = {first.index: Averaged(first, self._averaging, exchange)}
         last = replicas.stages - 1
         if self._share_loss:
@@ -157,19 +164,19 @@ class RankConnections(Connections):
             self._total = self._sum_of(self._stages[0])
 
     def _sum_of(self, stage: Stage) -> GradientSum:
-        circle, weights = self.links.circle, stage.weights
-        assert circle is not None
+        rank_group, weights = self.links.rank_group, stage.weights
+        assert rank_group is not None
         params = [] if weights is None else weights.params
-        return GradientSum(params, circle, self._board, stage.compute, stage.weight_gradients)
+        return GradientSum(params, rank_group, self._board, stage.compute, stage.weight_gradients)
 
-    def all_ranks(self) -> Circle:
+    def all_ranks(self) -> RankGroup:
         """Return a CPU group of all ranks, which is connected on first use."""
         if self._all_ranks is None:
-            self._all_ranks = open_circle(self._group, self._board)
+            self._all_ranks = open_rank_group(self._group, self._board)
         return self._all_ranks
 
-    def _join(self, places: list[Place], later: Sequence[int]) -> None:
-        self._places, self._later = places, later
+    def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
+        self._places, self._postponed = places, postponed
         board, here = self._board, self._by_index
         self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
         self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
@@ -181,7 +188,7 @@ class RankConnections(Connections):
             else:
                 made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
                 self._receivers[link.what, link.at] = made
-        super()._join(places, later)
+        super()._join(places, postponed)
 
     def _depth_of(self, link: RemoteEdge) -> int:
         if link.what.tied:
@@ -276,7 +283,7 @@ class RankConnections(Connections):
             if board.cause is not None:
                 board.check()
             microbatch = replica + j * count  # j counts this replica's microbatches
-            board.doing(before + kind.value, "of minibatch", i, "microbatch", microbatch)
+            board.set_action(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 
         return begins
 
@@ -311,25 +318,25 @@ class RankConnections(Connections):
             self._ties.bring_true()
 
     def yields(self, result: Result) -> None:
-        self._board.doing("the caller's loop, which has the result of minibatch", result.index)
+        self._board.set_action("the caller's loop, which has the result of minibatch", result.index)
 
     def close(self) -> None:
         board = self._board
-        board.doing("ending the run")
+        board.set_action("ending the run")
         if not self.evaluates:
             self._ties.bring_true()
         # The end of the gradients is passed on from the last stage to the first.
         for stage in reversed(self._stages):
-            self._hear_ends(stage.index)
+            self._receive_ends(stage.index)
         for sender in self._senders.values():
             sender.flush()
 
-    def _hear_ends(self, k: int) -> None:
+    def _receive_ends(self, k: int) -> None:
         """Receive the end of every edge into stage k, then end its gradient edges."""
-        heard = self.edges[k].heard_end
+        ended_by = self.edges[k].ended_by
         for receiver in self._receivers.values():
             link = receiver.link
-            if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is heard:
+            if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is ended_by:
                 continue
             if receiver.receive() is not None:
                 raise RuntimeError(f"{link.name}: a message comes that nothing here takes")

@@ -23,8 +23,17 @@ from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream,
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
-from .links import Connected, RemoteEdge
-from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
+from .links import ConnectionGuard, RemoteEdge
+from .wire import (
+    ENDLESS,
+    HEAD,
+    TAG_BODY,
+    TAG_FRAME,
+    TAG_LAYOUT,
+    Frame,
+    decode_layout,
+    encode_layout,
+)
 
 _CPU = torch.device("cpu")
 #: Layouts that both ends remember before they start over.
@@ -65,7 +74,7 @@ class _End:
             _Framed(f"{link.name}, slot {q}", self.stream, user or self._thread, in_frame)
             for q in range(depth)
         )
-        self._connected = Connected(board, (self._other,), link.name)
+        self._connection_guard = ConnectionGuard(board, (self._other,), link.name)
         self._capacity = 0  # bytes of a frame for the body
         self._error: BaseException | None = None
 
@@ -96,7 +105,7 @@ class _End:
             raise ValueError(f"{name}: {error}") from error
         self._board.lost(self._other, name, error)
 
-    def _whole(self, frame: Frame) -> Tensor:
+    def _sent_part(self, frame: Frame) -> Tensor:
         """Return the part of the frame that is sent, allocated if need be."""
         frame.fit(self._capacity, pinned=self._pinned)
         return frame.whole[: HEAD + self._capacity]
@@ -162,7 +171,7 @@ class RemoteReceiver(_End):
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._receive(text, TAG_LAYOUT).wait(ENDLESS)
-            self._layouts[number:] = [layout_of(text.numpy().tobytes())]
+            self._layouts[number:] = [decode_layout(text.numpy().tobytes())]
         layout = self._layouts[number]
         if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
@@ -213,7 +222,7 @@ class RemoteReceiver(_End):
             self._board.changed.notify_all()
 
     def _post(self, slot: _Framed) -> None:
-        slot.works = [self._receive(self._whole(slot.frame), TAG_FRAME)]
+        slot.works = [self._receive(self._sent_part(slot.frame), TAG_FRAME)]
         self._posted += 1
 
     # The rank's own thread
@@ -245,7 +254,7 @@ class RemoteReceiver(_End):
         if not slot.nbytes:
             return
         into, group = slot.memory.bytes[: slot.nbytes], self.link.device
-        with self._connected:
+        with self._connection_guard:
             work = dist.irecv(into, self.link.peer, group=group, tag=TAG_BODY)
             assert work is not None
             work.wait()  # only the stream waits
@@ -254,7 +263,7 @@ class RemoteReceiver(_End):
         assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
         slot.message = None
-        with self._connected:  # with a broken connection, gloo refuses buffers
+        with self._connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 
     def reset(self) -> None:
@@ -311,7 +320,7 @@ class RemoteSender(_End):
             # It must not wait for the whole device, which includes this send: the receiver may be
             # far behind.
             body = slot.memory.bytes[:nbytes]
-            with copy.using(), self._connected:
+            with copy.using(), self._connection_guard:
                 slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
         slot.frame.write(self._sent, header, number, len(text), nbytes)
         pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
@@ -336,7 +345,7 @@ class RemoteSender(_End):
             self._kinds.clear()
         kind = layout, len(self._kinds), self._checked_bytes(layout)
         self._kinds[looks] = kind
-        return kind, text_of(layout)
+        return kind, encode_layout(layout)
 
     def _checked_bytes(self, layout: Layout) -> int:
         if self.link.dynamic:
@@ -354,7 +363,7 @@ class RemoteSender(_End):
 
     def end(self) -> None:
         slot = self._next_slot()
-        whole = self._whole(slot.frame)
+        whole = self._sent_part(slot.frame)
         slot.frame.write(self._sent, None)
         self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
 
@@ -369,7 +378,7 @@ class RemoteSender(_End):
             self._wait_for_thread(lambda: slot.works is not None)
         if not slot.works:
             return
-        with self._board.blocked(self._other, self.link.name), self._connected:
+        with self._board.blocked(self._other, self.link.name), self._connection_guard:
             for work in slot.works:
                 work.wait(ENDLESS)
             if slot.body is not None:
@@ -381,7 +390,7 @@ class RemoteSender(_End):
         self._sent += 1
         self._ring.rotate(-1)
         if not self.link.staged:
-            with self._connected:
+            with self._connection_guard:
                 slot.works = [self._send(*piece) for piece in pieces]
             return
         # A thread waits for the copy to CPU memory: the rank's own thread never waits for a device.

@@ -60,7 +60,7 @@ class Peers:
     def busy(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.busy(what)
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
             return [value]
@@ -70,7 +70,7 @@ class Peers:
         except RuntimeError as lost:  # torch's error for a broken connection
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
-    def gathered(self, make: Callable[[], T], doing: str) -> list[T]:
+    def call_on_all(self, make: Callable[[], T], doing: str) -> list[T]:
         """Return every process's result of ``make``; an error in one is raised in all."""
         error, found = self._attempted(make, doing)
         if error is not None:
@@ -80,7 +80,7 @@ class Peers:
                 raise RuntimeError(f"process {rank}: {answer['error']}")
         return [answer["value"] for answer in found]
 
-    def settled(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
+    def call_or_fail_together(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
         """Return every process's result of ``make``; an error is one CheckpointError in all."""
         error, found = self._attempted(make, doing)
         reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
@@ -130,7 +130,7 @@ class Peers:
             for path in (path for _, _, path, comes in own if comes):
                 partial(path).rename(path)
 
-        self.settled(begin, doing, what)
+        self.call_or_fail_together(begin, doing, what)
         try:
             works = [
                 dist.irecv(content, self._global(m.source), group=self._group, tag=k)
@@ -142,7 +142,7 @@ class Peers:
                 work.wait()
         except RuntimeError as lost:
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
-        self.settled(end, doing, what)
+        self.call_or_fail_together(end, doing, what)
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
@@ -159,7 +159,7 @@ class Peers:
             error = caught
             message = str(error) if isinstance(error, CheckpointError) else None
             mine = {"error": f"{type(error).__name__}: {error}", "message": message}
-        return error, self.tell(mine)
+        return error, self.all_gather(mine)
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -28,7 +28,7 @@ class Cause(NamedTuple):
         return Cause(*json.loads(text)) if text else None
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """A rank's last heartbeat."""
 
     text: bytes  # as received
@@ -36,7 +36,7 @@ class Beat(NamedTuple):
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
     waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
-    words: int = 0  # number of values it has shared, see ``Board.gathered``
+    words: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     complete: int = 0  # number of values that all ranks have shared, to its knowledge
     knows: bool = False  # of a failure, and has posted its part of the report
@@ -44,9 +44,9 @@ class Beat(NamedTuple):
     process: Sequence[Any] = ()  # see ``this_process``
 
     @staticmethod
-    def read(text: bytes, heard: float) -> Beat:
+    def read(text: bytes, heard: float) -> Heartbeat:
         said = json.loads(text)
-        return Beat(text, heard, **{**said, "waits": said["waits"] and tuple(said["waits"])})
+        return Heartbeat(text, heard, **{**said, "waits": said["waits"] and tuple(said["waits"])})
 
     @property
     def news(self) -> tuple[int, int, bool]:
@@ -57,7 +57,7 @@ class Beat(NamedTuple):
         return f"last known in {self.doing}"
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -81,14 +81,14 @@ def wake_stopped(process: Sequence[Any]) -> None:
             os.kill(process[2], signal.SIGCONT)
 
 
-def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:
+def most_silent(beats: Sequence[Heartbeat], me: int) -> tuple[int, float]:
     """Return the other rank with the oldest heartbeat, and its age in seconds."""
     rank = min((r for r in range(len(beats)) if r != me), key=lambda r: beats[r].heard)
     return rank, monotonic() - beats[rank].heard
 
 
-def suspect(
-    beats: Sequence[Beat], me: int, peer: int | None, patience: float
+def find_culprit(
+    beats: Sequence[Heartbeat], me: int, peer: int | None, patience: float
 ) -> tuple[Cause, float]:
     """Follow the chain of waits to a rank that is silent or does not wait.
 
@@ -115,7 +115,7 @@ def suspect(
         peer = beat.waits[0]
 
 
-def _circle_cause(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
+def _circle_cause(beat: Heartbeat, culprit: int, ranks: list[int]) -> Cause:
     assert beat.waits is not None
     circle = " -> ".join(map(str, ranks))
     return Cause(
@@ -123,7 +123,7 @@ def _circle_cause(beat: Beat, culprit: int, ranks: list[int]) -> Cause:
     )
 
 
-def _rank_all_wait_for(beats: Sequence[Beat], me: int, patience: float) -> int:
+def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> int:
     """Return the rank that all wait for: a silent one, else one that waits for the fewest."""
     rank, silent = most_silent(beats, me)
     if silent > patience:

@@ -35,7 +35,7 @@ _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
 
 
-class Circle(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that run collectives together, and their process groups."""
 
     ranks: Sequence[int]
@@ -68,10 +68,10 @@ class RemoteEdge(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The links of one rank; ``circle`` is its stage's replicas, None if it is the only one."""
+    """The links of one rank; ``rank_group`` is its stage's replicas, None if it is the only one."""
 
     edges: Sequence[RemoteEdge]
-    circle: Circle | None = None
+    rank_group: RankGroup | None = None
 
     def evaluating(self) -> Links:
         """Return links for forwards only, in the same groups, with messages of any size."""
@@ -84,7 +84,7 @@ class Links(NamedTuple):
         )
 
 
-class Connected:
+class ConnectionGuard:
     """Treats a RuntimeError inside its ``with`` block as a broken connection to these ranks."""
 
     def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
@@ -103,7 +103,7 @@ class Connected:
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
     """Return "nccl" if every rank has its own GPU and a torch with NCCL, else "gloo"."""
-    gpus = board.gathered("comparing GPUs", _gpu(device))
+    gpus = board.exchange_json("comparing GPUs", _gpu(device))
     # NCCL refuses two ranks on one GPU.
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
@@ -181,15 +181,15 @@ def open_links(
         link(home, copies, Traffic.TIED_WEIGHTS, n)
         if tie.trained:
             link(copies, home, Traffic.TIED_GRADIENTS, n)
-    circle = None
+    rank_group = None
     for k in range(replicas.stages):
         members = replicas.ranks_of(k)
         if len(members) > 1:
-            circle = opener.open(f"the replicas of stage {k}", members, _sum) or circle
-    return Links(edges, circle)
+            rank_group = opener.open(f"the replicas of stage {k}", members, _sum) or rank_group
+    return Links(edges, rank_group)
 
 
-def open_circle(group: dist.ProcessGroup | None, board: Board) -> Circle:
+def open_rank_group(group: dist.ProcessGroup | None, board: Board) -> RankGroup:
     """Make a gloo group of all ranks."""
     ranks = dist.get_process_group_ranks(group)
     made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
@@ -209,13 +209,13 @@ class _Opener(NamedTuple):
     bodies: str
     device: torch.device
 
-    def open(self, name: str, members: Sequence[int], use: _Use) -> Circle | None:
+    def open(self, name: str, members: Sequence[int], use: _Use) -> RankGroup | None:
         """Make the groups of these ranks; None if this rank is not a member."""
         host = self.group(name, members, "gloo", _CPU, use)
         device = host
         if self.bodies != "gloo":
             device = self.group(name, members, self.bodies, self.device, use)
-        return None if host is None or device is None else Circle(members, host, device)
+        return None if host is None or device is None else RankGroup(members, host, device)
 
     def group(
         self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
@@ -228,7 +228,7 @@ class _Opener(NamedTuple):
         options = None if backend == "gloo" else _options(longer, use is not _sum)
         mine, others = board.rank in members, [r for r in members if r != board.rank]
         waits_for = others[0] if len(others) == 1 else None
-        board.doing("opening", name)
+        board.set_action("opening", name)
         with board.blocked(waits_for, name) if mine else nullcontext():
             try:
                 with _unbound(), _lenient():

@@ -28,7 +28,7 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .connections import RankConnections
 from .exchange import Peers
-from .whole import write_back
+from .write_back import write_back
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -205,9 +205,9 @@ class DistributedPipeline(Pipeline):
 
         The pipeline cannot run again after a failure.
         """
-        return super().run(self._fed(batches), trace=trace, keep=keep)
+        return super().run(self._own_batches(batches), trace=trace, keep=keep)
 
-    def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
+    def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if self.rank:
             return ()
         if batches is None:
@@ -217,11 +217,11 @@ class DistributedPipeline(Pipeline):
             raise ValueError(_needs_all(*share))
         return batches
 
-    def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
+    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
             hosts = self._connections.all_ranks().host
-            self._board.doing(doing)
-            return Peers(hosts, self._board).gathered(make, doing)
+            self._board.set_action(doing)
+            return Peers(hosts, self._board).call_on_all(make, doing)
 
     def write_back(self, model: nn.Module | None) -> None:
         """Write the true weights of all stages into the uncut model, on the ranks that pass one.
@@ -243,7 +243,7 @@ class DistributedPipeline(Pipeline):
         what = "writing the weights back"
         with self._executor.callers_turn(), self.together(what), torch.no_grad():
             hosts = self._connections.all_ranks().host
-            self._board.doing(what)
+            self._board.set_action(what)
             own = self.state_dict(keep_vars=True)
             write_back({} if self.replica else own, own, model, Peers(hosts, self._board))
 

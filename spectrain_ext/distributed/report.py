@@ -18,11 +18,11 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from .failures import Beat, Cause
+from .failures import Cause, Heartbeat
 
 #: Instructions that a rank remembers, and characters of its stacks.
 LAST = 32
-ROOM = 2**15
+STACK_CHARACTERS = 2**15
 
 #: Names of the threads that watch, which reports leave out.
 WATCHING = ("spectrain board", "spectrain guard")
@@ -46,7 +46,7 @@ class Report:
         self._parts: dict[int, str | bytes] = {}
         self._written = 0  # number of parts in the file
 
-    def begin(self, cause: Cause, own: str, beats: Sequence[Beat], until: float) -> Cause:
+    def begin(self, cause: Cause, own: str, beats: Sequence[Heartbeat], until: float) -> Cause:
         """Begin a report of this cause; return the cause, with a path where it had none."""
         self._own, self._parts, self._until = own, {self._rank: own}, until
         self.reported = self.ended = cause.found is None
@@ -55,7 +55,7 @@ class Report:
             _write(self._rank, cause, self._parts, beats)
         return cause
 
-    def outlive(self, talks: Thread, grace: float) -> None:
+    def keep_alive(self, talks: Thread, grace: float) -> None:
         """Keep this process alive, while its exception propagates, until all ranks are notified.
 
         Launchers end all other processes as soon as one has ended.
@@ -72,7 +72,7 @@ class Report:
             self._store.set(_key(self._rank), self._own or own())
             self._posted = True
 
-    def go_on(self, cause: Cause, beats: Sequence[Beat], patience: float) -> None:
+    def advance(self, cause: Cause, beats: Sequence[Heartbeat], patience: float) -> None:
         """Write the parts that have arrived, or note that the report is complete."""
         if self.ended:
             return
@@ -85,7 +85,9 @@ class Report:
         stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
         self.ended = late or (self.reported and not stays)
 
-    def _collect(self, cause: Cause, beats: Sequence[Beat], patience: float, late: bool) -> None:
+    def _collect(
+        self, cause: Cause, beats: Sequence[Heartbeat], patience: float, late: bool
+    ) -> None:
         new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
         if new:
             self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
@@ -143,8 +145,8 @@ def part_of(
         "messages": messages,
         "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
         "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
-        "error": error[-ROOM:],
-        "stacks": _stacks()[:ROOM],
+        "error": error[-STACK_CHARACTERS:],
+        "stacks": _stacks()[:STACK_CHARACTERS],
     }
     return json.dumps(said)
 
@@ -165,7 +167,7 @@ def _stacks() -> str:
 
 
 def _write(
-    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Beat]
+    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Heartbeat]
 ) -> None:
     """Replace the file atomically by what is known now."""
     path = place_of(cause.report)
@@ -184,7 +186,7 @@ def _write(
 
 
 def _lines(
-    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Beat]
+    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Heartbeat]
 ) -> Iterator[str]:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield f"A pipeline over {len(beats)} processes has failed."
@@ -206,7 +208,7 @@ def _lines(
         yield f"\nPython stacks\n{part['stacks']}"
 
 
-def _last_known(beat: Beat) -> str:
+def _last_known(beat: Heartbeat) -> str:
     if not beat.text:
         return "has not been heard of"
     return f"does not answer; {monotonic() - beat.heard:.3f} s ago it said: {beat.doing}"

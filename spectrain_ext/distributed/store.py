@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 #: Seconds that a new connection to a store may take. Torch resolves the name of each address, which
 #: takes 5 s if the name server does not answer (measured: 103 of 6,000 connections).
-SLOW = 15.0
+CONNECT_SECONDS = 15.0
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
@@ -70,7 +70,7 @@ def join_ranks(*, timeout: timedelta = timedelta(minutes=30)) -> tuple[int, int]
     kept = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = given["MASTER_ADDR"], int(given["MASTER_PORT"])
     store = _launchers_store(address, port, listen=rank == 0 and not kept)
-    store = PrefixStore(_met(store, rank, ranks, timeout), store)
+    store = PrefixStore(_agree_on_start(store, rank, ranks, timeout), store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     return rank, ranks
 
@@ -94,7 +94,7 @@ def _launchers_store(address: str, port: int, *, listen: bool) -> Store:
         ) from error
 
 
-def _met(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
+def _agree_on_start(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
     """Return a name for this start of the ranks, which differs from earlier ones in the store.
 
     TORCHELASTIC_RESTART_COUNT does not work: it counts the failures that one machine's launcher has
@@ -175,7 +175,7 @@ def _listening(address: str, port: int) -> socket.socket:
 def connection(store: Store, patience: float, timeout: float) -> Store:
     """Open another connection to the store, whose calls wait ``patience`` seconds for a key."""
     before = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=max(timeout / 2, SLOW)))  # torch tries twice
+    store.set_timeout(timedelta(seconds=max(timeout / 2, CONNECT_SECONDS)))  # torch tries twice
     try:
         made: Store = store.clone()  # type: ignore[attr-defined]
     finally:

@@ -75,7 +75,7 @@ class Frame(FlatMemory):
         return Header(parts, float(np.int64(value).view(np.float64))), number, text, nbytes
 
 
-def text_of(layout: Layout) -> bytes:
+def encode_layout(layout: Layout) -> bytes:
     """Encode a layout as JSON: peers are not trusted with pickle."""
     tensors = [
         t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
@@ -84,8 +84,8 @@ def text_of(layout: Layout) -> bytes:
     return json.dumps({"tensors": tensors, "form": layout.form}).encode()
 
 
-def layout_of(text: bytes) -> Layout:
-    """Decode a layout from ``text_of``; ValueError for anything else a peer sends."""
+def decode_layout(text: bytes) -> Layout:
+    """Decode a layout from ``encode_layout``; ValueError for anything else a peer sends."""
     try:
         read = json.loads(text)
         tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])

@@ -54,7 +54,7 @@ class Probe:
         """The forward of a microbatch has been issued, after so many updates."""
         if j or i % self._every or self._kept is not None or not self._ahead:
             return
-        with self._stage.looking():
+        with self._stage.reading():
             newest = self._weights.newest()
             computed = [
                 torch.empty_like(true).copy_(p)
@@ -69,7 +69,7 @@ class Probe:
         if kept is None or kept.due != updates:
             return None
         self._kept = None
-        with self._stage.looking():
+        with self._stage.reading():
             now = self._weights.newest()
             others = [kept.newest, *([] if kept.computed is None else [kept.computed])]
             _, norms = distance(now, others)

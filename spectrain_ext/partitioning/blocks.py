@@ -11,7 +11,7 @@ from torch import nn
 from spectrain_ext.transport import Value
 
 from .columns import Call
-from .plan import WAY_OUT, evaluated
+from .outline import SPLIT_HINT, evaluated
 from .profile import Tie
 from .traced import TracedStage, split
 
@@ -145,12 +145,12 @@ def _dotted(index: int, name: str) -> str:
 # A model that is not a list
 
 
-def named(names: Sequence[str]) -> list[str]:
+def block_names(names: Sequence[str]) -> list[str]:
     """Return names of blocks; the whole model, whose name is empty, is "0"."""
     return [name or str(index) for index, name in enumerate(names)]
 
 
-def found_in(
+def finest_cut(
     model: nn.Module,
     example: Value,
     n_stages: int,
@@ -163,7 +163,7 @@ def found_in(
     """
     if planned is not None:
         levels = list(_levels(model, example, call))
-        names = max(levels, key=lambda level: sum(map(eq, named(level), planned)))
+        names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
         return names, [model.get_submodule(name) for name in names]
     why: Exception | None = None
     most = 1
@@ -179,12 +179,12 @@ def found_in(
             why = error
             continue
         except RuntimeError as error:
-            raise RuntimeError(f"{error}; {WAY_OUT}") from error
+            raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
         if len(blocks) == len(names):
             return names, blocks
     if why is not None:
-        raise ValueError(f"model: {why}; {WAY_OUT}") from why
-    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {WAY_OUT}")
+        raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
+    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}")
 
 
 def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]:

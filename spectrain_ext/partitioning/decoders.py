@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .columns import Inputs
-from .lineage import Lineage, is_valueless
-from .plan import WAY_OUT, Plan, adapted, evaluated, hidden_of, members_of, plan_of
+from .outline import SPLIT_HINT, Outline, adapted, evaluated, find_outline, hidden_of, members_of
 from .profile import BlockProfile, Profile, Tie, measure
+from .provenance import Provenance, is_valueless
 
 
 class _Inbox:
@@ -48,7 +48,7 @@ class _EndOfStage(BaseException):
         self.hidden = hidden
 
 
-# Forwards of stand-ins, the hollow copies of other stages' modules
+# Forwards of stand-ins, the valueless copies of other stages' modules
 
 
 def _pass_hidden_on(members: int, *args: Any, **kwargs: Any) -> Any:
@@ -72,12 +72,12 @@ def _refuse(name: str, *args: object, **kwargs: object) -> Any:
     )
 
 
-def hollow(module: nn.Module, top: bool = True) -> nn.Module:
+def copy_without_values(module: nn.Module, top: bool = True) -> nn.Module:
     """Copy a module with all its attributes, but with tensors on the meta device."""
     # Tensors and inner modules become plain attributes, so that the stage does not own them.
     copied: nn.Module = object.__new__(type(module))
     tensors = {**module._parameters, **module._buffers}
-    inner = {n: hollow(m, False) for n, m in module._modules.items() if m is not None}
+    inner = {n: copy_without_values(m, False) for n, m in module._modules.items() if m is not None}
     held = vars(copied)
     held.update((n, v) for n, v in vars(module).items() if not isinstance(v, Tensor))
     held.update(vars(nn.Module()), training=module.training, gradient_checkpointing=False)
@@ -103,21 +103,21 @@ class DecoderStage(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
-        hollows: Mapping[str, nn.Module],
+        outline: Outline,
+        valueless: Mapping[str, nn.Module],
         start: int,
         end: int,  # after the last block
     ) -> None:
         super().__init__()
-        self._plan = plan
+        self._outline = outline
         self._first = start == 0
-        self._last = end == plan.blocks
+        self._last = end == outline.blocks
         self._takes = 0 < start < end  # false for the first stage, and for one without blocks
         self._hand = _Inbox()
         self.block_names: list[str] = []  # of the list's blocks in this stage
-        self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
+        self.model = copy_sharing(model, dict(self._stand_ins(model, valueless, start, end)))
         if not self._first:  # the first stage saves the module buffers outside the list
-            names = plan.path.split(".")
+            names = outline.path.split(".")
             for count in range(len(names)):
                 around = self.model.get_submodule(".".join(names[:count]))
                 vars(around)["_buffers"] = copy.deepcopy(around._buffers)
@@ -126,28 +126,28 @@ class DecoderStage(nn.Module):
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
-        return self._plan.prefix + name.removeprefix("model.")
+        return self._outline.prefix + name.removeprefix("model.")
 
     def _stand_ins(
-        self, model: nn.Module, hollows: Mapping[str, nn.Module], start: int, end: int
+        self, model: nn.Module, valueless: Mapping[str, nn.Module], start: int, end: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        plan, hand = self._plan, self._hand
+        outline, hand = self._outline, self._hand
 
         def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
-            found = shadow(hollows[name], {})
+            found = copy_sharing(valueless[name], {})
             vars(found)["forward"] = forward
             return found
 
-        for name, unit in plan.units.items():
+        for name, side_module in outline.side_modules.items():
             # A module without parameters may be on two stages; the first one owns it.
-            after = unit.after and (unit.shape is not None or not unit.before)
-            if (self._first and unit.before) or (self._last and after):
+            after = side_module.after and (side_module.shape is not None or not side_module.before)
+            if (self._first and side_module.before) or (self._last and after):
                 continue
-            if not (unit.before or unit.between):
-                if unit.after or not self._last:  # the last stage keeps unused modules
+            if not (side_module.before or side_module.between):
+                if side_module.after or not self._last:  # the last stage keeps unused modules
                     yield name, stand_in(name, partial(_refuse, name))
-            elif unit.shape is not None:
-                yield name, stand_in(name, partial(_return_nan, hand, unit.shape))
+            elif side_module.shape is not None:
+                yield name, stand_in(name, partial(_return_nan, hand, side_module.shape))
             elif not self._first:
                 # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
@@ -155,17 +155,17 @@ class DecoderStage(nn.Module):
                 for part in copied.modules():
                     _save_no_buffers(part)
                 yield name, copied
-        count = len(plan.members)
+        count = len(outline.members)
         first, last = max(start - 1, 0), min(end - 1, count)
-        blocks = list(members_of(model.get_submodule(plan.path)))
-        for index, (module, members) in enumerate(zip(blocks, plan.members, strict=True)):
-            name = f"{plan.path}.{index}"
+        blocks = list(members_of(model.get_submodule(outline.path)))
+        for index, (module, members) in enumerate(zip(blocks, outline.members, strict=True)):
+            name = f"{outline.path}.{index}"
             here = first <= index < last
             block = module if here else stand_in(name, partial(_pass_hidden_on, members))
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
             if here and (enters or leaves):
-                block = shadow(block, {})
+                block = copy_sharing(block, {})
             if enters and here:
                 block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
             elif enters:
@@ -181,12 +181,12 @@ class DecoderStage(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Return the hidden state with the columns that later stages need, or the output."""
-        hand, plan = self._hand, self._plan
-        hidden, given = (None, plan.columns.of(value)) if self._first else self._received(value)
+        hand, outline = self._hand, self._outline
+        hidden, given = (None, outline.columns.of(value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
         output = None
         try:
-            output = self.model(**given, **plan.fixed)
+            output = self.model(**given, **outline.fixed)
             left = self._last
         except _EndOfStage as leaving:
             if leaving.hand is not hand:
@@ -196,13 +196,13 @@ class DecoderStage(nn.Module):
             hand.hidden = None
         if not hand.taken or not left:
             raise RuntimeError(
-                f"the model's forward left out a block of {plan.path!r} where a stage begins or "
+                f"the model's forward left out a block of {outline.path!r} where a stage begins or "
                 "ends (LayerDrop?), so that it cannot be cut there"
             )
         return output if self._last else self._packed(output, given)
 
     def _packed(self, hidden: Tensor, given: Inputs) -> Tensor | tuple[Tensor, ...]:
-        names = self._plan.passed
+        names = self._outline.passed
         count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
         if not count:
             return hidden
@@ -212,12 +212,12 @@ class DecoderStage(nn.Module):
 
     def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
         hidden, *rest = value if isinstance(value, tuple) else (value,)
-        pairs = zip(self._plan.passed, rest, strict=False)
+        pairs = zip(self._outline.passed, rest, strict=False)
         given = {name: tensor for name, tensor in pairs if tensor.numel()}
-        if not self._plan.ids:
+        if not self._outline.ids:
             # Sizes without values: a model that reads the ids here fails.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-            given = {self._plan.columns.takes[0]: ids, **given}
+            given = {self._outline.columns.takes[0]: ids, **given}
         return hidden, given
 
 
@@ -246,7 +246,9 @@ def _save_no_buffers(module: nn.Module) -> None:
     vars(module)["_non_persistent_buffers_set"] = set(module._buffers)
 
 
-def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
+def copy_sharing(
+    module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = ""
+) -> nn.Module:
     """Return a copy of a module that shares all parts except those replaced, by name."""
     copied: nn.Module = object.__new__(type(module))
     vars(copied).update(vars(module))
@@ -256,7 +258,7 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
         if path in replaced:
             children[name] = replaced[path]
         elif child is not None and any(key.startswith(path + ".") for key in replaced):
-            children[name] = shadow(child, replaced, path + ".")
+            children[name] = copy_sharing(child, replaced, path + ".")
     vars(copied)["_modules"] = children
     for own in (
         "_buffers",
@@ -277,29 +279,31 @@ class Decoder:
         self.model, prefix = adapted(given)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
-        self.lineage: Lineage | None = None
+        self.provenance: Provenance | None = None
         if is_valueless(model):
-            self.lineage = Lineage(model)
-            self.example = self.lineage.given(self.example)
+            self.provenance = Provenance(model)
+            self.example = self.provenance.given(self.example)
         with self.watched():
-            plan, self.output = plan_of(model, self.example, example is None, more)
-            plan = replace(plan, prefix=prefix)
+            outline, self.output = find_outline(model, self.example, example is None, more)
+            outline = replace(outline, prefix=prefix)
             if given is not model:
                 with evaluated(given):
-                    self.output = given(**plan.columns.of(self.example), **plan.fixed)
-        blocks = members_of(model.get_submodule(plan.path))
-        named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
-        named.update((name, model.get_submodule(name)) for name in plan.units)
-        self._hollows = {name: hollow(module) for name, module in named.items()}
-        whole = plan.columns.of(self.example)
-        first = plan.columns.takes[0]
+                    self.output = given(**outline.columns.of(self.example), **outline.fixed)
+        blocks = members_of(model.get_submodule(outline.path))
+        named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
+        named.update((name, model.get_submodule(name)) for name in outline.side_modules)
+        self._valueless_copies = {
+            name: copy_without_values(module) for name, module in named.items()
+        }
+        whole = outline.columns.of(self.example)
+        first = outline.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models need in later stages. Without values the
         # check cannot tell, so the ids are always passed on.
-        for ids in (False, True) if self.lineage is None else (True,):
-            self.plan = replace(plan, ids=ids)
+        for ids in (False, True) if self.provenance is None else (True,):
+            self.outline = replace(outline, ids=ids)
             try:
-                self.blocks = self.stages(range(1, plan.blocks + 1))
+                self.blocks = self.stages(range(1, outline.blocks + 1))
                 self.check(self.blocks)
                 if not ids and len(whole) > 1:
                     self._run(self.blocks, {first: whole[first]})
@@ -307,34 +311,34 @@ class Decoder:
             except Exception as error:
                 why = error
         raise ValueError(
-            f"model: {type(model).__name__} cannot be cut between the blocks of {plan.path!r}: "
-            f"{why}; {WAY_OUT}"
+            f"model: {type(model).__name__} cannot be cut between the blocks of {outline.path!r}: "
+            f"{why}; {SPLIT_HINT}"
         ) from why
 
     def watched(self) -> AbstractContextManager[None]:
         """Return a context in which to run the model, which may be without values."""
-        return nullcontext() if self.lineage is None else self.lineage.kept()
+        return nullcontext() if self.provenance is None else self.provenance.kept()
 
     @property
     def names(self) -> list[str]:
         """Names of the blocks; those before and after the list by a module with parameters."""
-        plan = self.plan
+        outline = self.outline
         learns = {
-            name: unit
-            for name, unit in plan.units.items()
+            name: side_module
+            for name, side_module in outline.side_modules.items()
             if next(self.model.get_submodule(name).parameters(), None) is not None
         }
-        first = next((name for name, unit in learns.items() if unit.before), "before")
-        last = next((n for n, unit in learns.items() if unit.after and not unit.before), "after")
-        return [first, *(f"{plan.path}.{index}" for index in range(len(plan.members))), last]
+        first = next((name for name, side in learns.items() if side.before), "before")
+        last = next((n for n, side in learns.items() if side.after and not side.before), "after")
+        return [first, *(f"{outline.path}.{index}" for index in range(len(outline.members))), last]
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:
-        stage = DecoderStage(self.model, self.plan, self._hollows, start, end)
-        if self.lineage is not None:
-            self.lineage.know(stage, stage.full_name)
+        stage = DecoderStage(self.model, self.outline, self._valueless_copies, start, end)
+        if self.provenance is not None:
+            self.provenance.know(stage, stage.full_name)
         return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
@@ -351,7 +355,7 @@ class Decoder:
             )
 
     def _alike(self, a: Tensor, b: Tensor) -> bool:
-        return _close(a, b) if self.lineage is None else self.lineage.same(a, b)
+        return _close(a, b) if self.provenance is None else self.provenance.same(a, b)
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
         with evaluated(nn.ModuleList([self.model, *stages])), self.watched():
@@ -361,7 +365,7 @@ class Decoder:
 
     def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
-        given = self.plan.columns.of(self.example)
+        given = self.outline.columns.of(self.example)
         profile = measure(self.blocks, given, repeats=repeats)
         empty = self._stage(1, 1)
         around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]

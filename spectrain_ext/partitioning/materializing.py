@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
-from .plan import is_pretrained
+from .outline import is_pretrained
 from .stored import Source, Stored, kind_of, sources_of
 
 Initializer = Callable[[nn.Module], object]
@@ -73,22 +73,22 @@ def materialize(
         >>> last[0].weight.device, first[0].weight.device
         (device(type='cpu'), device(type='meta'))
     """
-    filling = _Filling(
+    filler = _Filler(
         [stages] if isinstance(stages, nn.Module) else list(stages), torch.device(device), init
     )
     if source is not None:
-        filling.find(Stored(source), strict)
+        filler.find(Stored(source), strict)
     with ExitStack() as undo, torch.no_grad():
-        undo.callback(filling.undo)
-        filling.allocate()
-        filling.initialize()
-        filling.read()
+        undo.callback(filler.undo)
+        filler.allocate()
+        filler.initialize()
+        filler.read()
         undo.pop_all()
-    filling.keep()
+    filler.keep()
 
 
 @dataclass(eq=False)
-class _Held:
+class _StageTensor:
     """One tensor of the stages."""
 
     old: Tensor
@@ -105,7 +105,7 @@ class _Held:
             setattr(module, key, tensor)  # setattr, because an LSTM keeps references of its own
 
 
-class _Filling:
+class _Filler:
     """Fills the tensors of some stages."""
 
     def __init__(
@@ -114,12 +114,13 @@ class _Filling:
         self._stages = stages
         self._device = device
         self._init = init
-        self._held: dict[int, _Held] = {}
-        self._own: dict[nn.Module, list[_Held]] = {}
+        self._tensors: dict[int, _StageTensor] = {}
+        self._own: dict[nn.Module, list[_StageTensor]] = {}
         self._where: object = None
-        self._empty: dict[_Held, int] = {}  # to be initialized, with their version counters
-        self._homes: dict[_Held, tuple[nn.Module, str, Initializer]] = {}  # that initialized them
-        self._overwritten: list[_Held] = []  # by another module that shares them
+        self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
+        # What initialized them
+        self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
+        self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
             self._collect(stage)
 
@@ -132,7 +133,7 @@ class _Filling:
                 name = f"{path}.{key}" if path else key
                 kind = "parameter" if key in module._parameters else "buffer"
                 shown = f"{_called(stage)}: {kind} {name!r}"
-                held = self._held.setdefault(id(tensor), _Held(tensor, shown))
+                held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, shown))
                 held.names += tied.get(name) or [_full_name(stage, name)]
                 held.places.append((module, key))
                 if (origin := _origin(module)) is not module:
@@ -147,12 +148,12 @@ class _Filling:
     def find(self, stored: Stored, strict: bool) -> None:
         """Match tensors with the files' entries and check them; reads no values."""
         self._where = stored.path
-        known = {name for held in self._held.values() for name in held.names}
+        known = {name for held in self._tensors.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
         modules = (module for stage in self._stages for module in stage.modules())
         pretrained = next(filter(is_pretrained, modules), None)
         sources, left = sources_of(stored, known, pretrained)
-        for held in self._held.values():
+        for held in self._tensors.values():
             held.source = next((sources[name] for name in held.names if name in sources), None)
             if held.source is not None and len(held.source.names) == 1:
                 key = held.source.names[0]
@@ -170,7 +171,7 @@ class _Filling:
             )
 
     def allocate(self) -> None:
-        for held in self._held.values():
+        for held in self._tensors.values():
             old = held.old
             if (made := _made.get(old)) is not None:
                 held.source = None
@@ -188,7 +189,7 @@ class _Filling:
             held.put(new)
 
     def read(self) -> None:
-        for held in self._held.values():
+        for held in self._tensors.values():
             if held.source is not None and held.new is not None:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
@@ -201,12 +202,12 @@ class _Filling:
         """Remember the new tensors for stages that share them and are filled later."""
         for module in self._own:
             vars(module).pop("origin", None)
-        for held in self._held.values():
+        for held in self._tensors.values():
             if held.new is not held.old and len(held.names) > 1:
                 _made[held.old] = held.new
 
     def undo(self) -> None:
-        for held in self._held.values():
+        for held in self._tensors.values():
             held.put(held.old)
 
     # By an initializer
@@ -216,7 +217,7 @@ class _Filling:
             self._generators, self._seed = generators, torch.initial_seed()
             for stage in self._stages:
                 self._initialize_module(stage, "", stage, _reset)
-            self._settle(list(self._empty))
+            self._note_initialized(list(self._empty))
             for held in self._overwritten:  # the earliest stage's module decides
                 if held in self._homes:
                     self._call(*self._homes[held])
@@ -247,7 +248,7 @@ class _Filling:
         for way in (own, self._init) if transient else (self._init or own,):
             if way is not None and (not here or any(held in self._empty for held in here)):
                 self._call(subject, name, way)
-                for held in self._settle(here):
+                for held in self._note_initialized(here):
                     self._homes[held] = (subject, name, way)
         self._overwritten += [held for held in mine if held in self._homes and held not in here]
         return True
@@ -259,7 +260,7 @@ class _Filling:
         with self._device:
             way(module)
 
-    def _settle(self, some: Sequence[_Held]) -> list[_Held]:
+    def _note_initialized(self, some: Sequence[_StageTensor]) -> list[_StageTensor]:
         """Return those that have values now, and stop counting them as empty."""
         found = []
         for held in some:
@@ -272,7 +273,7 @@ class _Filling:
                 found.append(held)
         return found
 
-    def _is_empty(self, held: _Held) -> bool:
+    def _is_empty(self, held: _StageTensor) -> bool:
         assert held.new is not None
         if _is_marked_by_nan(held.new):
             return bool(held.new.sum().isnan())
@@ -324,7 +325,7 @@ def _called(stage: nn.Module) -> str:
     return type(stage).__name__ if place is None else f"stage {place[0]}"
 
 
-def _check(held: _Held, where: object, name: str, shape: Sequence[int], kind: str) -> None:
+def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:
     """Raise CheckpointError unless the stored tensor fits."""
     if list(shape) != list(held.old.shape):
         raise CheckpointError(

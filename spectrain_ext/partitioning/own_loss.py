@@ -11,10 +11,10 @@ from torch import Tensor
 
 from spectrain_ext.rng import RNG_LOCK
 
-from .decoders import shadow
-from .lineage import Lineage
-from .plan import Plan, evaluated
+from .decoders import copy_sharing
+from .outline import Outline, evaluated
 from .profile import untouched
+from .provenance import Provenance
 
 #: The label of positions without a loss.
 _IGNORED = -100
@@ -89,13 +89,13 @@ class _Argument(NamedTuple):
 
 
 def own_loss(
-    model: Any, plan: Plan, example: object, output: Any, lineage: Lineage | None = None
+    model: Any, outline: Outline, example: object, output: Any, provenance: Provenance | None = None
 ) -> OwnLoss | str:
     """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
-    given = plan.columns.of(example)
-    labels = _labels(model.config, plan.columns.labels, example, output)
+    given = outline.columns.of(example)
+    labels = _labels(model.config, outline.columns.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
     config = vars(model.config)
@@ -103,14 +103,14 @@ def own_loss(
     found: OwnLoss | str = ""
     try:
         with evaluated(model):
-            found = _learned(model, given, labels, plan, lineage)
+            found = _learned(model, given, labels, outline, provenance)
             if isinstance(found, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
                 draws = torch.random.fork_rng(devices)
                 with RNG_LOCK, untouched(model), draws, suppress(Exception):
                     model.train()
-                    trained = _learned(model, given, labels, plan, lineage)
+                    trained = _learned(model, given, labels, outline, provenance)
                     found = trained if isinstance(trained, str) else found
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
@@ -124,8 +124,8 @@ def _learned(
     model: Any,
     given: Mapping[str, Tensor],
     labels: Mapping[str, Tensor],
-    plan: Plan,
-    lineage: Lineage | None,
+    outline: Outline,
+    provenance: Provenance | None,
 ) -> OwnLoss | str:
     """Return a model's loss in its present mode, if recomputing it gives the same value."""
     kind = type(model).__name__
@@ -136,10 +136,10 @@ def _learned(
         calls.append((args, kwargs))
         return real(*args, **kwargs)
 
-    copied = shadow(model, {})
+    copied = copy_sharing(model, {})
     vars(copied)["_loss_function"] = watched
-    with nullcontext() if lineage is None else lineage.kept():
-        output = copied(**given, **labels, **plan.fixed)
+    with nullcontext() if provenance is None else provenance.kept():
+        output = copied(**given, **labels, **outline.fixed)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs = calls[0]
@@ -155,16 +155,16 @@ def _learned(
     arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
     loss = OwnLoss(real, *arguments, tuple(labels))
     try:
-        with nullcontext() if lineage is None else lineage.kept():
+        with nullcontext() if provenance is None else provenance.kept():
             found = loss(output, batch)
             assert isinstance(found, Tensor)
-            same = torch.equal if lineage is None else lineage.same
+            same = torch.equal if provenance is None else provenance.same
             is_same = same(found, output["loss"])
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
     if not is_same:
         return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
-    if lineage is not None:  # there are no values, so make some up
+    if provenance is not None:  # there are no values, so make some up
         output, batch = (
             {key: _with_values(value) for key, value in each.items()} for each in (output, batch)
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, tensors_of
 
-from .lineage import Lineage, is_valueless
+from .provenance import Provenance, is_valueless
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -194,9 +194,9 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
     """Estimate the cost of blocks on the meta device from their operations."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    lineage = Lineage(nn.ModuleList(blocks))
-    value = lineage.given(value)
-    with lineage.kept(), torch.enable_grad():
+    provenance = Provenance(nn.ModuleList(blocks))
+    value = provenance.given(value)
+    with provenance.kept(), torch.enable_grad():
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
@@ -229,7 +229,7 @@ def _as_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
+def profile_by_parameters(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
     """Return a profile with a nanosecond per parameter, without running the blocks."""
 
     def block(index: int, module: nn.Module) -> BlockProfile:
@@ -247,12 +247,12 @@ def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
     return Profile(tuple(block(index, module) for index, module in enumerate(blocks)), ties)
 
 
-def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
+def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
     """Measure, in a process group on rank 0 for all ranks, so that all cut alike."""
     if not dist.is_available() or not dist.is_initialized():
         return measure()
     failure: Exception | None = None
-    profile = counted(blocks)
+    profile = profile_by_parameters(blocks)
     if dist.get_rank() == 0:
         try:
             profile = measure()

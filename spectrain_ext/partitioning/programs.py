@@ -67,7 +67,7 @@ class Program:
         self._module = module
         self._form = form
         self._guards = guards
-        self._not_alone: str | None = None
+        self._single_sample_error: str | None = None
         self._dtypes = [t.dtype for t in tensors]
         constants = list(_constants(module))
         # whether the graph names dtypes, so that it holds for these only
@@ -85,9 +85,9 @@ class Program:
     def names(self) -> set[str]:
         return {port.name for port in self.inputs}
 
-    def not_alone(self, why: str) -> None:
+    def reject_single_sample(self, why: str) -> None:
         """Record why a single sample has no program, if this one is not for it."""
-        self._not_alone = why
+        self._single_sample_error = why
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -98,7 +98,7 @@ class Program:
             "where it is needed"
         )
 
-    def misfit(self, given: Sequence[Tensor]) -> str | None:
+    def shape_error(self, given: Sequence[Tensor]) -> str | None:
         """Return why the program does not accept these shapes, or None."""
         if len(given) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
@@ -111,15 +111,15 @@ class Program:
                 )
         return None
 
-    def detour(self, given: Sequence[Tensor]) -> str | None:
+    def branch_error(self, given: Sequence[Tensor]) -> str | None:
         """Return why the model would take another branch for these tensors, or None."""
         if self._guards is not None:
             try:
                 self._guards(*given)
             except AssertionError as error:
-                if self._not_alone is not None and given[0].shape[:1] == (1,):
+                if self._single_sample_error is not None and given[0].shape[:1] == (1,):
                     return (
-                        f"a single sample: {self._not_alone}; leave such a batch out "
+                        f"a single sample: {self._single_sample_error}; leave such a batch out "
                         "(drop_last=True), or have fewer microbatches"
                     )
                 return (
@@ -129,7 +129,7 @@ class Program:
         return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
-        why = self.misfit(given) or self.detour(given)
+        why = self.shape_error(given) or self.branch_error(given)
         if why is not None:
             raise ValueError(why)
         tensors = state or given

@@ -13,14 +13,14 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
-from .blocks import blocks_of, found_in, named, shared_of, slices_of, ties_of
+from .blocks import block_names, blocks_of, finest_cut, shared_of, slices_of, ties_of
 from .columns import BY_POSITION, Columns, columns_in
 from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
-from .lineage import is_valueless, without_values
+from .outline import adapted, is_pretrained, outline_columns, takes_ids
 from .own_loss import OwnLoss, own_loss
-from .plan import adapted, is_pretrained, outline, takes_ids
-from .profile import Profile, Tie, agreed, counted, measure
+from .profile import Profile, Tie, measure, measure_on_rank_0, profile_by_parameters
+from .provenance import is_valueless, without_values
 from .traced import TracedStage, split
 
 if TYPE_CHECKING:
@@ -263,11 +263,13 @@ def partition(
     _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
     if profile == "parameters":
-        profile = source.named(counted(blocks, ties))
+        profile = source.with_block_names(profile_by_parameters(blocks, ties))
     elif profile is None and planned is not None:
         profile = Profile(planned.blocks, ties)
     elif profile is None:
-        profile = source.named(agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks))
+        profile = source.with_block_names(
+            measure_on_rank_0(lambda: source.measure(repeats=repeats, ties=ties), blocks)
+        )
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
@@ -329,7 +331,7 @@ def profile_of(
         [288, 0, 72]
     """
     source = _source(model, 1, example_input, None, before, after)
-    measured = source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
+    measured = source.with_block_names(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
     return replace(measured, shared=shared_of(source.blocks))
 
 
@@ -346,7 +348,7 @@ class _Source:
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
     columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
 
-    def named(self, profile: Profile) -> Profile:
+    def with_block_names(self, profile: Profile) -> Profile:
         pairs = zip(profile.blocks, self.names, strict=True)
         return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
@@ -378,13 +380,13 @@ def _source(
         def finish(stages: list[nn.Module]) -> OwnLoss | str:
             decoder.check(stages)
             return own_loss(
-                decoder.model, decoder.plan, decoder.example, decoder.output, decoder.lineage
+                decoder.model, decoder.outline, decoder.example, decoder.output, decoder.provenance
             )
 
         return _Source(
             *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
             finish=finish,
-            columns=decoder.plan.columns,
+            columns=decoder.outline.columns,
         )
     in_order = listed and split_points is None
     own = blocks_of(model, before, after) if in_order else {}
@@ -403,7 +405,7 @@ def _source(
         if bare:
 
             def measured(repeats: int, ties: tuple[Tie, ...]) -> Profile:
-                return counted(parts, ties)
+                return profile_by_parameters(parts, ties)
 
         return _Source(list(own), parts, partial(slices_of, own), measured)
     if not isinstance(model, nn.Module):
@@ -416,10 +418,10 @@ def _source(
                     f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
                     "device; a model that is traced has to be there as a whole"
                 )
-    plan, output, taken = None, None, None
+    outline, output, taken = None, None, None
     if pretrained:
-        plan, output = outline(model, example, more=more)
-        taken = plan.columns.narrowed(example)
+        outline, output = outline_columns(model, example, more=more)
+        taken = outline.columns.narrowed(example)
     elif isinstance(example, Mapping):
         taken = columns_in(model, example, more)
     call = BY_POSITION
@@ -429,7 +431,7 @@ def _source(
     blocks: Sequence[nn.Module]
     if split_points is None:
         wanted = None if planned is None else planned.names
-        names, blocks = found_in(model, value, n_stages, call, wanted)
+        names, blocks = finest_cut(model, value, n_stages, call, wanted)
         narrow = tuple(
             Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
             for index, block in enumerate(blocks)
@@ -448,10 +450,10 @@ def _source(
     def finish_traced(stages: list[nn.Module]) -> OwnLoss | str:
         first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
         first.columns = taken
-        return _NO_LOSS if plan is None else own_loss(model, plan, example, output)
+        return _NO_LOSS if outline is None else own_loss(model, outline, example, output)
 
     measured = partial(measure, blocks, value)
-    return _Source(named(names), blocks, make, measured, narrow, finish_traced, taken)
+    return _Source(block_names(names), blocks, make, measured, narrow, finish_traced, taken)
 
 
 def _check_stages(n_stages: int, most: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .columns import BY_POSITION, Call, Columns
-from .lineage import is_valueless
 from .programs import Port, Program
+from .provenance import is_valueless
 from .tracing import Mode, TracedModel, traces
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class TracedStage(nn.Module):
         if isinstance(graphs, str):
             raise RuntimeError(f"forward: {graphs}")
         for graph in graphs[:-1]:
-            if graph.program.misfit(given) is None:
+            if graph.program.shape_error(given) is None:
                 return graph(given)
         return graphs[-1](given)
 
@@ -247,7 +247,7 @@ class _Assembly:
         *single, many = graphs
         kept = [trace for trace in single if self._told_apart(trace, many)]
         if len(kept) < len(single):
-            many[0][0].not_alone(
+            many[0][0].reject_single_sample(
                 "the model does something else with one, of which no later stage could tell"
             )
         return [*kept, many]

@@ -108,19 +108,19 @@ def _sized(
     try:
         trace = _exported(model, call, several, name, every)
         program = trace[0][0]
-        if size == 1 and (why := program.misfit(single)) is not None:
+        if size == 1 and (why := program.shape_error(single)) is not None:
             raise ValueError(why)
     except (RuntimeError, ValueError):
         if size != 1:
             raise
         return [_exported(model, call, single, name, every)]
-    if size and program.misfit(single) is None and program.detour(single) is not None:
+    if size and program.shape_error(single) is None and program.branch_error(single) is not None:
         rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
         try:
             alone = _exported(model, call, single, name, rest, [p.names for p, _ in trace])
             return [alone, trace]
         except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
-            program.not_alone(str(error))
+            program.reject_single_sample(str(error))
     return [trace]
 
 

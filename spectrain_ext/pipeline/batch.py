@@ -298,14 +298,14 @@ def cut_message(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Mes
     return [Message(tensors, flags, form) for tensors in zip(*columns, strict=True)]
 
 
-def together(messages: Sequence[Message]) -> Message:
+def joined_targets(messages: Sequence[Message]) -> Message:
     """Return the targets of a minibatch's microbatches as one message of ``Microbatches``."""
     tensors = tuple(chain.from_iterable(message.tensors for message in messages))
     forms = (message.form for message in messages)
     return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
 
 
-def hand_in(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
+def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send the input or the target of the caller's batch to its stage."""
     callers: dict[torch.device, Stream] = {}
     for tensor in message.tensors:

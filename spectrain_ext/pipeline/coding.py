@@ -93,15 +93,15 @@ def _unpacked(codec: Codec, packed: Tensor, like: Tensor, backward: bool) -> Ten
     found = codec.unpack(packed, like, backward)
     if not isinstance(found, Tensor):
         raise TypeError(f"codec: expected a tensor of {codec!r}, got a {type(found).__name__}")
-    if _look(found, found.device) != _look(like, packed.device):
+    if _description(found, found.device) != _description(like, packed.device):
         raise ValueError(
-            f"codec: expected {_look(like, packed.device)} of {codec!r}, got "
-            f"{_look(found, found.device)}"
+            f"codec: expected {_description(like, packed.device)} of {codec!r}, got "
+            f"{_description(found, found.device)}"
         )
     return found
 
 
-def _look(tensor: Tensor, device: torch.device) -> str:
+def _description(tensor: Tensor, device: torch.device) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {device}".removeprefix("torch.")
 
 

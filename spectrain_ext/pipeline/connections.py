@@ -94,9 +94,9 @@ class Connections:
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
 
-    def _join(self, places: list[Place], later: Sequence[int]) -> None:
+    def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
-        self._places, self._later = places, later  # see put_off_by
+        self._places, self._postponed = places, postponed  # see put_off_by
         self._ties = self._made_ties()
         # By the ranks at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
@@ -166,19 +166,19 @@ class Connections:
         those of stage 0's window, and one more. Except in evaluations, the targets of a minibatch
         are one message.
         """
-        places, later = self._places, self._later[receiver]
+        places, postponed = self._places, self._postponed[receiver]
         if what is Traffic.ACTIVATIONS:
-            return places[receiver - 1].window + later
+            return places[receiver - 1].window + postponed
         if what is Traffic.GRADIENTS:
             return places[receiver].window + 1
         minibatches = -(-places[0].window // places[0].microbatches) + 1
         parts = places[receiver].microbatches
         if what is Traffic.TARGETS and not self.evaluates:
-            return minibatches - (-later // parts)
-        return minibatches * parts + later
+            return minibatches - (-postponed // parts)
+        return minibatches * parts + postponed
 
     def _depth_of_tie(self, home: int, copy: int) -> int:
-        return depth_of(self._places[home], self._later[copy], self._counted)
+        return depth_of(self._places[home], self._postponed[copy], self._counted)
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
         """Return this process's ends of a tie to another process: of weights, and of gradients."""
@@ -272,13 +272,15 @@ class Connections:
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
         for edges in self.edges.values():
-            edges.heard_end = None
+            edges.ended_by = None
         for edge in (*self._local.values(), *self._ties.edges):
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:
-                batches = map(partial(taken, columns, self.evaluates), batches, count())
-            self._source.begin(batches, self._stages[0].hear_end)
+                batches = map(
+                    partial(without_dropped_columns, columns, self.evaluates), batches, count()
+                )
+            self._source.begin(batches, self._stages[0].pass_on_end)
         if self._losses is not None:
             self._losses.begin(keep)
         if not self.evaluates:
@@ -311,13 +313,13 @@ class Connections:
         self._ties.end()
 
 
-def taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
+def without_dropped_columns(columns: Any, several: bool, batch: Any, i: int) -> Any:
     """Return a batch, or a tuple of batches, without the columns that are dropped."""
     if several:
         numbered = enumerate(batch, i * len(batch))
-        return tuple(taken(columns, False, one, n) for n, one in numbered)
+        return tuple(without_dropped_columns(columns, False, one, n) for n, one in numbered)
     if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
-        return Microbatches(taken(columns, False, one, i) for one in cut)
+        return Microbatches(without_dropped_columns(columns, False, one, i) for one in cut)
     if isinstance(batch, Mapping):
         kept = columns.kept(batch, f"batches[{i}]")
         if i == 0 and (dropped := [name for name in batch if name not in kept]):

@@ -45,7 +45,7 @@ from .arguments import (
 )
 from .batch import cut_message, samples_in, sizes_of, split
 from .coding import packed_message, unpacked_message
-from .connections import taken
+from .connections import without_dropped_columns
 from .loads import clip, gradient_norm
 from .losses import mean_of
 from .phases import Training
@@ -264,7 +264,7 @@ class DelayedStage:
         self._peeked = (next(self._actions),)
         kind, i, j = self._peeked[0]
         following = (i, j) if kind is Kind.FORWARD else None
-        weights.make(self._versions.begin_update(following, weights.moves, weights.rates_move))
+        weights.step(self._versions.begin_update(following, weights.moves, weights.rates_move))
         if self._storage.bound is not self._storage.true:
             self._storage.point(self._storage.true)
 
@@ -437,7 +437,7 @@ class Delayed:
             self._enter()
         batch = input if target is None else (input, target)
         if (columns := getattr(self._modules[0], "batch_columns", None)) is not None:
-            batch = taken(columns, False, batch, self.minibatches)
+            batch = without_dropped_columns(columns, False, batch, self.minibatches)
         (whole,) = split(batch, self.minibatches, 1)
         message, target = (
             side._replace(tensors=tuple(t.to(device) for t in side.tensors if t is not None))

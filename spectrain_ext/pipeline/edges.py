@@ -18,11 +18,11 @@ from spectrain_ext.transport import Buffer, Header, Microbatches, Receiver, Send
 from .batch import (
     Microbatch,
     SplitDim,
-    hand_in,
+    joined_targets,
     microbatches_in,
+    send_batch,
     split,
     target_of,
-    together,
 )
 from .tape import packed
 
@@ -52,7 +52,7 @@ class StageEdges:
     gradients: Sequence[Receiver] = ()  # the next stage's ``to_previous``
     to_next: Sequence[Sender] = ()
     to_previous: Sequence[Sender] = ()
-    heard_end: Receiver | None = None  # the edge that has delivered the end of the run
+    ended_by: Receiver | None = None  # the edge that has delivered the end of the run
 
     def microbatches_of(self, header: Header) -> int:
         return len(range(self.replica, header.parts, self.count))
@@ -176,13 +176,13 @@ class Source:
         count = len(parts)
         weights = self._weights([part.samples for part in parts], batch)
         for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
-            hand_in(edge, part.input, self._batch, Header(count, weight))
+            send_batch(edge, part.input, self._batch, Header(count, weight))
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
             if not self._whole and count > 1:
-                targets = [together(targets)]
+                targets = [joined_targets(targets)]
             for target in targets:
-                hand_in(edge, target, self._batch)
+                send_batch(edge, target, self._batch)
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         dims, objects = self._split_dim, self._objects

@@ -18,7 +18,7 @@ from .connections import Connections, Ready
 from .edges import Cursor
 from .loads import Handler
 from .losses import Keep, Result
-from .observer import Observer, watched
+from .observer import Observer, with_observers
 from .stage import Stage
 
 
@@ -37,7 +37,7 @@ class _Program:
         self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
     ) -> None:
         self.stage = stage
-        handlers = watched(observers, stage, connections.handlers(stage))
+        handlers = with_observers(observers, stage, connections.handlers(stage))
         ready = connections.ready(stage)
         self.announce = connections.announce(stage)
         # Compute instructions that run in the same turn as the one before them: an update, and in
@@ -125,14 +125,14 @@ class Executor:
         run = None if self._run is None else self._run()
         return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
-    def mend(self) -> None:
+    def finish_interrupted(self) -> None:
         """End a run whose end was cut short, for example by a second Ctrl-C."""
         if not self._ended and not self.running:
             self._fail()
 
     def _fail(self) -> None:
         with deferred():
-            make_all((self._drop, self._end))
+            make_all((self._abandon, self._end))
 
     def _begin(self, batches: Iterator[object], keep: Keep | None) -> None:
         self.follow_caller()
@@ -162,7 +162,7 @@ class Executor:
         make_all((*ends, self.connections.end, self.let_caller_follow))
         self._ended = True
 
-    def _drop(self) -> None:
+    def _abandon(self) -> None:
         """After a failure: wait for all streams, and forget what was in flight."""
         streams = list(self._streams())
         for stream in streams:

@@ -137,7 +137,7 @@ class Loads:
             weights.begin()
         self.weights_written()
         # Where the backward uses other weights, the forward's graph must find those.
-        if (follows or weights.meets_others) and weights.storage is not None:
+        if (follows or weights.differs_in_backward) and weights.storage is not None:
             self._follows = SavedWeights(weights.storage)
         self._guarded = [p for p in self.module.parameters() if p.requires_grad]
         self.guard.put(self._guarded)
@@ -157,7 +157,7 @@ class Loads:
         self.compute.wait(self.loaded)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def reading(self) -> Iterator[None]:
         """Inside, an observer may read the weights, ordered with all writes to them."""
         # On the stream that writes them: this waits for no other stage and no communication.
         with self.predict.using(reads=self.memory), torch.no_grad():
@@ -191,10 +191,10 @@ class Loads:
             with predict.using(reads=reads, writes=(buffer.memory,)):
                 storage.write(content, buffer)
             self._written(buffer)
-        if not buffer.followed:
+        if not buffer.awaited:
             assert buffer.written is not None
             self.compute.wait(buffer.written)
-            buffer.followed = True
+            buffer.awaited = True
         if buffer is not storage.bound:
             storage.point(buffer)
 
@@ -206,7 +206,7 @@ class Loads:
             if buffer.written is None:
                 buffer.written = self.predict.event()
             self.predict.record(buffer.written)
-            buffer.followed = False
+            buffer.awaited = False
         self.predict.record(self.loaded)
 
     def _has_computed(self) -> None:
@@ -273,11 +273,11 @@ class Loads:
         storage = weights.storage
         moves, left_out = (weights.moves, weights.rates_move), self.origin > 0
         update = weights.versions.begin_update(forward, *moves, left_out)
-        make = weights.leave_out if left_out else weights.make
+        step = weights.skip if left_out else weights.step
         assert storage is not None
         if self.immediate:
             with RNG_LOCK:  # a hook may draw random numbers
-                make(update)
+                step(update)
             return
         predict = self.predict
         predict.wait(self.computed)
@@ -288,7 +288,7 @@ class Loads:
             reads.append(update.stale.memory)
         writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
         with predict.using(reads=reads, writes=writes), RNG_LOCK:
-            make(update)
+            step(update)
         self._written(*changed)
         # Held until the compute stream has waited for the step, as it would reuse their memory.
         self._gradients_read = self.loaded, gradients

@@ -27,7 +27,7 @@ from .stage import Mode
 _logger = logging.getLogger(__name__)
 
 #: How many losses the CPU fetches at once.
-_WAITING = 256
+_FETCHED_AT_ONCE = 256
 #: How deeply nested samplers are searched.
 _SAMPLER_DEPTH = 5
 
@@ -43,12 +43,12 @@ class Loops(nn.Module):
 
     # Overridden by a pipeline over several processes.
 
-    def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
+    def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if batches is None:
             raise TypeError("batches: expected an iterable, got None")
         return batches
 
-    def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
+    def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         """Return what ``make`` returns in every process, by rank; values are JSON types."""
         return [make()]
 
@@ -92,13 +92,15 @@ class Loops(nn.Module):
         around = self._executor.connections
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
         measures = Measures(chosen, around.replicas.total > len(self.devices), around.split_dim)
-        fed = self._fed(batches)
+        own_batches = self._own_batches(batches)
         alone = self._one_replica_works(measures.stateful, what)
         # A loader draws random numbers when its iterator is made.
         with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
-            self._forward_all(minibatches(fed, around.replicas, alone), measures)
-        told = self._tell(measures.told, "sharing the metrics of an evaluation")
-        return means_of(chosen, told)
+            self._forward_all(minibatches(own_batches, around.replicas, alone), measures)
+        of_ranks = self._gather_from_ranks(
+            measures.measured, "sharing the metrics of an evaluation"
+        )
+        return means_of(chosen, of_ranks)
 
     def _one_replica_works(self, stateful: bool, what: str) -> bool:
         """Whether the first replica of every stage evaluates alone."""
@@ -109,11 +111,11 @@ class Loops(nn.Module):
         def state() -> list[Any]:
             return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
 
-        told = self._tell(state, what)
+        of_ranks = self._gather_from_ranks(state, what)
         # The module buffers of the first replica, such as running statistics, belong to the model.
-        differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > replicas.stages
+        differ = len({tuple(pair) for _, pairs in of_ranks for pair in pairs}) > replicas.stages
         # A metric with a state must see all batches.
-        return differ or (replicas.counts[-1] > 1 and any(one for one, _ in told))
+        return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
 
     def _forward_all(
         self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
@@ -170,16 +172,16 @@ class Loops(nn.Module):
                 raise TypeError(
                     f"callbacks[{n}]: expected a callable, got {type(callback).__name__}"
                 )
-        fed = self._fed(batches)
-        if epochs > 1 and isinstance(fed, Iterator):
+        own_batches = self._own_batches(batches)
+        if epochs > 1 and isinstance(own_batches, Iterator):
             raise ValueError(
-                f"batches: a {type(fed).__name__} can be gone through only once, and there are "
-                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
-                "DataLoader does"
+                f"batches: a {type(own_batches).__name__} can be gone through only once, and "
+                f"there are {epochs} epochs; give what makes a new iterator every time, as a list "
+                "or a DataLoader does"
             )
         begun: list[int] = []
         losses = _Losses()
-        given = _epochs(fed, begun, epochs)
+        given = _epochs(own_batches, begun, epochs)
         failure: Exception | None = None
         with closing(self.run(given, trace=trace, keep=keep)) as run:
             for result in run:
@@ -197,10 +199,10 @@ class Loops(nn.Module):
             return begun
 
         what = "sharing the losses of a training"
-        counts = self._tell(lengths, what)[0]
+        counts = self._gather_from_ranks(lengths, what)[0]
         if not any(counts):
             raise ValueError("batches: expected at least one to train on, got none")
-        means: list[float] = self._tell(lambda: losses.means(counts), what)[-1]
+        means: list[float] = self._gather_from_ranks(lambda: losses.means(counts), what)[-1]
         for epoch, mean in enumerate(means):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
@@ -301,8 +303,8 @@ class _Losses:
     def add(self, result: Result) -> None:
         if result.has_loss:
             self._waiting.append((result.loss, result.count))
-            if len(self._waiting) >= 2 * _WAITING:
-                self._ask(_WAITING)  # these were computed long ago
+            if len(self._waiting) >= 2 * _FETCHED_AT_ONCE:
+                self._ask(_FETCHED_AT_ONCE)  # these were computed long ago
 
     def _ask(self, number: int) -> None:
         for loss, count in self._waiting[:number]:

@@ -249,7 +249,7 @@ class Measures:
                         (_number(pair[0]), None if pair[1] is None else _number(pair[1]))
                     )
 
-    def told(self) -> Measured:
+    def measured(self) -> Measured:
         """Return what has been measured; the CPU waits for it."""
         terms = {
             name: [
@@ -283,14 +283,14 @@ def _number(value: object) -> Tensor | float:
     raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
 
 
-def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]:
+def means_of(names: Iterable[str], measured: Sequence[Measured]) -> dict[str, float]:
     """Return the metrics over all batches, from the measurements of all processes."""
-    if not any(samples for samples, _, _ in told):
+    if not any(samples for samples, _, _ in measured):
         raise ValueError("batches: expected at least one to evaluate, got none")
     found: dict[str, float] = {}
-    for _, mine, computed in told:
+    for _, mine, computed in measured:
         for name in mine:
-            pairs = [pair for _, terms, _ in told for pair in terms.get(name, ())]
+            pairs = [pair for _, terms, _ in measured for pair in terms.get(name, ())]
             count = _sum([n for _, n in pairs])
             found[name] = _sum([term for term, _ in pairs]) / count if count else nan
         found.update(computed)

@@ -98,7 +98,7 @@ def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observ
 
 
 @contextmanager
-def looking_on(
+def observing(
     observers: Sequence[Observer], rules: Sequence[Rules], devices: Sequence[torch.device]
 ) -> Iterator[None]:
     """Inside, observers watch a run; at the end, ``end`` of each that has begun is called."""
@@ -122,7 +122,7 @@ def looking_on(
     end()
 
 
-def watched(
+def with_observers(
     observers: Sequence[Observer], stage: Stage, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
     """Return a stage's handlers, wrapped if observers or the profiler watch the run."""

@@ -166,7 +166,7 @@ class Until(Observer):
             most is not None and self._largest > most
         )
 
-    def said(self, left: bool) -> tuple[bool, bool]:
+    def ended_and_follows(self, left: bool) -> tuple[bool, bool]:
         """Return whether the phase begins, and whether another run follows."""
         return self._over(), self._cut and not left
 
@@ -189,14 +189,14 @@ class Until(Observer):
 
         def forward(i: int, j: int) -> None:
             if self._read is None and i > 0 and j == 0:  # the first of a run is never late
-                with stage.looking():
+                with stage.reading():
                     pairs = zip(weights.params, weights.newest(), strict=True)
                     self._read = i, [torch.empty_like(now).copy_(p) for p, now in pairs]
             given[0](i, j)
 
         def update(i: int, j: int) -> None:
             if self._read is not None and self._read[0] == i:
-                with stage.looking():
+                with stage.reading():
                     true = weights.newest()
                     _, (norm,) = distance(true, [self._read[1]])
                     self._read = None

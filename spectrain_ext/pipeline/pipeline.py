@@ -45,7 +45,7 @@ from .loads import OnNonfinite
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
 from .names import same_memory, tensors_by_name, use_model_names
-from .observer import Observer, looking_on, observers_of
+from .observer import Observer, observers_of, observing
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
 from .tape import ModuleModes
@@ -286,7 +286,7 @@ class Pipeline(Loops):
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
-            with looking_on(observers, self._rules, self.devices):
+            with observing(observers, self._rules, self.devices):
                 yield from self._all_phases(batches, observers, keep)
         except GeneratorExit:
             _logger.info("run ended, left by the caller: %s", self._describe_stages())
@@ -331,7 +331,8 @@ class Pipeline(Loops):
             if until is None:
                 return
             # The first process decides where a phase ends, since it is the one that ends a run.
-            over, more = self._tell(partial(until.said, left), "ending a phase")[0]
+            decide = partial(until.ended_and_follows, left)
+            over, more = self._gather_from_ranks(decide, "ending a phase")[0]
             self.phase += over
             if not more:
                 return
@@ -473,7 +474,7 @@ class Pipeline(Loops):
         """Finish the end of a run that an exception cut short."""
         executors = [each for each in (self._executor, self._evaluator) if each is not None]
         for executor in executors:
-            executor.mend()
+            executor.finish_interrupted()
         if not any(executor.running for executor in executors):
             self._executor.let_caller_follow()
             # Nothing reports changes made through ``.data``, and comparing takes as long as

@@ -176,8 +176,8 @@ class Stage(Checks):
         edges = self.edges
         slot = edges.inputs[j].receive()
         if slot is None:
-            edges.heard_end = edges.inputs[j]
-            self.hear_end()
+            edges.ended_by = edges.inputs[j]
+            self.pass_on_end()
             return
         header = slot.header
         if j == 0:
@@ -210,7 +210,7 @@ class Stage(Checks):
             self.sent[backward] += sum(t.nbytes for t in message.tensors if t is not None)
         return message
 
-    def hear_end(self) -> None:
+    def pass_on_end(self) -> None:
         self.cursor.stop()
         self.edges.end()
 

@@ -29,7 +29,7 @@ class Copy:
     home_name: str  # the first, if it has several
     held: nn.Parameter  # the stage's parameter
     original: nn.Parameter | None  # the home's; None: it is in another process
-    elsewhere: list[str] = field(default_factory=list)  # names of the home's there in checkpoints
+    names_elsewhere: list[str] = field(default_factory=list)  # the home's, there in checkpoints
     _seen: int = -1  # the original's version number at the last copy
 
     def __post_init__(self) -> None:

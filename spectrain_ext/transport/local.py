@@ -14,7 +14,7 @@ from .streams import Buffer, Event, HostEvent, Stream, callers_stream, new_strea
 _CPU = torch.device("cpu")
 #: Bytes. CUDA copies this much pageable memory aside and returns; a larger copy may block the CPU
 #: until the device reaches it, after all that the copy waits for.
-TAKEN_AT_ONCE = 2**16
+PAGEABLE_COPY_LIMIT = 2**16
 
 
 class Slot:
@@ -207,7 +207,7 @@ class Edge:
 
 def _may_block_cpu(tensor: Tensor | None) -> bool:
     """Whether a copy to a CUDA device may block the CPU until the device has made it."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
+    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= PAGEABLE_COPY_LIMIT:
         return False
     return not tensor.is_pinned()
 

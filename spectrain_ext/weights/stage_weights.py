@@ -81,7 +81,7 @@ class StageWeights:
         if self._offloads:
             self._computing = ON_DEVICE
         # Whether a backward may use other weights than its forward, or the same in another buffer.
-        self.meets_others = rules.retains(self._place.microbatches) or self._offloads
+        self.differs_in_backward = rules.retains(self._place.microbatches) or self._offloads
         self.storage: Storage | None = None
 
     # Storage.
@@ -228,7 +228,7 @@ class StageWeights:
 
     # The update.
 
-    def make(self, update: Update) -> None:
+    def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
@@ -254,7 +254,7 @@ class StageWeights:
             self.rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()
 
-    def leave_out(self, update: Update) -> None:
+    def skip(self, update: Update) -> None:
         """Make an update that changes no weights, and write the last step's prediction again."""
         storage, room, before = self._bound, update.room, update.stale
         if room is not None:

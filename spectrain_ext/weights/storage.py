@@ -96,10 +96,10 @@ class VersionBuffer:
     flat: Flat
     memory: Buffer  # stands for its memory where streams are checked
     content: Content | None = None  # None: nothing useful
-    leaving: Content | None = None  # to copy to CPU memory before the buffer is written
+    to_offload: Content | None = None  # to copy to CPU memory before the buffer is written
     written: Event | None = None  # the last write, on the stream that writes weights
     read: Event | None = None  # the last read, on the stream that computes
-    followed: bool = True  # whether that stream has waited for the last write
+    awaited: bool = True  # whether that stream has waited for the last write
     sink: PredictionSink | None = None  # for the optimizer's predictions, once requested
     watch: _C.Watch | None = None  # detects parameters that left, once they were here
 
@@ -151,8 +151,8 @@ class Storage:
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
-        self.most = versions if offloads else None  # the size of the pool, if possible
-        self.hosted: dict[Content, list[Tensor]] = {}  # in CPU memory
+        self.pool_limit = versions if offloads else None  # the size of the pool, if possible
+        self.offloaded: dict[Content, list[Tensor]] = {}  # in CPU memory
         self._plans: dict[tuple[int, int], Plan] = {}  # by source and target
         # By address of a flat buffer's memory: its index in its version, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
@@ -272,9 +272,9 @@ class Storage:
         self._forget()
 
     def _forget(self) -> None:
-        self.hosted = {}
+        self.offloaded = {}
         for buffer in self.pool:
-            buffer.content = buffer.leaving = None
+            buffer.content = buffer.to_offload = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Return the true weights by parameter; between runs they are in the home buffer."""
@@ -311,13 +311,13 @@ class Storage:
 
     def vacate(self, buffer: VersionBuffer) -> None:
         """Before a write: copy the buffer's old content to CPU memory if it is needed again."""
-        leaving, buffer.leaving = buffer.leaving, None
-        if leaving is not None and leaving not in self.hosted:
-            self.hosted[leaving] = [*map(on_host, buffer.flat.buffers)]
+        to_offload, buffer.to_offload = buffer.to_offload, None
+        if to_offload is not None and to_offload not in self.offloaded:
+            self.offloaded[to_offload] = [*map(on_host, buffer.flat.buffers)]
 
     def write(self, content: Content, buffer: VersionBuffer) -> None:
         self.vacate(buffer)
-        law, there = content.law, self.hosted.get(content)
+        law, there = content.law, self.offloaded.get(content)
         if there is not None:
             for part, copy in zip(buffer.flat.buffers, there, strict=True):
                 part.copy_(copy, non_blocking=True)

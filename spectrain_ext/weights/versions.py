@@ -76,14 +76,14 @@ class Versions(Reader[Content]):
                 break
         else:
             buffer = self._to_vacate(besides) or storage.new_buffer()
-            buffer.leaving = buffer.content
+            buffer.to_offload = buffer.content
         buffer.content = content
         return buffer
 
     def _to_vacate(self, besides: VersionBuffer | None) -> VersionBuffer | None:
         """Return the buffer needed last, that of the newest version; None: the pool may grow."""
         storage = self._storage
-        if storage.most is None or len(storage.pool) < storage.most:
+        if storage.pool_limit is None or len(storage.pool) < storage.pool_limit:
             return None
         needed = (storage.true, storage.bound, besides)
         others = [
@@ -113,10 +113,10 @@ class Versions(Reader[Content]):
             if self._is_wanted(true):
                 kept = self.room(None)
             (kept or storage.true).content = Content(self.version)
-        elif self._is_wanted(true) and self.find(true) is None and true not in storage.hosted:
+        elif self._is_wanted(true) and self.find(true) is None and true not in storage.offloaded:
             kept = self.room(true)
-        for content in [each for each in storage.hosted if not self._is_wanted(each)]:
-            del storage.hosted[content]
+        for content in [each for each in storage.offloaded if not self._is_wanted(each)]:
+            del storage.offloaded[content]
         written = self._following(forward, moves, rates_move)
         return Update(None if written is None else self.room(written, kept), kept, stale)
 

@@ -229,7 +229,7 @@ def full(*_, **__):
 @pytest.mark.parametrize("call", ["spectrain_ext.checkpoint.storage.save_file", "os.fsync"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, call, asynchronous):
-    from spectrain_ext.checkpoint.saving import Prepared
+    from spectrain_ext.checkpoint.saving import PendingCheckpoint
     from spectrain_ext.distributed.exchange import Peers
 
     expected = pipeline(2, seed=5)
@@ -239,7 +239,9 @@ def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, cal
         patch.setattr(call, full)
         with pytest.raises((CheckpointError, OSError), match="No space left on device"):
             if asynchronous:
-                Prepared(saved, other, Peers(), overwrite=True).write_behind(Peers()).result()
+                PendingCheckpoint(saved, other, Peers(), overwrite=True).write_behind(
+                    Peers()
+                ).result()
             else:
                 save(saved, other, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

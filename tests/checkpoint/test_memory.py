@@ -79,7 +79,7 @@ def test_no_name_that_another_process_says_leads_out_of_a_directory(tmp_path, na
 
 
 def test_a_key_of_another_process_that_is_a_path_is_not_used(tmp_path, shm, monkeypatch):
-    monkeypatch.setattr(memory.Memory, "_follows", lambda self, make: "../../elsewhere")
+    monkeypatch.setattr(memory.Memory, "_copies_name", lambda self, make: "../../elsewhere")
     manager = CheckpointManager(tmp_path / "checkpoints", pipeline(2), memory_every=1)
     assert manager.restore() is None
     assert not manager._memory.usable

@@ -10,8 +10,8 @@ import torch
 from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
-from spectrain_ext.distributed.failures import Beat, Cause, suspect
-from spectrain_ext.distributed.wire import layout_of, text_of
+from spectrain_ext.distributed.failures import Cause, Heartbeat, find_culprit
+from spectrain_ext.distributed.wire import decode_layout, encode_layout
 from spectrain_ext.transport.message import FLAT, FlatMemory, Layout, Message, unflattened
 
 pytestmark = pytest.mark.processes
@@ -138,17 +138,17 @@ def test_any_end_of_a_rank_ends_all(fault, culprit, keeper):
 
 def test_blame_goes_to_whom_all_others_wait_for():
     now = monotonic()
-    waiting = [Beat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
-    busy = [Beat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
-    assert suspect(busy, 3, 2, 1.0)[0].rank == 0
-    silent = [busy[0], Beat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
-    cause, _ = suspect(silent, 3, 2, 1.0)
+    waiting = [Heartbeat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
+    busy = [Heartbeat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
+    assert find_culprit(busy, 3, 2, 1.0)[0].rank == 0
+    silent = [busy[0], Heartbeat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
+    cause, _ = find_culprit(silent, 3, 2, 1.0)
     assert cause.rank == 1
     assert "last known in B 1: no sign of life for 2.0 s" in cause.reason
-    circle = [Beat(b"x", now, waits=(2, "edge")), *waiting[1:]]
-    assert "3 -> 2 -> 1 -> 0 -> 2" in suspect(circle, 3, 2, 1.0)[0].reason
-    pair = [Beat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
-    assert suspect(pair, 1, 0, 1.0)[0].rank == 0
+    circle = [Heartbeat(b"x", now, waits=(2, "edge")), *waiting[1:]]
+    assert "3 -> 2 -> 1 -> 0 -> 2" in find_culprit(circle, 3, 2, 1.0)[0].reason
+    pair = [Heartbeat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
+    assert find_culprit(pair, 1, 0, 1.0)[0].rank == 0
     assert Cause.read(b"") is None
 
 
@@ -164,11 +164,11 @@ def test_a_layout_survives_the_wire(named):
         form = ("dict", ("é0", "more"), first, ("list", *more, *map(json.dumps, CONSTANTS)))
     message = Message(tensors, rank_programs.GRADS, form)
     layout = Layout.of(message)
-    assert layout_of(text_of(layout)) == layout
+    assert decode_layout(encode_layout(layout)) == layout
     assert layout.message(list(tensors)).form == form
     assert ("['é0'] float32 [4, 7]" in str(layout)) == named
     if named:
-        found = unflattened(layout_of(text_of(layout)).form, iter(tensors))["more"]
+        found = unflattened(decode_layout(encode_layout(layout)).form, iter(tensors))["more"]
         assert repr(found[len(more) :]) == repr(CONSTANTS)
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
     for to, tensor in zip(layout.views(memory), message.tensors, strict=True):
@@ -210,7 +210,7 @@ def test_a_layout_survives_the_wire(named):
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
-        layout_of(text)
+        decode_layout(text)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

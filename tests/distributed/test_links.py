@@ -54,7 +54,7 @@ class Default:
 
 def unwatched(rank):
     """Replaces a board."""
-    nothing = {"doing": lambda *_: None, "check": lambda: None}
+    nothing = {"set_action": lambda *_: None, "check": lambda: None}
     return SimpleNamespace(
         rank=rank, timeout=1.0, blocked=lambda *_: nullcontext(), aborts=[], **nothing
     )
@@ -113,8 +113,8 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
                 for group in {link.host, link.device}:
                     assert set(group.ranks) == {link.sender, link.receiver}
                     expected.append((use[0], group, use[1]))
-            if links.circle is not None:
-                for group in {links.circle.host, links.circle.device}:
+            if links.rank_group is not None:
+                for group in {links.rank_group.host, links.rank_group.device}:
                     expected.append(("all_reduce", group))
             assert Counter(uses) == Counter(expected)
             order = [group.number for _, group, *_ in uses]
@@ -130,8 +130,8 @@ def trains(counts, links, rank, minibatches=2):
     places = places_of(find_method("vanilla"), len(counts), microbatches, None, replicas)
     for kind, _, j in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
         if kind is Kind.UPDATE:
-            if links.circle is not None:
-                yield "meet", (SUM, links.circle.device)
+            if links.rank_group is not None:
+                yield "meet", (SUM, links.rank_group.device)
             continue
         j = c + j * counts[k]
         forward = kind is Kind.FORWARD
@@ -455,5 +455,5 @@ def test_the_groups_stand_by_themselves(monkeypatch):
 def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
     for gpu in gpus:
         monkeypatch.setattr(links_module, "_gpu", lambda _, gpu=gpu: gpu)
-        board = SimpleNamespace(gathered=lambda where, mine: gpus if mine in gpus else None)
+        board = SimpleNamespace(exchange_json=lambda where, mine: gpus if mine in gpus else None)
         assert links_module.backend_of_bodies(board, CPU) == expected

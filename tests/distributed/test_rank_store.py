@@ -61,7 +61,7 @@ def test_a_board_of_one_rank(tmp_path, monkeypatch):
     board = Board(kept, 0, 1, timeout=5.0)
     with board.run(starts=True):
         for n in range(3):
-            assert board.gathered("meeting", {"method": "sync", "own": n}) == [
+            assert board.exchange_json("meeting", {"method": "sync", "own": n}) == [
                 {"method": "sync", "own": n}
             ]
     for _ in range(3):

@@ -28,7 +28,7 @@ def forge(directory, change):
     path = directory / documents.NAME
     body = json.loads(path.read_text())["checkpoint"]
     change(body)
-    path.write_bytes(documents.written(body))
+    path.write_bytes(documents.file_content(body))
 
 
 def data_file(directory, kind="model"):

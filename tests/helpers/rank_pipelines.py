@@ -274,7 +274,7 @@ def opening(rank, ranks, culprit, when):
 
 def missing(rank, ranks, culprit, late):
     """Leave one rank without its pipeline until the others have given up."""
-    board.SLOW = 5.0  # instead of 15
+    board.CONNECT_SECONDS = 5.0  # instead of 15
     if rank == culprit and not late:
         commit("hang")
     if rank == culprit:

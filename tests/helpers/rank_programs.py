@@ -19,7 +19,7 @@ from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic, open_links
-from spectrain_ext.distributed.store import _met
+from spectrain_ext.distributed.store import _agree_on_start
 from spectrain_ext.errors import RankError
 from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
@@ -203,7 +203,7 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
             sender = RemoteSender(link, CPU, 3, told)
     with told.run():
         for n in range(1000000):
-            told.doing("F", n)
+            told.set_action("F", n)
             if rank == culprit and n == 20:
                 commit(fault)
             if receiver is not None:
@@ -278,7 +278,7 @@ def waits_for_one(rank, ranks, timeout, grace, seconds):
         if rank == 0:
             with told.busy("the work"):
                 for n, each in enumerate(seconds):
-                    told.doing("step", n)
+                    told.set_action("step", n)
                     threading.Event().wait(each)
     return True
 
@@ -333,4 +333,4 @@ def joining(rank, ranks, port, as_rank):
     """Join with a rank that no other rank expects."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with suppress(TimeoutError):
-        _met(store, as_rank, as_rank + 1, timedelta(seconds=0.1))
+        _agree_on_start(store, as_rank, as_rank + 1, timedelta(seconds=0.1))

@@ -14,7 +14,7 @@ import torch
 from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 
 import spectrain_ext as st
-from spectrain_ext.pipeline.batch import hand_in
+from spectrain_ext.pipeline.batch import send_batch
 from spectrain_ext.transport import Message, streams
 
 HOST = torch.device("cpu")
@@ -214,7 +214,7 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
     del log[:]
     host, other = torch.ones(2), torch.ones(2).as_subclass(Elsewhere)
     inputs = around.edges[0].inputs[0]
-    hand_in(inputs, Message((host, other), (False, False)), around._source._batch)
+    send_batch(inputs, Message((host, other), (False, False)), around._source._batch)
     current = torch.cuda.current_stream(ONE)
     copies = inputs.stream._streams[0]
     kinds = [entry[:2] for entry in log]

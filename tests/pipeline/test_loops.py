@@ -483,7 +483,7 @@ def test_a_callback_that_raises_leaves_the_loop():
 
 
 def test_fit_asks_for_losses_in_time(monkeypatch):
-    monkeypatch.setattr("spectrain_ext.pipeline.loops._WAITING", 2)
+    monkeypatch.setattr("spectrain_ext.pipeline.loops._FETCHED_AT_ONCE", 2)
     pipe, data = st.Pipeline(tanh_stages(1), sgd(lr=0.0, momentum=0.0), mse, "sync"), batches(7)
     (mean,) = pipe.fit(data)
     assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)

@@ -397,7 +397,7 @@ def test_a_wait_that_is_removed_is_noticed(monkeypatch):
 
 def test_a_large_host_tensor_is_staged(monkeypatch):
     """Forced on the CPU: the bits, the caller's freedom to refill, the order of the staging."""
-    monkeypatch.setattr(local, "TAKEN_AT_ONCE", 16)
+    monkeypatch.setattr(local, "PAGEABLE_COPY_LIMIT", 16)
     receiver = new_stream("receiver", CPU)
     edge = Edge("edge", CPU, CPU, receiver, depth=2)
     edge._stages = True

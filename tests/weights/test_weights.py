@@ -62,7 +62,7 @@ def made(
 def step(weights, *, forward=None):
     for p in weights.params:
         p.grad = torch.ones_like(p)
-    weights.make(weights.versions.begin_update(forward, rates_move=weights.rates_move))
+    weights.step(weights.versions.begin_update(forward, rates_move=weights.rates_move))
 
 
 def holds(weights, content):
@@ -312,7 +312,7 @@ def test_parameters_without_a_gradient():
     weights = made(forward=2, backward="predict", back=1)
     step(weights)
     weights.params[0].grad = torch.ones_like(weights.params[0])
-    weights.make(weights.versions.begin_update((3, 0)))  # no gradient for the bias
+    weights.step(weights.versions.begin_update((3, 0)))  # no gradient for the bias
     torch.testing.assert_close(bound(weights), predicted(weights, 2))
     assert all(p.grad is None for p in weights.params)
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from .columns import Columns, columns_of
 
-WAY_OUT = (
+SPLIT_HINT = (
     "name submodules to cut before (split_points), or give a list of blocks with before= and after="
 )
 
 
 @dataclass(frozen=True)
-class Unit:
+class SideModule:
     """A module outside the list of blocks, and when it is called relative to them."""
 
     before: bool
@@ -32,12 +32,12 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Outline:
     """A model's list of blocks and its surroundings."""
 
     path: str  # of the list of blocks
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
-    units: Mapping[str, Unit]  # outside the list
+    side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
     fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
@@ -84,15 +84,15 @@ def takes_ids(model: object) -> bool:
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
-def outline(
+def outline_columns(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
-) -> tuple[Plan, Any]:
-    """Run a model; return a plan with its columns only, and its output."""
-    plan = Plan("", (), {}, columns_of(model, more), _fixed(model))
-    given = plan.columns.of(example)
+) -> tuple[Outline, Any]:
+    """Run a model; return an outline with its columns only, and its output."""
+    outline = Outline("", (), {}, columns_of(model, more), _fixed(model))
+    given = outline.columns.of(example)
     try:
         with evaluated(model):
-            return plan, model(**given, **plan.fixed)
+            return outline, model(**given, **outline.fixed)
     except Exception as error:
         what = f"{type(model).__name__} fails on"
         why = f"{type(error).__name__}: {error}"
@@ -110,10 +110,10 @@ def _fixed(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if caches else {}
 
 
-def plan_of(
+def find_outline(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
-) -> tuple[Plan, Any]:
-    """Run a model with hooks on its modules; return its plan and its output."""
+) -> tuple[Outline, Any]:
+    """Run a model with hooks on its modules; return its outline and its output."""
     config = getattr(model, "config", None)
     for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, option, False):
@@ -132,9 +132,10 @@ def plan_of(
             "keeps several versions; set model.config.rescale_every = 0"
         )
     with _Watch(model) as watch:
-        plan, output = outline(model, example, made_up, more)
+        outline, output = outline_columns(model, example, made_up, more)
     path, members = watch.blocks()
-    return replace(plan, path=path, members=members, units=watch.units(path)), output
+    outside = watch.side_modules(path)
+    return replace(outline, path=path, members=members, side_modules=outside), output
 
 
 @contextmanager
@@ -211,24 +212,24 @@ class _Watch:
         if not found:
             raise ValueError(
                 f"model: {self._kind} has no list of blocks that hand a tensor from one to the "
-                f"next; {WAY_OUT}"
+                f"next; {SPLIT_HINT}"
             )
         path = max(found, key=lambda name: found[name])
         return path, tuple(self._returned[member][0] for member in self._lists[path])
 
-    def units(self, path: str) -> dict[str, Unit]:
+    def side_modules(self, path: str) -> dict[str, SideModule]:
         """Return the outermost called modules outside a list of blocks."""
         members = self._lists[path]
         begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
         hidden = self._returned[members[0]][1][:2]  # batch size and sequence length
-        found: dict[str, Unit] = {}
+        found: dict[str, SideModule] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
             if module._parameters:
                 name = prefix + next(iter(module._parameters))
                 raise ValueError(
                     f"model: {self._kind}'s parameter {name!r} is used beside the blocks of "
-                    f"{path!r} by code that no stage has alone; {WAY_OUT}"
+                    f"{path!r} by code that no stage has alone; {SPLIT_HINT}"
                 )
             for name, child in module.named_children():
                 where = prefix + name
@@ -239,14 +240,14 @@ class _Watch:
                 if around or (inside and not self._calls.get(child)):
                     look(child, where + ".")
                 else:
-                    found[where] = unit(where, child)
+                    found[where] = side_module(where, child)
 
         def of_hidden(index: int, size: int) -> int:
             if size in hidden[index : index + 1]:
                 return ~index
             return ~hidden.index(size) if size in hidden else size
 
-        def unit(name: str, module: nn.Module) -> Unit:
+        def side_module(name: str, module: nn.Module) -> SideModule:
             calls = self._calls.get(module, [])
             before = any(ends < begin for _, ends in calls)
             after = any(begins > end for begins, _ in calls)
@@ -255,7 +256,7 @@ class _Watch:
             if learns and between:
                 raise ValueError(
                     f"model: {self._kind}'s {name!r} is called between the blocks of {path!r}, "
-                    f"and no stage has it alone; {WAY_OUT}"
+                    f"and no stage has it alone; {SPLIT_HINT}"
                 )
             shape = None
             if learns and before:
@@ -264,11 +265,11 @@ class _Watch:
                     raise ValueError(
                         f"model: {self._kind}'s {name!r} comes before the blocks of {path!r} and "
                         "returns something else than a tensor; no other stage could do without "
-                        f"it; {WAY_OUT}"
+                        f"it; {SPLIT_HINT}"
                     )
                 *sizes, width = returned[1]
                 shape = (*(of_hidden(i, size) for i, size in enumerate(sizes)), width)
-            return Unit(before, between, after, shape)
+            return SideModule(before, between, after, shape)
 
         look(self._model, "")
         return found

@@ -32,8 +32,8 @@ def without_values(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
-class Lineage:
-    """Records how tensors are made, inside ``with lineage.kept():``, using tensors without values.
+class Provenance:
+    """Records how tensors are made, inside ``with provenance.kept()``, on tensors without values.
 
     The tensors appear to be on the CPU, so a model behaves as it does there. Two tensors are the
     same if the same operations made them in the same order from the same tensors of the model and

@@ -33,7 +33,7 @@ def write_back(
 ) -> None:
     """Copy the tensors of all ranks into this rank's model, if it has one; all ranks call this."""
     offered: dict[str, tuple[int, _Offer]] = {}
-    for rank, told in enumerate(peers.gathered(lambda: _offers(given), _WHAT)):
+    for rank, told in enumerate(peers.call_on_all(lambda: _offers(given), _WHAT)):
         for each in told:
             offered.setdefault(each[0], (rank, _Offer(*each)))
     places: dict[str, Tensor] = {}
@@ -45,7 +45,7 @@ def write_back(
         places.update(tensors_by_name(model, shapes))
         return [n for n, (_, offer) in offered.items() if _wants(offer, places[n], own.get(n))]
 
-    asked = [set(names) for names in peers.gathered(wanted, _WHAT)]
+    asked = [set(names) for names in peers.call_on_all(wanted, _WHAT)]
     for name, (rank, offer) in offered.items():
         if not any(name in names for names in asked):
             continue
