@@ -166,25 +166,29 @@ def timeline(
                     inbound=inbound,
                 )
                 spans, devices = list(simulated), devices_under(chosen, stages)
+        left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
-            draw_timeline(
+            left_out = draw_timeline(
                 out,
                 spans,
                 title=name,
                 versions=versions,
                 communication=communication > 0,
-                unit="time" if link is None else "seconds",
+                unit="simulated time" if link is None else "simulated seconds",
                 devices=devices,
             )
     except (ValueError, ModuleNotFoundError, OSError) as error:
         raise click.ClickException(str(error)) from error
     summary = summarize(spans, devices)
-    idle = ", ".join(f"{100 * share:.0f} %" for share in summary.bubbles)
+    shares = [f"{100 * share:.0f} %" for share in summary.bubbles]
+    idle = ", ".join(shares) if len(set(shares)) > 1 else f"{shares[0]} each"
     click.echo(f"{name}: {summary.makespan:g} in all, {summary.period:g} per minibatch of stage 0")
     click.echo(f"idle, by {'stage' if devices is None else 'device'}: {idle}")
     click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")
+    if left_out:
+        click.echo(left_out)
 
 
 def _found(method: str) -> Method:
