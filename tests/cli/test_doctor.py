@@ -41,7 +41,7 @@ def _see_cuda(
     available: bool,
     driver: bool | None = None,
 ) -> None:
-    """Set what torch sees, and whether a driver is installed: where torch sees a GPU, or as given."""
+    """Set what torch sees, and whether a driver is installed: as given, or where there is a GPU."""
     there = available if driver is None else driver
     monkeypatch.setattr("spectrain_ext.cli.doctor._DRIVER_FILES", (__file__,) if there else ())
     monkeypatch.setattr("spectrain_ext.cli.doctor.disturbed", lambda: None)  # by other tests
