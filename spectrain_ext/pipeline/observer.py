@@ -43,6 +43,17 @@ class Observer:
 
     Attributes:
         ranges: whether every action is to be a range of ``torch.profiler`` as well.
+
+    Example:
+        >>> class Indices(st.Observer):
+        ...     def result(self, result):
+        ...         print("minibatch", result.index)
+        >>> pipe = st.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)],
+        ...     lambda p: st.optim.SGD(p, lr=0.1, momentum=0.9), nn.functional.mse_loss)
+        >>> batches = [(torch.ones(3, 2), torch.ones(3, 1))] * 2
+        >>> results = [*pipe.run(batches, trace=Indices())]
+        minibatch 0
+        minibatch 1
     """
 
     ranges = False

@@ -19,7 +19,7 @@ from .density import bin_edges, time_in_bins
 class _Look(NamedTuple):
     name: str
     color: str
-    text: str
+    text: str  # its color
 
 
 # Okabe and Ito's colours, distinguishable with any colour vision; they differ in lightness too.
