@@ -81,7 +81,8 @@ class Trace(Observer):
         >>> for result in pipe.run([(torch.ones(2, 4), torch.zeros(2, 2))], trace=trace):
         ...     pass
         >>> [span.kind.value for span in trace.spans() if (span.stage, span.microbatch) == (0, 0)]
-        ['load forward weights', 'forward', 'send activation', 'load backward weights', 'backward']
+        ['load forward weights', 'forward', 'send activation', 'load backward weights', 'backward',
+        'update']
     """
 
     ranges = True
