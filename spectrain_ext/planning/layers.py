@@ -41,9 +41,9 @@ class Layers:
     Example:
         >>> from spectrain_ext.partitioning import BlockProfile, Profile
         >>> from spectrain_ext.planning import Layers
-        >>> small, large = (Profile((BlockProfile(seconds, 64, 256),)) for seconds in (0.25, 1.75))
-        >>> Layers((1, 7), (small, large)).at(4).blocks[0].seconds
-        1.0
+        >>> small, large = (Profile((BlockProfile(0.1, size, 256),)) for size in (64, 256))
+        >>> Layers((1, 7), (small, large)).at(4).blocks[0].output_bytes
+        160
     """
 
     samples: tuple[int, int]

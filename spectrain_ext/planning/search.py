@@ -135,7 +135,7 @@ class Search:
         return found.slowest
 
     def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
-        """Return the numbers that divide a minibatch evenly, up to those that make a flush cheap."""
+        """Return the numbers that divide a minibatch evenly, up to a cheap flush's."""
         each, batch = lcm(*replicas), self._setting.batch
         most = _FLUSH * len(replicas)
         return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
