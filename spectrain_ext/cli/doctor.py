@@ -297,7 +297,6 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the system's name, with family and model where /proc/cpuinfo has them."""
     path = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if path.exists():
@@ -312,7 +311,6 @@ def cpu_name() -> str:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Make torch compute with ``count`` CPU threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -140,7 +140,6 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
 
 
 def _ends(ranks: int) -> int:
-    """Return the messages that all ranks send or receive for a minibatch."""
     return 2 * 2 * (ranks - 1) * _PARTS
 
 

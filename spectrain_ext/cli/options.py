@@ -1,6 +1,5 @@
 """Parses and completes option values, imports your own methods, and prints plain text."""
 
-import ast
 import importlib
 import math
 import os
@@ -106,19 +105,14 @@ def complete_method(start: str) -> Iterable[str]:
 
 
 def complete_member(start: str) -> list[str]:
-    """Return ``module:NAME`` for the public names of a module, without running its code."""
+    """Return ``module:NAME`` for what a module defines, without running its code."""
     module = start.partition(":")[0]
     try:
-        body = ast.parse(Path(module.replace(".", "/") + ".py").read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
+        text = Path(module.replace(".", "/") + ".py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return []
-    found: list[str] = []
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.append(node.name)
-        elif isinstance(node, ast.Assign):
-            found += [one.id for one in node.targets if isinstance(one, ast.Name)]
-    return [f"{module}:{name}" for name in found if not name.startswith("_")]
+    found = re.findall(r"^(?:def |class |(?=\w+ =))([A-Za-z]\w*)", text, re.MULTILINE)
+    return [f"{module}:{name}" for name in found]
 
 
 # Methods named as module:NAME, from the working directory or PYTHONPATH.

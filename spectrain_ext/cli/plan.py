@@ -374,7 +374,6 @@ def _print_table(console: Console, found: Plan) -> None:
 
 
 def _missed(found: Plan) -> Iterator[str]:
-    """Name the methods that did not reach the loss."""
     told = {
         (candidate.method, candidate.quality): candidate
         for candidate in found.candidates

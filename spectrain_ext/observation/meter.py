@@ -79,8 +79,6 @@ class Probe:
 
 @dataclass
 class Window:
-    """The counts and times of some minibatches of a stage."""
-
     began: float  # seconds since the epoch
     ended: float = 0.0
     minibatches: int = 0  # updated from
@@ -100,7 +98,6 @@ class Window:
         return {name: seconds_between(pairs) for name, pairs in marks.items()}
 
     def mean_delay(self) -> float | None:
-        """Return the mean number of updates between a forward and its backward."""
         count = self.delays.total()
         return sum(self.delays.elements()) / count if count else None
 
@@ -139,7 +136,6 @@ class Meter:
         self._window.losses.append(loss)
 
     def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
-        """Wrap the handlers so that they are counted and timed."""
         timed = marked(self.stage, given, self._records)
 
         def forward(i: int, j: int) -> None:

@@ -57,7 +57,6 @@ class _Phase:
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
     def ledgers(self) -> dict[int, Ledger]:
-        """Return the ledgers of this process's stages, which follow stage 0's schedule."""
         return {
             k: Ledger(k) if entry is None else Ledger(k, self.rules[k], entries=Entries(entry()))
             for k, entry in self.entry.items()

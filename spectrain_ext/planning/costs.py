@@ -99,7 +99,6 @@ def least_of(values: Sequence[float], replicas: Sequence[int]) -> list[float]:
 
 
 def check_shared(profile: Profile, ends: Sequence[int], replicas: Sequence[int]) -> None:
-    """Raise ValueError if stages that share a parameter have replicas."""
     for tie in profile.shared:
         first, last = (bisect_right(ends, block) for block in (tie.first, tie.last))
         if first != last and max(replicas[first], replicas[last]) > 1:
@@ -157,7 +156,6 @@ class Costs:
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
-        """The model's blocks for one microbatch."""
         return self.setting.profile(self.way.microbatches).blocks
 
     @cached_property
@@ -252,7 +250,6 @@ class Costs:
 
     @property
     def work(self) -> float:
-        """Seconds of computation per minibatch, over all devices."""
         d = self.durations
         turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
         shares = zip(turns, d.update, self.places, self.way.replicas, strict=True)
@@ -294,8 +291,6 @@ class Costs:
 
 
 class _StageCost:
-    """A stage's sums over its blocks, for a microbatch."""
-
     def __init__(self, blocks: tuple[BlockProfile, ...], speed: float) -> None:
         self.speed = speed
         self.forward = sum(block.parts[0] for block in blocks) / speed
@@ -322,8 +317,6 @@ class Passes(NamedTuple):
 
 
 class _Buffer:
-    """A stand-in for ``VersionBuffer`` without memory."""
-
     def __init__(self) -> None:
         self.content: Content | None = None
 

@@ -61,7 +61,6 @@ SYNCHRONOUS = Quality(0.0, 0.0, (), 1.0)
 
 @lru_cache
 def measurements() -> tuple[dict[str, Any], ...]:
-    """Return the rows of ``quality.json``: one per workload, method, stages and microbatches."""
     # From a study's results; docs/frontier.md describes it.
     text = (files(__package__) / "quality.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["rows"])
@@ -144,7 +143,6 @@ class Candidate:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.ends)
 
     @property

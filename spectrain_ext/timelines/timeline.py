@@ -175,7 +175,6 @@ def finish_axes(axes: Any, whole: tuple[float, float], stages: int) -> None:
 
 
 def _usual(drawn: Sequence[Span], length: float) -> float:
-    """Return the first quartile of the blocks' durations."""
     blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
     return blocks[len(blocks) // 4] if blocks else length
 
