@@ -6,7 +6,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -229,6 +228,8 @@ def _draw_densities(
     versions: bool,
 ) -> str:
     """Draw the shares of each bin of time that every row spends in each kind of work."""
+    import numpy as np  # as matplotlib does
+
     first, last = whole
     _draw_idle(axes, rows, (first, last - first), communication)
     parts = 1 + max(span.microbatch for span in drawn)
@@ -246,20 +247,12 @@ def _draw_densities(
             continue
         top, height = place
         order = sorted(looks, key=lambda look: (_ORDER.index(look.name), look.color))
-        times = [time_in_bins(looks[look], edges) for look in order]
+        times = np.array([time_in_bins(looks[look], edges) for look in order])
         # Actions of a device's stages, or copies, may overlap: their sum is at most the bin.
-        wholes = [
-            max(b - a, sum(column))
-            for (a, b), column in zip(pairwise(edges), zip(*times, strict=True), strict=True)
-        ]
-        base = [top + height] * len(wholes)
-        for look, taken in zip(order, times, strict=True):
-            above = [
-                y - height * time / whole
-                for y, time, whole in zip(base, taken, wholes, strict=True)
-            ]
-            axes.stairs(above, edges, baseline=base, fill=True, color=look.color, linewidth=0)
-            base = above
+        shares = times / np.maximum(np.diff(edges), times.sum(0))
+        tops = top + height * (1 - shares.cumsum(0))
+        for look, above, below in zip(order, tops, [top + height, *tops], strict=False):
+            axes.stairs(above, edges, baseline=below, fill=True, color=look.color, linewidth=0)
     count = sum(span.kind in COMPUTED and span.end > span.start for span in drawn)
     return (
         f"{count} blocks are too narrow to draw. Columns show shares of time, in bins of "
