@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch.cuda import nccl
 
 from spectrain_ext import _C
 from spectrain_ext.threads import cores, crowded, disturbed
@@ -76,7 +77,7 @@ def versions() -> dict[str, str]:
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
-        **({"NCCL": _nccl_version()} if dist.is_nccl_available() else {}),
+        **({"NCCL": ".".join(map(str, nccl.version()))} if dist.is_nccl_available() else {}),
         **installed("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"),
     }
 
@@ -90,7 +91,7 @@ def environment() -> dict[str, str]:
     }
     others = "NCCL_", "TORCH_NCCL_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     return found | {
-        name: os.environ[name] for name in sorted(os.environ) if name.startswith(others)
+        name: text for name, text in sorted(os.environ.items()) if name.startswith(others)
     }
 
 
@@ -117,8 +118,7 @@ def devices() -> dict[str, str]:
 
 def peer_access() -> Table:
     every = range(torch.cuda.device_count())
-    table = Table(title="Peer access", title_justify="left")
-    table.add_column("from \\ to")
+    table = Table("from \\ to", title="Peer access", title_justify="left")
     for target in every:
         table.add_column(f"cuda:{target}", justify="center")
 
@@ -134,8 +134,7 @@ def peer_access() -> Table:
 
 def findings(build: BuildInfo) -> list[Finding]:
     """Return the problems, most important first, then the notes."""
-    parts = _build_findings(build), _torch_findings(), _stream_findings(), _other_findings()
-    found = [finding for part in parts for finding in part]
+    found = *_build_findings(build), *_torch_findings(), *_stream_findings(), *_other_findings()
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
@@ -252,11 +251,6 @@ def _other_findings() -> Iterator[Finding]:
             "pip install 'spectrain_ext[pictures]'",
             False,
         )
-
-
-def _nccl_version() -> str:
-    version: tuple[int, ...] = torch.cuda.nccl.version()
-    return ".".join(map(str, version))
 
 
 def _has_gpu() -> bool:

@@ -1,7 +1,5 @@
 """Measures the link between processes of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Plans how to train a model on a number of devices and prints the candidates."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

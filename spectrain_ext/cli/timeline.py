@@ -1,7 +1,5 @@
 """Draws the simulated timeline of a method, or of a schedule from a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

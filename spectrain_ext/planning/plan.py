@@ -1,7 +1,5 @@
 """Plans how to train a model on some devices, by the costs of all ways to do it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Searches all ways to train a model on some devices for the best, by bounds and simulation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 python -m spectrain_ext.timelines.merging OUT.json RANK0.json RANK1.json ...
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -26,7 +24,6 @@ def merge_traces(path: str | Path, parts: Sequence[str | Path]) -> None:
     agree, often within milliseconds.
 
     Args:
-        path: the file to write.
         parts: one file per rank, in order: from ``write_trace`` with ``origin``, or from
             ``torch.profiler``'s ``export_chrome_trace``.
 

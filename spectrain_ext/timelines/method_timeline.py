@@ -1,7 +1,5 @@
 """Simulates the runs of methods, and lists the instructions of a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,14 +56,10 @@ def simulate_method(
     the method's ``chunks``.
 
     Args:
-        method: a name, or a Method.
-        stages: their number.
-        minibatches: the length of the run.
         microbatches: per minibatch; ``"auto"``: the method's usual number.
         window: as for ``Pipeline``.
         forward: duration of a microbatch's forward.
         backward: duration of a microbatch's backward.
-        update: duration of an update.
         prediction: duration of a prediction, where the method predicts.
         communication: duration of a message to a neighbouring stage.
         inbound: whether all messages to a device share one wire; see ``Durations``.

@@ -1,7 +1,5 @@
 """Draws what each stage does when, and writes it as a trace for Chrome and Perfetto."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict
@@ -78,9 +76,6 @@ def draw_timeline(
     that a row spends in each kind of work.
 
     Args:
-        path: the picture.
-        spans: what to draw.
-        title: above the picture.
         versions: write the version that a block computes with below its number: ``v3`` after three
             updates, ``v3+2`` predicted two further.
         communication: draw copies to the next stage below a row, to the previous above it.
@@ -319,8 +314,6 @@ def write_trace(
     A stage becomes a process, and its lanes become threads.
 
     Args:
-        path: the file.
-        spans: what happened.
         microseconds: per unit of the spans' time.
         origin: ``Trace.origin``, which ``merge_traces`` needs to align the files of several ranks.
 
