@@ -1,4 +1,4 @@
-"""Fused weight prediction, and asynchronous pipeline training that stands on it (SpecTrain)."""
+"""Fused weight prediction, and asynchronous pipeline training that uses it (SpecTrain)."""
 
 import logging as _logging
 from importlib import import_module as _import_module
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from spectrain_ext.observation import Metrics, Trace
     from spectrain_ext.partitioning import materialize, partition
 
-# What the library has to say goes to whoever asks for it, and nowhere else.
+# The library logs to configured handlers only.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
 
 __version__: str = _build_info()["version"]
@@ -114,7 +114,7 @@ __all__ = [
 ]
 
 
-# Loaded when first asked for: torch.distributed.checkpoint alone takes as long to import as torch.
+# Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch.
 _LATER = {
     "DistributedPipeline": "distributed",
     "Metrics": "observation",

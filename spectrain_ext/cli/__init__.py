@@ -1,1 +1,1 @@
-"""The command line: ``spectrain doctor``, ``plan`` and ``timeline``."""
+"""Provides the commands ``spectrain doctor``, ``plan`` and ``timeline``."""

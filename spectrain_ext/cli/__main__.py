@@ -1,4 +1,4 @@
-"""``python -m spectrain_ext.cli`` is the console script ``spectrain``."""
+"""Runs ``spectrain`` as ``python -m spectrain_ext.cli``."""
 
 from .group import main
 

@@ -1,4 +1,4 @@
-"""``spectrain doctor``: what was built, what there is, what is missing or does harm; remedies."""
+"""Reports versions, the build, the devices, and what is wrong here with its remedy."""
 
 import importlib.metadata
 import os
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch.cuda import nccl
 
 from spectrain_ext import _C
 from spectrain_ext.threads import cores, crowded, disturbed
@@ -21,7 +23,7 @@ from spectrain_ext.threads import cores, crowded, disturbed
 from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]
-#: What CUDA reads when it starts in a process, and does where nothing is said.
+#: Settings that CUDA reads when it starts in a process, with its defaults.
 _CUDA_SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     "CUDA_MODULE_LOADING": "LAZY",
@@ -29,12 +31,25 @@ _CUDA_SETTINGS = {
 }
 
 
-@click.command(short_help="Say what was built, what there is, and what is missing.")
-@click.option("--brief", is_flag=True, help="One line: what was built.")
-def doctor(brief: bool) -> None:
-    """Say what was built, what this machine has, and what is missing or does harm.
+# Files of NVIDIA's driver; the second is WSL's, where every vendor's GPU has /dev/dxg.
+_DRIVER_FILES = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"
 
-    Under torchrun also whether the threads of all processes have a core each.
+
+class Finding(NamedTuple):
+    """Something to know about this machine: a problem is wrong or fails, a note does not."""
+
+    what: str
+    remedy: str
+    is_problem: bool = True
+
+
+@click.command(short_help="Show versions, build and devices, and list problems.")
+@click.option("--brief", is_flag=True, help="Print one line about the build and check nothing.")
+def doctor(brief: bool) -> None:
+    """Show versions, build and devices, and list problems with their remedies.
+
+    Problems are wrong or will fail here, and make the exit status 1. Notes do not change it.
+    Under torchrun this also checks that the threads of all processes have a core each.
     """
     console = plain_console()
     build: BuildInfo = _C.build_info()
@@ -48,15 +63,13 @@ def doctor(brief: bool) -> None:
     _print_rows(console, "Devices", devices())
     if torch.cuda.device_count() > 1:
         console.print(peer_access())
-    findings = problems(build)
-    if findings:
-        console.print("To be mended", style="bold")
-        for what, remedy in findings:
-            marks = ("-", "yellow"), ("remedy:", "dim")
-            told = Text.assemble("  ", marks[0], f" {what}\n    ", marks[1], f" {remedy}")
-            console.print(told, soft_wrap=True)
-    else:
-        console.print("Nothing is missing.", style="bold green")
+    found = findings(build)
+    problems = [one for one in found if one.is_problem]
+    _print_findings(console, "Problems", problems, "yellow", "remedy: ")
+    _print_findings(console, "Notes", [one for one in found if not one.is_problem], "dim")
+    if problems:
+        raise click.exceptions.Exit(1)
+    console.print("No problems.", style="bold green")
 
 
 def versions() -> dict[str, str]:
@@ -64,13 +77,13 @@ def versions() -> dict[str, str]:
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
-        **({"NCCL": _nccl_version()} if dist.is_nccl_available() else {}),
+        **({"NCCL": ".".join(map(str, nccl.version()))} if dist.is_nccl_available() else {}),
         **installed("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"),
     }
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that decide how streams and messages run, as far as they matter here."""
+    """Return the variables that affect streams and messages on this machine."""
     found = {
         name: os.environ.get(name, f"{default} (not set)")
         for name, default in _CUDA_SETTINGS.items()
@@ -78,7 +91,7 @@ def environment() -> dict[str, str]:
     }
     others = "NCCL_", "TORCH_NCCL_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     return found | {
-        name: os.environ[name] for name in sorted(os.environ) if name.startswith(others)
+        name: text for name, text in sorted(os.environ.items()) if name.startswith(others)
     }
 
 
@@ -105,8 +118,7 @@ def devices() -> dict[str, str]:
 
 def peer_access() -> Table:
     every = range(torch.cuda.device_count())
-    table = Table(title="Peer access", title_justify="left")
-    table.add_column("from \\ to")
+    table = Table("from \\ to", title="Peer access", title_justify="left")
     for target in every:
         table.add_column(f"cuda:{target}", justify="center")
 
@@ -120,11 +132,10 @@ def peer_access() -> Table:
     return table
 
 
-def problems(build: BuildInfo) -> list[tuple[str, str]]:
-    """Return what does not work here, each with its remedy, most important first."""
-    threads = [crowd for crowd in (crowded() or disturbed(),) if crowd is not None]
-    found = *_build_problems(build), *_torch_problems(), *_stream_problems()
-    return [*found, *threads, *_extra_problems()]
+def findings(build: BuildInfo) -> list[Finding]:
+    """Return the problems, most important first, then the notes."""
+    found = *_build_findings(build), *_torch_findings(), *_stream_findings(), *_other_findings()
+    return sorted(found, key=lambda finding: not finding.is_problem)
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -137,19 +148,20 @@ def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
         # compute_86 is PTX, which the driver compiles: it runs on everything later.
         if built == capability or (built < capability and kind == "compute"):
             return True
-        # sm_86 runs on later minor versions of its major one, but what is built for a discrete GPU
-        # does not run on an integrated one.
+        # sm_86 runs on later minor versions of its major one, but code for a discrete GPU does not
+        # run on an integrated one.
         if built < capability and built[0] == capability[0] and not integrated:
             return True
     return False
 
 
-def _build_problems(build: BuildInfo) -> Iterator[tuple[str, str]]:
+def _build_findings(build: BuildInfo) -> Iterator[Finding]:
     if not build["cuda"]:
-        yield (
+        yield Finding(
             "The CUDA half of this package was not built: CPU tensors only.",
             "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under SPECTRAIN_CUDA=1, "
             "which makes a missing compiler an error",
+            _has_gpu(),
         )
         return
     architectures = build["cuda_architectures"]
@@ -158,7 +170,7 @@ def _build_problems(build: BuildInfo) -> Iterator[tuple[str, str]]:
         capability = torch.cuda.get_device_capability(index)
         if not covers(architectures, capability):
             name = ".".join(map(str, capability))
-            yield (
+            yield Finding(
                 f"cuda:{index} has compute capability {name}, which was not built for.",
                 "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU cannot "
                 f'be seen with TORCH_CUDA_ARCH_LIST="{name}"',
@@ -167,72 +179,82 @@ def _build_problems(build: BuildInfo) -> Iterator[tuple[str, str]]:
         try:
             _C.require_cuda()
         except RuntimeError as error:
-            yield (
+            yield Finding(
                 f"torch uses CUDA, this package cannot: {error}.",
                 "update the driver, or build with a CUDA toolkit older than "
                 f"{_plain(build['cuda_compiler'])}",
             )
 
 
-def _torch_problems() -> Iterator[tuple[str, str]]:
+def _torch_findings() -> Iterator[Finding]:
+    there, visible = _has_gpu(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
-        where = ", although the machine has an NVIDIA device" if _has_nvidia_device() else ""
-        yield (
+        where = ", although the machine has an NVIDIA device" if there else ""
+        yield Finding(
             f"This torch is a CPU build{where}.",
-            "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
+            ("" if there else "for a GPU: ")
+            + "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
+            there,
         )
-    elif not torch.cuda.is_available():
-        yield (
+    elif torch.cuda.is_available():
+        return
+    elif there and visible in ("", "-1"):
+        yield Finding(
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU.", "unset it to use them", False
+        )
+    else:
+        yield Finding(
             "torch is a CUDA build but sees no CUDA device.",
             f"the driver may be older than torch's CUDA {torch.version.cuda}: update it, or "
             "install a torch for an older CUDA"
-            if _has_nvidia_device()
-            else "install NVIDIA's driver, check that nvidia-smi works and that "
-            "CUDA_VISIBLE_DEVICES is not empty",
+            if there
+            else "for a GPU: install NVIDIA's driver and check that nvidia-smi works",
+            there,
         )
 
 
-def _stream_problems() -> Iterator[tuple[str, str]]:
-    """Settings under which streams wait for one another, or ranks forever."""
+def _stream_findings() -> Iterator[Finding]:
+    """Settings that make streams, or ranks that use NCCL, wait for one another."""
     gpus = torch.cuda.device_count()
-    said = {name: os.environ.get(name, default) for name, default in _CUDA_SETTINGS.items()}
-    if gpus and said["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
-        yield (
+    settings = {name: os.environ.get(name, default) for name, default in _CUDA_SETTINGS.items()}
+    if gpus and settings["CUDA_DEVICE_MAX_CONNECTIONS"] == "1":
+        yield Finding(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue: predictions, "
             "copies and messages do not run beside computation.",
             "CUDA_DEVICE_MAX_CONNECTIONS=32; Megatron-LM's advice of 1 is for tensor parallelism",
         )
     if gpus < 2 or not dist.is_nccl_available():
         return
-    if said["CUDA_LAUNCH_BLOCKING"] == "1":
-        yield (
+    if settings["CUDA_LAUNCH_BLOCKING"] == "1":
+        yield Finding(
             "CUDA_LAUNCH_BLOCKING=1: ranks that send by NCCL wait for one another forever.",
             "unset it, or look for the error in one process",
         )
-    if said["CUDA_MODULE_LOADING"] != "EAGER":
-        yield (
+    if settings["CUDA_MODULE_LOADING"] != "EAGER":
+        yield Finding(
             "CUDA loads kernels when they are first launched, which may wait for messages of NCCL "
             "that wait for this rank.",
             "CUDA_MODULE_LOADING=EAGER for processes with a GPU each, or run a forward and a "
             "backward of each stage before its DistributedPipeline is made",
+            False,  # the default, and harmless where each process uses one GPU without NCCL
         )
 
 
-def _extra_problems() -> Iterator[tuple[str, str]]:
+def _other_findings() -> Iterator[Finding]:
+    if crowd := crowded():
+        yield Finding(*crowd)
+    elif crowd := disturbed():  # passes with the other work
+        yield Finding(*crowd, False)
     if find_spec("matplotlib") is None:
-        yield (
+        yield Finding(
             "matplotlib is not installed: the pictures of 'spectrain timeline' and 'plan' need it.",
             "pip install 'spectrain_ext[pictures]'",
+            False,
         )
 
 
-def _nccl_version() -> str:
-    version: tuple[int, ...] = torch.cuda.nccl.version()
-    return ".".join(map(str, version))
-
-
-def _has_nvidia_device() -> bool:
-    return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+def _has_gpu() -> bool:
+    return torch.cuda.device_count() > 0 or any(map(os.path.exists, _DRIVER_FILES))
 
 
 def _plain(value: str | bool | list[str]) -> str:
@@ -250,7 +272,14 @@ def _print_rows(console: Console, title: str, rows: Mapping[str, str]) -> None:
         console.print(f"  {name:<{width}}  {text}")
 
 
-# What runs here.
+def _print_findings(
+    console: Console, title: str, found: Sequence[Finding], color: str, before: str = ""
+) -> None:
+    if found:
+        console.print(title, style="bold")
+    for what, remedy, _ in found:
+        text = Text.assemble("  ", ("-", color), f" {what}\n    ", (before, "dim"), remedy)
+        console.print(text, soft_wrap=True)
 
 
 def installed(*packages: str) -> dict[str, str]:
@@ -262,7 +291,6 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """As the system calls it, with family and model where they tell processors apart."""
     path = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if path.exists():
@@ -277,7 +305,6 @@ def cpu_name() -> str:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside, torch computes with so many threads on the CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

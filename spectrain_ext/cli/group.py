@@ -1,4 +1,4 @@
-"""The group that holds the commands."""
+"""Joins the commands in ``spectrain``."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .timeline import timeline
 
 
 class Group(click.Group):
-    """Errors repeat what files say; a terminal is told no more than text."""
+    """Escapes control characters in errors, which may quote files."""
 
     def invoke(self, context: click.Context) -> Any:
         try:

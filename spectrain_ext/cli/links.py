@@ -1,6 +1,4 @@
-"""Links: what messages between processes of this machine take, measured."""
-
-from __future__ import annotations
+"""Measures the link between processes of this machine."""
 
 import json
 import os
@@ -34,11 +32,11 @@ _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8
 _ROUNDS = 3
 _PARTS = 8
-_WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute something, and their minibatches
+_WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute for some milliseconds
 
 
 def measured_link(processes: int = 2) -> Link:
-    """The link of processes of this machine, over gloo and the loopback device."""
+    """Measure the link between processes of this machine, over gloo and the loopback device."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
         store: Any = store_at("127.0.0.1", 0, listen=True)
@@ -56,8 +54,6 @@ def measured_link(processes: int = 2) -> Link:
 
 
 class _Scale(nn.Module):
-    """A stage of one number."""
-
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
@@ -74,12 +70,12 @@ def _rank(rank: int, ranks: int, port: int, path: str) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
     )
     latency, per_byte = _line(lambda size: _sent(rank, size))
-    # Of a byte: CPU time in a pipeline whose stages compute next to nothing.
+    # CPU time per byte, in a pipeline whose stages compute next to nothing.
     busy, busy_per_byte = _line(lambda size: _handled(ranks, size))
     link = Link("", 1 / per_byte, latency, busy, 1 / busy_per_byte)
-    # Of a message besides: CPU time in a pipeline whose stages compute for some milliseconds, less
-    # what a plan says of it without. It has the engine's own work, and that of caches where
-    # processes take turns on a core, which no layer's time has.
+    # CPU time per message, in a pipeline whose stages compute for some milliseconds, less the time
+    # a plan gives for their work. It includes the engine's work and cache misses where processes
+    # share a core; no layer's time includes these.
     busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
     if rank == 0:
         found = {"bandwidth": link.bandwidth, "latency": latency}
@@ -90,7 +86,7 @@ def _rank(rank: int, ranks: int, port: int, path: str) -> None:
 
 
 def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
-    """Seconds of a message, as a constant and seconds per byte, neither below almost nothing."""
+    """Return a message's constant seconds, at least 0, and seconds per byte, at least 1e-13."""
     small, large = map(seconds, _SIZES)
     per_byte = max((large - small) / (_SIZES[1] - _SIZES[0]), 1e-13)
     return max(0.0, small - per_byte * _SIZES[0]), per_byte
@@ -111,16 +107,16 @@ def _sent(rank: int, size: int) -> float:
 
 
 def _handled(ranks: int, size: int) -> float:
-    """CPU seconds of a rank for a message that it sends or receives."""
+    """Return a rank's CPU seconds for a message that it sends or receives."""
     batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
     return _used(_Scale(), batch) / _ends(ranks)
 
 
 def _besides(rank: int, ranks: int, link: Link) -> float:
-    """CPU seconds for a message that no plan has, of stages that compute."""
+    """Return CPU seconds per message beyond the planned work of stages that compute."""
     torch.manual_seed(0)
     layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS * ranks)]
-    # One block a stage: a block by itself takes longer than among others, a small one most.
+    # One block per stage: blocks measured alone take longer, small ones most of all.
     blocks = [
         nn.Sequential(*(m for layer in layers[start : start + _LAYERS] for m in (layer, nn.Tanh())))
         for start in range(0, len(layers), _LAYERS)
@@ -132,7 +128,7 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
     for _ in range(_ROUNDS):
         planned = 0.0
         dist.barrier()
-        if rank < cores:  # all cores are at it, as they are in the run
+        if rank < cores:  # all cores are busy, as in the run
             measured = measure_layers(blocks, batch[0], repeats=9)
             way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
             planned = Costs(Setting(measured, link, _ROWS, cores), way).work
@@ -142,12 +138,11 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
 
 
 def _ends(ranks: int) -> int:
-    """Messages that are sent or received for a minibatch, by all ranks."""
     return 2 * 2 * (ranks - 1) * _PARTS
 
 
 def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """CPU seconds of all ranks for a minibatch."""
+    """Return the CPU seconds of all ranks for a minibatch."""
     pipe = DistributedPipeline(
         stage,
         lambda params: optim.SGD(params, lr=0.0, momentum=0.9),

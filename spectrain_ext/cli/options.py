@@ -1,4 +1,4 @@
-"""Options: what is typed, as values, methods of one's own among them; and text for a terminal."""
+"""Parses and completes option values, imports your own methods, and prints plain text."""
 
 import importlib
 import math
@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -18,20 +18,20 @@ from rich.console import Console
 from spectrain_ext.method import Method, find_method, methods
 
 POSITIVE = click.IntRange(min=1)
-# It becomes the name of files.
+# Files are named after methods.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 def names(
     context: click.Context, parameter: click.Parameter, value: str | Sequence[str] | None
 ) -> list[str]:
-    """Names with commas, of an option that may be repeated; none where it was not given."""
+    """Split the comma-separated names of a repeatable option; an omitted one has none."""
     texts = [value] if isinstance(value, str) else value or ()
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A number of at least 1, or one per stage with commas; or one of some words."""
+    """Return a callback for one of ``words``, a number of at least 1, or one per stage."""
 
     def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None or value in words:
@@ -54,7 +54,7 @@ _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 def amounts(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> tuple[float, ...] | None:
-    """Positive numbers with commas, such as 24e9, 80G or .5."""
+    """Parse comma-separated positive numbers, for example 24e9, 80G or .5."""
     if value is None:
         return None
     try:
@@ -73,12 +73,12 @@ def amounts(
 
 
 def plain_console(**more: Any) -> Console:
-    """A console that prints text as it is, in tables as well: brackets and colons are no markup."""
+    """Return a console that prints brackets and colons as they are, also in tables."""
     return Console(markup=False, emoji=False, highlight=False, **more)
 
 
 def printable(text: str) -> str:
-    """Return the text, with backslashes in place of what would steer a terminal."""
+    """Return the text with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character == "\n"
@@ -87,16 +87,44 @@ def printable(text: str) -> str:
     )
 
 
-# Methods that are named as module:NAME, from the working directory or PYTHONPATH.
+def completes(
+    words: Callable[[str], Iterable[str]],
+) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return a shell completion of comma-separated words, given those for the last one's start."""
+
+    def complete(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+        before, comma, start = typed.rpartition(",")
+        return [f"{before}{comma}{word}" for word in words(start) if word.startswith(start)]
+
+    return complete
+
+
+def complete_method(start: str) -> Iterable[str]:
+    """Return what a method's name may be: after ``module:``, what the module defines."""
+    return complete_member(start) if is_imported(start) else methods()
+
+
+def complete_member(start: str) -> list[str]:
+    """Return ``module:NAME`` for what a module defines, without running its code."""
+    module = start.partition(":")[0]
+    try:
+        text = Path(module.replace(".", "/") + ".py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return []
+    found = re.findall(r"^(?:def |class |(?=\w+ =))([A-Za-z]\w*)", text, re.MULTILINE)
+    return [f"{module}:{name}" for name in found]
+
+
+# Methods named as module:NAME, from the working directory or PYTHONPATH.
 
 
 def is_imported(name: str) -> bool:
     return ":" in name
 
 
-@lru_cache  # what makes one is called once
+@lru_cache  # calls a function that makes a method once
 def method_of(name: str) -> Method:
-    """A method by its name, or, as ``module:NAME``, a module's Method or what makes one."""
+    """Return a method by its name, or ``module:NAME``: a Method, or a function that makes one."""
     if not is_imported(name):
         return find_method(name)
     found = imported(name)
@@ -126,7 +154,7 @@ def method_of(name: str) -> Method:
 
 
 def imported(name: str) -> Any:
-    """What a module has of a name, both as ``module:NAME``; a ValueError says why not."""
+    """Return what ``module:NAME`` names; a ValueError says why it cannot."""
     module, _, attribute = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:  # first, as for ``python -m``
@@ -149,7 +177,7 @@ def imported(name: str) -> Any:
 
 
 def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
-    """What went wrong, and in which line, of these or else the user's files if there is one."""
+    """Describe an error with its last line in ``files``, or else in the working directory."""
     lines = traceback.extract_tb(error.__traceback__)
     own = [at for at in lines if at.filename in files]
     own = own or [at for at in lines if at.filename.startswith(os.getcwd())]
@@ -159,7 +187,7 @@ def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
 
 @contextmanager
 def own_failures(*names: str) -> Iterator[None]:
-    """Inside, what methods of one's own raise, or are refused for, is a ValueError in words."""
+    """Turn errors from the code of your own methods into a ValueError with the line."""
     modules = [name.partition(":")[0] for name in names if is_imported(name)]
     try:
         yield

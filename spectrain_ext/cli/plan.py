@@ -1,6 +1,4 @@
-"""``spectrain plan``: how to train a model on some devices, before they are rented."""
-
-from __future__ import annotations
+"""Plans how to train a model on a number of devices and prints the candidates."""
 
 import math
 import os
@@ -40,6 +38,9 @@ from .links import measured_link
 from .options import (
     POSITIVE,
     amounts,
+    complete_member,
+    complete_method,
+    completes,
     imported,
     is_imported,
     method_of,
@@ -49,7 +50,7 @@ from .options import (
     printable,
 )
 
-_TOGETHER = 8  # processes that a link is measured with at most
+_TOGETHER = 8  # at most so many processes measure a link
 _WIDEST = 10**4
 _MORE = click.FloatRange(min=0, min_open=True)
 
@@ -57,7 +58,7 @@ _MORE = click.FloatRange(min=0, min_open=True)
 def _link(
     context: click.Context, parameter: click.Parameter, value: str
 ) -> Link | tuple[Link, ...] | None:
-    """The link, or several with commas; None: it is to be measured."""
+    """Parse one link or several with commas; None: measure it."""
     if value == "measured":
         return None
     try:
@@ -69,73 +70,75 @@ def _link(
 
 @click.command(
     "plan",
-    short_help="Choose stages, replicas, microbatches and method for some devices.",
+    short_help="Choose stages, replicas, microbatches and method.",
     context_settings={"show_default": True},
-    epilog="First is what reaches a loss soonest: periods are simulated from measured layer times, "
-    "and multiplied by the minibatches to that loss, measured on other workloads at that delay, "
-    "see docs/frontier.md. Memory and delay are counted.",
+    epilog="Candidates are ranked by the time to a loss: the simulated period, from measured layer "
+    "times, times the minibatches to that loss, measured on other workloads at the same delay (see "
+    "docs/frontier.md). Memory and delay are counted.",
 )
 @click.option(
     "--model",
     metavar="MODULE:FUNCTION",
-    help="What is trained: a function that returns (model, example input); from a checkout, those "
-    "of studies.examples, such as studies.examples:vgg16.",
+    shell_complete=completes(complete_member),
+    help="Function that returns (model, example input). A checkout has some in studies.examples, "
+    "for example studies.examples:vgg16.",
 )
 @click.option(
     "--profile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Read the layers' times from a file instead of measuring them.",
+    help="Read layer times from this file instead of measuring them.",
 )
 @click.option(
     "--save-profile",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the layers' times to a file for --profile.",
+    help="Write layer times to this file, for --profile.",
 )
-@click.option("--devices", type=POSITIVE, required=True, help="How many there are.")
+@click.option("--devices", type=POSITIVE, required=True, help="Number of devices.")
 @click.option(
     "--link",
     default="pcie3",
     metavar="LINK",
     callback=_link,
-    help=f"Between any two devices: {', '.join(LINKS)}, bytes per second of each direction, or "
-    f"measured: between as many processes of this machine, {_TOGETHER} at most. With commas one "
+    shell_complete=completes(lambda start: (*LINKS, "measured")),
+    help=f"Link between any two devices: {', '.join(LINKS)}, bytes per second in each direction, "
+    f"or measured (between processes of this machine, {_TOGETHER} at most). Comma-separated: one "
     "between each two neighbours.",
 )
 @click.option(
-    "--batch", type=POSITIVE, default=256, help="Samples of a minibatch, over all devices."
+    "--batch", type=POSITIVE, default=256, help="Samples per minibatch, over all devices."
 )
 @click.option(
     "--memory",
     metavar="BYTES",
     callback=amounts,
-    help="Leave out what takes more of a device, such as 24G; with commas one number for each.  "
+    help="Memory limit of a device, for example 24G; comma-separated: one per device.  "
     "[default: no limit]",
 )
 @click.option(
     "--speed",
     type=_MORE,
-    help="ASSUME that devices compute so many times as fast as what was measured.  [default: 1]",
+    help="ASSUME that devices compute this many times as fast as measured.  [default: 1]",
 )
 @click.option(
     "--speeds",
     metavar="NUMBERS",
     callback=amounts,
-    help="Instead of --speed: one number for each device, such as 1,1,.5,.5.",
+    help="Instead of --speed: one number per device, for example 1,1,.5,.5.",
 )
 @click.option(
     "--replicas",
     type=POSITIVE,
-    help="Most copies of a stage; 1 is what a Pipeline in one process has.  [default: no limit]",
+    help="Most replicas of a stage. A Pipeline in one process has 1.  [default: no limit]",
 )
 @click.option(
     "--cores",
     type=POSITIVE,
-    help="Devices are processes that share so many cores of one machine.  [default: one each]",
+    help="Cores of one machine that all devices, being processes, share.  [default: one each]",
 )
 @click.option(
     "--codec",
     type=click.Choice(list(NAMES)),
-    help="What packs the messages between stages.  [default: nothing does]",
+    help="Codec of the messages between stages.  [default: none]",
 )
 @click.option(
     "--method",
@@ -145,23 +148,29 @@ def _link(
     metavar="NAME",
     default=[",".join(METHODS)],
     callback=names,
-    help="Methods, with commas; module:NAME is one of your own. sync is data parallelism.",
+    shell_complete=completes(complete_method),
+    help="Comma-separated methods. module:NAME imports your own; sync is data parallelism.",
 )
 @click.option(
-    "--device", default="cpu", help="What the model is measured on: cpu (one thread) or cuda."
+    "--device",
+    default="cpu",
+    shell_complete=completes(
+        lambda start: ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    ),
+    help="Device to measure the model on: cpu (one thread) or cuda.",
 )
 @click.option(
     "--state",
     type=click.IntRange(min=0),
     default=1,
-    help="Optimizer state per parameter, in copies: 1 for SGD's momentum, 2 for Adam.",
+    help="Values of optimizer state per parameter: 1 for SGD with momentum, 2 for Adam.",
 )
 @click.option(
     "--out",
     "-o",
     type=click.Path(path_type=Path),
-    help="The plan for st.partition(model, plan=...): a file's name with .json, or a folder for "
-    "plan.json and the first one's timeline.  [default: none is written]",
+    help="Write the plan for st.partition(model, plan=...): to a .json file, or to a folder with "
+    "the first candidate's timeline.  [default: write nothing]",
 )
 def plan_command(
     model: str | None,
@@ -181,7 +190,7 @@ def plan_command(
     state: int,
     out: Path | None,
 ) -> None:
-    """Find how to train a model on some devices: stages, replicas, microbatches, window, method.
+    """Choose stages, replicas, microbatches, window and method for training a model.
 
     \b
     spectrain plan --model studies.examples:vgg16 --devices 8 --link pcie3 --batch 256 --speed 100
@@ -241,11 +250,11 @@ def plan_command(
         console.print(f"- {printable(line)}", soft_wrap=True)
     if found.left_out:
         console.print(
-            f"- left out: {found.left_out} quicker ways that take more memory than a device has, "
-            f"{found.least_memory:.4g} bytes at least",
+            f"- left out: {found.left_out} faster candidates that need more memory than a device "
+            f"has, {found.least_memory:.4g} bytes at least",
             soft_wrap=True,
         )
-    console.print(f"- {found.tried} ways looked at, {found.simulated} simulated")
+    console.print(f"- {found.tried} candidates compared, {found.simulated} simulated")
     for title, best in (("first", found.soonest), ("fastest", found.fastest)):
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
@@ -317,21 +326,21 @@ def _where(candidate: Candidate) -> str:
     return where[0] if where else ""
 
 
-# Those at the end are left out first, where a terminal is too narrow.
+# A narrow terminal leaves out columns from the end.
 _COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
     "method": lambda each: each.method,
     "stages x\nreplicas": _shape,
     "M": lambda each: f"{each.microbatches} {each.window or ''}",
-    "ms of a\nmini-\nbatch": lambda each: f"{1e3 * each.period:.4g}",
+    "ms per\nmini-\nbatch": lambda each: f"{1e3 * each.period:.4g}",
     "mini-\nbatches\nto a loss": _updates,
     "ms x\nmini-\nbatches": _soon,
-    "GB of a\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
+    "GB per\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
     "delay": lambda each: str(each.delay),
     "samples/s": lambda each: f"{each.throughput:.4g}",
     "loss\ngap %": _gap,
     "measured at": _where,
 }
-_NEEDED = 6  # of the columns; where these do not fit their cells are folded
+_NEEDED = 6  # columns that are always there; their cells are folded if they must be
 
 
 def _table(found: Plan, columns: int, gap: int) -> Table:
@@ -363,7 +372,6 @@ def _print_table(console: Console, found: Plan) -> None:
 
 
 def _missed(found: Plan) -> Iterator[str]:
-    """Who is known not to get there."""
     told = {
         (candidate.method, candidate.quality): candidate
         for candidate in found.candidates

@@ -1,6 +1,4 @@
-"""``spectrain timeline``: which stage does what when, under a method or a schedule from a file."""
-
-from __future__ import annotations
+"""Draws the simulated timeline of a method, or of a schedule from a file."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,69 +11,82 @@ from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .options import POSITIVE, is_imported, method_of, numbers, own_failures, printable
+from .options import (
+    POSITIVE,
+    complete_method,
+    completes,
+    is_imported,
+    method_of,
+    numbers,
+    own_failures,
+    printable,
+)
 
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
 
 
 @click.command(
-    short_help="Draw which stage does what when.", context_settings={"show_default": True}
+    short_help="Draw what each stage does when.", context_settings={"show_default": True}
 )
 @click.option(
     "--method",
     "-m",
     default="spectrain",
-    help="Whose schedule and versions; module:NAME is one of your own, pipedream+sync@4 one that "
-    "changes after 4 minibatches.",
+    shell_complete=completes(complete_method),
+    help="Method to simulate. module:NAME imports your own; pipedream+sync@4 changes the method "
+    "after 4 minibatches.",
 )
 @click.option(
     "--csv",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Draw a schedule in torch.distributed.pipelining's compute-only format instead.",
+    help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
-@click.option("--stages", type=POSITIVE, default=4, help="Parts that the model is cut into.")
-@click.option("--minibatches", type=POSITIVE, default=8, help="How long the run is.")
+@click.option("--stages", type=POSITIVE, default=4, help="Stages of the model.")
+@click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
 @click.option(
-    "--microbatches", type=POSITIVE, help="Parts of every minibatch.  [default: the method's]"
+    "--microbatches", type=POSITIVE, help="Microbatches per minibatch.  [default: the method's]"
 )
 @click.option(
     "--window",
     metavar="WINDOW",
     callback=numbers("classic", "wide"),
-    help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
+    shell_complete=completes(lambda start: ("classic", "wide")),
+    help="Microbatches in flight: classic, wide, a number, or comma-separated numbers, one per "
+    "stage.  "
     "[default: the method's]",
 )
 @click.option("--forward", type=_TIME, default=1.0, help="Duration of a microbatch's forward.")
 @click.option("--backward", type=_TIME, default=2.0, help="Duration of a microbatch's backward.")
 @click.option("--update", type=_TIME, default=0.0, help="Duration of an update.")
-@click.option("--prediction", type=_TIME, default=0.0, help="Duration of predicting weights.")
+@click.option("--prediction", type=_TIME, default=0.0, help="Duration of a prediction.")
 @click.option(
     "--communication",
     type=_TIME,
     default=0.0,
-    help="Duration of handing an activation or a gradient to a neighbour.",
+    help="Duration of a message to a neighbouring stage.",
 )
 @click.option(
     "--link",
     metavar="LINK",
-    help=f"What messages go by, instead of --communication: {', '.join(LINKS)}, or bytes per "
-    "second of each direction. Durations are in seconds.",
+    shell_complete=completes(lambda start: LINKS),
+    help="Compute the communication time from a link, in seconds, like all durations then: "
+    f"{', '.join(LINKS)}, or bytes per second in each direction. Needs --message.",
 )
-@click.option("--message", type=_TIME, help="Bytes of an activation or a gradient, with --link.")
-@click.option("--versions", is_flag=True, help="Write the version of the weights into each block.")
+@click.option("--message", type=_TIME, help="Bytes of a message, with --link.")
+@click.option("--versions", is_flag=True, help="Write weight versions into blocks.")
 @click.option(
     "--instructions",
     is_flag=True,
-    help="Print what one stage does, line by line, instead of drawing what all do.",
+    help="Print the instructions of one stage instead of drawing.",
 )
-@click.option("--stage", type=click.IntRange(min=0), default=0, help="Whose --instructions.")
+@click.option("--stage", type=click.IntRange(min=0), default=0, help="Stage of --instructions.")
 @click.option(
     "--out",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("timeline.svg"),
-    help="Where to: a picture (.svg, .png), or a trace for Chrome and Perfetto (.json).",
+    help="File to write: a picture (.svg, .png), or a trace for Chrome and Perfetto (.json).",
 )
 def timeline(
     method: str,
@@ -96,7 +107,10 @@ def timeline(
     stage: int,
     out: Path,
 ) -> None:
-    """Draw which stage does what when, simulated with the durations given.
+    """Draw what each stage does when, simulated with the given durations.
+
+    Blocks that are too narrow to draw are merged into shares of time; the picture and the output
+    say so.
 
     \b
     spectrain timeline --method pipedream --stages 4 --minibatches 8 -o t.svg
@@ -166,25 +180,29 @@ def timeline(
                     inbound=inbound,
                 )
                 spans, devices = list(simulated), devices_under(chosen, stages)
+        left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
-            draw_timeline(
+            left_out = draw_timeline(
                 out,
                 spans,
                 title=name,
                 versions=versions,
                 communication=communication > 0,
-                unit="time" if link is None else "seconds",
+                unit="simulated time" if link is None else "simulated seconds",
                 devices=devices,
             )
     except (ValueError, ModuleNotFoundError, OSError) as error:
         raise click.ClickException(str(error)) from error
     summary = summarize(spans, devices)
-    idle = ", ".join(f"{100 * share:.0f} %" for share in summary.bubbles)
+    shares = [f"{100 * share:.0f} %" for share in summary.bubbles]
+    idle = ", ".join(shares) if len(set(shares)) > 1 else f"{shares[0]} each"
     click.echo(f"{name}: {summary.makespan:g} in all, {summary.period:g} per minibatch of stage 0")
     click.echo(f"idle, by {'stage' if devices is None else 'device'}: {idle}")
     click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")
+    if left_out:
+        click.echo(left_out)
 
 
 def _found(method: str) -> Method:

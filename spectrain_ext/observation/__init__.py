@@ -1,4 +1,4 @@
-"""Looks on at a run while it goes on: traces, figures, and where they are written."""
+"""Records traces and metrics of a run."""
 
 from .metrics import Metrics
 from .trace import Trace

@@ -1,4 +1,4 @@
-"""Meter: counts and times what one stage does, and probes how far its weights were off."""
+"""Counts and times the work of a stage, and measures the errors of its weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .trace import WORK, Mark, Record, marked, seconds_between
 
 
 class Errors(NamedTuple):
-    """Norms of differences, divided by the norm of the weights they stood for."""
+    """Norms of differences from the true weights, divided by the norm of these."""
 
-    prediction: float | None  # of what a forward computed with; None where it predicts nothing
-    staleness: float  # of the newest weights of that time, which prediction starts from
+    prediction: float | None  # of the weights a forward computed with; None: no prediction
+    staleness: float  # of the newest weights at that forward
 
 
 class _Kept(NamedTuple):
@@ -34,10 +34,10 @@ class _Kept(NamedTuple):
 
 
 class Probe:
-    """Looks at one forward in so many, and again once the updates it looked ahead by are made.
+    """Compares the weights of one forward in ``every`` with the true ones, an horizon later.
 
-    That costs two copies of the stage's weights until then, and a pass over them each time; the
-    stage's prediction stream is waited for.
+    This keeps two copies of the stage's weights until then, passes over them each time, and waits
+    for the stage's prediction stream.
     """
 
     def __init__(self, stage: Stage, rules: Rules, delay: int, every: int) -> None:
@@ -45,13 +45,13 @@ class Probe:
         self._stage, self._weights = stage, stage.weights
         horizon = rules.forward_horizon
         self._predicts = horizon != 0
-        # A method that predicts nothing is held against what the minibatch's own backward meets.
+        # Without prediction: compare with the weights at the minibatch's own backward.
         self._ahead = delay if horizon == "counted" or not horizon else horizon
         self._every = every
         self._kept: _Kept | None = None
 
     def forward(self, i: int, j: int, updates: int) -> None:
-        """The forward of a microbatch has been issued, after so many updates."""
+        """Copy the weights of a forward, issued after so many updates, if it is to be measured."""
         if j or i % self._every or self._kept is not None or not self._ahead:
             return
         with self._stage.reading():
@@ -64,7 +64,7 @@ class Probe:
         self._kept = _Kept(updates + self._ahead, computed if self._predicts else None, copies)
 
     def update(self, updates: int) -> Errors | None:
-        """An update has been issued, the last of so many; the errors, if it is the one."""
+        """Return the errors if this update, the latest of so many, is the one predicted."""
         kept = self._kept
         if kept is None or kept.due != updates:
             return None
@@ -79,44 +79,41 @@ class Probe:
 
 @dataclass
 class Window:
-    """What was counted over some minibatches of a stage."""
-
-    began: float  # in seconds since the epoch
+    began: float  # seconds since the epoch
     ended: float = 0.0
-    minibatches: int = 0  # that were updated from
-    samples: int = 0  # that went forward
+    minibatches: int = 0  # updated from
+    samples: int = 0  # in forwards
     done: int = 0  # minibatches so far, over all runs
     work: list[Record] = field(default_factory=list)
     delays: Counter[int] = field(default_factory=Counter)  # backwards, by updates since the forward
-    errors: Errors | None = None  # the last ones found
+    errors: Errors | None = None  # the latest
     losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
-    sent: list[int] = field(default_factory=list)  # bytes, to the next stage and to the previous
+    sent: list[int] = field(default_factory=list)  # bytes to the next and to the previous stage
 
     def busy(self) -> dict[str, float]:
-        """Seconds of each kind of work; on CUDA, waits until it has been done."""
+        """Return the seconds of each kind of work; on CUDA, wait until it is done."""
         marks: dict[str, list[tuple[Mark, Mark]]] = {}
         for _, kind, _, _, start, end in self.work:
             marks.setdefault(WORK[kind][1], []).append((start, end))
         return {name: seconds_between(pairs) for name, pairs in marks.items()}
 
     def mean_delay(self) -> float | None:
-        """Updates between a forward and its backward, on average."""
         count = self.delays.total()
         return sum(self.delays.elements()) / count if count else None
 
     def mean_loss(self) -> float | None:
-        """Of minibatches; on CUDA, waits until the last has been computed."""
+        """Return the mean loss; on CUDA, wait until the last is computed."""
         return sum(loss.item() for loss in self.losses) / len(self.losses) if self.losses else None
 
 
 class Meter:
-    """What one stage does, in windows of ``every`` minibatches, after ``start`` others."""
+    """Measures a stage in windows of ``every`` minibatches, after ``start`` others."""
 
     def __init__(
         self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]
     ) -> None:
         self.stage = stage
-        self.full: list[Window] = []  # that have ended and not been taken
+        self.full: list[Window] = []  # ended, not yet written
         self._every = every
         self._done = start
         self._ended = ended
@@ -139,7 +136,6 @@ class Meter:
         self._window.losses.append(loss)
 
     def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
-        """Those given, and before and after each what is to be noted."""
         timed = marked(self.stage, given, self._records)
 
         def forward(i: int, j: int) -> None:
@@ -149,7 +145,7 @@ class Meter:
             if probe is not None:
                 probe.forward(i, j, self._updates)
 
-        def first(kind: Kind) -> Handler:  # a backward, or its first half
+        def first(kind: Kind) -> Handler:  # of a backward, or its first half
             def backward(i: int, j: int) -> None:
                 self._window.delays[self._updates - self._read_at.pop((i, j))] += 1
                 timed[kind](i, j)

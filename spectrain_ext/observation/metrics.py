@@ -1,4 +1,4 @@
-"""Metrics: measures the stages of a pipeline while it trains, and writes a record now and then."""
+"""Measures the stages of a pipeline while it trains, and writes records."""
 
 from __future__ import annotations
 
@@ -30,28 +30,38 @@ Record = dict[str, Any]
 
 
 class Metrics(Observer):
-    """Give one to ``Pipeline.run(batches, trace=metrics)``, and ``close`` it at the end.
+    """Writes a record of each stage of this process every ``every`` minibatches.
 
-    Every ``every`` minibatches each stage of this process writes a record; docs/metrics.md says
-    what is in it. What is trained has the same bits with and without. On CUDA a record is written
-    one window late, so that nothing waits for the device.
+    Pass it to ``Pipeline.run(batches, trace=metrics)`` and ``close`` it at the end, or use it in
+    a ``with`` statement. docs/metrics.md describes the records. Training gives the same bits with
+    and without it. On CUDA a record is written one window late, so that nothing waits for the
+    device.
 
     Args:
-        pipe: the pipeline that is watched.
-        path: a file to append JSON lines to, None: none. Of several processes each has its own:
+        pipe: the pipeline to watch.
+        path: a file to append JSON lines to; None: no file. Each of several processes has its own:
             ``metrics.jsonl`` becomes ``metrics-rank<k>.jsonl``.
-        tensorboard: a folder for TensorBoard, None: none. Of several processes each writes into its
-            own folder in it, ``rank<k>``.
+        tensorboard: a folder for TensorBoard; None: no folder. Each of several processes writes
+            into ``rank<k>`` in it.
         every: minibatches per record.
-        errors_every: minibatches from one measurement of prediction errors to the next; it costs
-            two copies of a stage's weights. None: they are not measured.
-        start: minibatches that were trained on before, as a checkpoint says.
-        labels: more entries for every record; TensorBoard has no curves of them.
+        errors_every: minibatches between two measurements of prediction errors, which keep two
+            copies of a stage's weights; None: do not measure them.
+        start: minibatches trained on before, from a checkpoint.
+        labels: more entries for every record; TensorBoard gets no curves of them.
 
     Raises:
-        ValueError: a number below its range, or neither a path nor a folder.
+        ValueError: a number is out of range, or both path and tensorboard are None.
         ModuleNotFoundError: TensorBoard is not installed; the message names the extra.
         OSError: a file cannot be opened.
+
+    Example:
+        >>> pipe = st.Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)],
+        ...     lambda p: st.optim.SGD(p, lr=0.1, momentum=0.9), nn.functional.mse_loss)
+        >>> batches = [(torch.ones(2, 4), torch.zeros(2, 2)) for _ in range(6)]
+        >>> with st.Metrics(pipe, "metrics.jsonl", every=3) as metrics:
+        ...     losses = [result.loss for result in pipe.run(batches, trace=metrics)]
+        >>> len(Path("metrics.jsonl").read_text().splitlines())  # two windows of two stages
+        4
     """
 
     def __init__(
@@ -77,7 +87,7 @@ class Metrics(Observer):
         self._rank: int | None = getattr(pipe, "rank", None)
         self._meters: dict[int, Meter] = {}
         self._sinks: list[Sink] = []
-        # TensorBoard first: if it is missing, no file has been made
+        # TensorBoard first: if it is missing, no file is made.
         if tensorboard is not None:
             folder = Path(tensorboard)
             mine = folder if self._rank is None else folder / f"rank{self._rank}"
@@ -167,18 +177,15 @@ def _of_rank(path: Path, rank: int | None) -> Path:
     return path if rank is None else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
 
 
-# Where records go.
-
-
 class JsonLines:
-    """Appends lines of JSON to a file, each in one call: a killed process leaves whole ones."""
+    """Appends a line of JSON per record, each in one call: a killed process leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # what a stopped machine left of a line
+            if self._file.read(1) != b"\n":  # a stopped machine left part of a line
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> None:

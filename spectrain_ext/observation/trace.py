@@ -1,4 +1,4 @@
-"""Trace: when every action of a run really ran, on the host or on its device."""
+"""Records when each action of a run ran, on the CPU or on its device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from spectrain_ext.pipeline.stage import Stage
 
 Mark = float | torch.cuda.Event
-#: Stage, kind, minibatch and microbatch of an action, its begin and its end.
+#: Stage, kind, minibatch, microbatch, start and end of an action.
 Record = tuple[int, Kind, int, int, Mark, Mark]
 
-#: What counts as work: the lane that is busy with it, and its name in a record of metrics.
+#: The lane of each kind of work, and its name in a record of metrics.
 WORK: dict[Kind, tuple[Lane, str]] = {
     Kind.LOAD_FORWARD: ("compute", "predict"),
     Kind.LOAD_BACKWARD: ("compute", "predict"),
@@ -48,16 +48,15 @@ WORK: dict[Kind, tuple[Lane, str]] = {
 
 @dataclass
 class _Phase:
-    """A part of a run, in which all minibatches are trained on by the same rules."""
+    """A part of a run in which the same rules hold."""
 
     rules: Sequence[Rules]
-    before: int = 0  # minibatches of the run
-    records: list[Record] = field(default_factory=list)  # which count minibatches from its begin
-    # Of each stage here: what makes the actions of stage 0; None: it has no weights.
+    before: int = 0  # minibatches of earlier phases
+    records: list[Record] = field(default_factory=list)  # which count minibatches from its start
+    # Of each stage here: makes the actions of stage 0; None: the stage has no weights.
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
     def ledgers(self) -> dict[int, Ledger]:
-        """Of the stages here; stage 0's schedule tells its versions, wherever it is."""
         return {
             k: Ledger(k) if entry is None else Ledger(k, self.rules[k], entries=Entries(entry()))
             for k, entry in self.entry.items()
@@ -65,31 +64,35 @@ class _Phase:
 
 
 class Trace(Observer):
-    """Give one to ``Pipeline.run`` and look at its ``spans`` afterwards.
+    """Records the times of a run's actions: pass it to ``Pipeline.run``, then read its ``spans``.
 
-    On the CPU an action's time is the host's, from its call to its return; stages there run in
-    turn. On CUDA it is the device's, between two events on the stream that the action is issued to,
-    without what it waits for of its own stage. Marking costs the host some microseconds per action.
-    Loads, forwards, losses, backwards, updates and sends are recorded; pulling a batch and
-    receiving are not.
+    On the CPU an action's time is from its call to its return, and stages run in turn. On CUDA it
+    is the time between two events on the action's stream, without waits for its own stage. Marking
+    costs some microseconds of CPU time per action. Loads, forwards, losses, backwards, updates and
+    sends are recorded; pulling a batch and receiving are not.
 
-    A trace holds the last run that it was given to, in memory that grows with the run's length.
+    A trace holds the latest run, in memory that grows with the run's length.
+
+    Example:
+        >>> pipe = st.Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)],
+        ...     lambda p: st.optim.SGD(p, lr=0.1, momentum=0.9), nn.functional.mse_loss)
+        >>> trace = st.Trace()
+        >>> for result in pipe.run([(torch.ones(2, 4), torch.zeros(2, 2))], trace=trace):
+        ...     pass
+        >>> [span.kind.value for span in trace.spans() if (span.stage, span.microbatch) == (0, 0)]
+        ['load forward weights', 'forward', 'send activation', 'load backward weights', 'backward',
+        'update']
     """
 
     ranges = True
 
     def __init__(self) -> None:
         self._phases: list[_Phase] = []
-        self._wall = 0.0  # what a clock on the wall is ahead of the marks
+        self._wall = 0.0  # time of day less the clock of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        """Forget what was recorded; a run begins.
-
-        Args:
-            rules: which weights every stage computes with.
-            devices: of every stage; CUDA devices are synchronized once, to compare their clocks.
-        """
+        """Forget the previous run; synchronize CUDA devices once, to compare their clocks."""
         self._phases = [_Phase(rules)]
         self._wall = time.time() - time.perf_counter()
         self._origins.clear()
@@ -109,9 +112,9 @@ class Trace(Observer):
         return marked(stage, handlers, phase.records)
 
     def spans(self) -> list[Span]:
-        """What was recorded, each stage's in order, in seconds from the first action's start.
+        """Return the recorded actions, in order per stage, in seconds from the first one's start.
 
-        Waits for CUDA devices. After a run that failed: what ended before.
+        Waits for CUDA devices. After a failed run, these are the actions that ended.
         """
         found: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
@@ -124,8 +127,8 @@ class Trace(Observer):
                 if kind in COMPUTE:
                     ((version, horizon),) = ledgers[k].enter([Instruction(kind, i, j)])
                     version += before
-                # An event on an idle stream happens at once, although what comes after it has to
-                # wait for the stage's computation.
+                # An event on an idle stream is recorded at once, although the action after it waits
+                # for the stage's computation.
                 free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
                 begun = max(self._seconds(start) - first, free)
                 ended = max(self._seconds(end) - first, begun)
@@ -135,7 +138,7 @@ class Trace(Observer):
 
     @property
     def origin(self) -> float:
-        """When the first action started, in seconds since 1970, for ``write_trace``."""
+        """The start of the first action in seconds since 1970, for ``write_trace``."""
         return self._wall + self._first()
 
     def _first(self) -> float:
@@ -176,7 +179,7 @@ def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Record]) -
 
 
 def _mark(stream: Stream) -> Mark:
-    """Now, on the CPU; on CUDA, the moment when the stream has done what it was given so far."""
+    """Return the time on the CPU; on CUDA, an event after the work issued to the stream so far."""
     if not isinstance(stream, CudaStream):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -185,7 +188,7 @@ def _mark(stream: Stream) -> Mark:
 
 
 def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
-    """The sum of the times between pairs of marks in order; waits until the last is passed."""
+    """Return the summed times between ordered pairs of marks; wait until the last is passed."""
     total = 0.0
     before: torch.cuda.Event | None = None
     for start, end in marks:
@@ -195,7 +198,7 @@ def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
             continue
         end.synchronize()
         taken = float(start.elapsed_time(end))
-        # An event on an idle stream happens at once: of what overlaps there, the later part counts.
+        # An event on an idle stream is recorded at once: count only the later part of an overlap.
         if before is not None:
             taken = min(taken, float(before.elapsed_time(end)))
         total += max(0.0, taken) / 1000.0

@@ -1,4 +1,4 @@
-"""Planning: how to train a model on some devices, before they are rented."""
+"""Plans how to train a model on a number of devices, from measured layer times."""
 
 from .layers import LINKS, Layers, Link, find_link, measure_layers, read_layers, write_layers
 from .plan import METHODS, Candidate, Plan, Quality, plan, write_plan

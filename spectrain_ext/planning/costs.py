@@ -1,4 +1,4 @@
-"""Costs: how long everything takes, and what it holds, in one way to train a model on devices."""
+"""Computes the time and the memory of one way to train a model on some devices."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from spectrain_ext.weights.versions import Versions
 
 from .layers import Layers, Link
 
-#: Bytes per float32 parameter of an SGD step: gradient, momentum, weight; the last two written.
+#: Bytes per float32 parameter of an SGD step: reads gradient, momentum, weight; writes two.
 STEP = 20
-# As distributed/collectives.py cuts gradients, which are summed piece by piece.
+# How distributed/collectives.py cuts gradients, which it sums piece by piece.
 _PIECES, _LEAST_BYTES, _MOST_BYTES = 8, 2**20, 25 * 2**20
 _FLOAT = 4
 
 
 class Setting:
-    """What a plan is for: a model, and a minibatch of so many samples over all devices."""
+    """The model, the devices and the minibatch that a plan is for."""
 
     def __init__(
         self,
@@ -65,26 +65,26 @@ class Setting:
         self.layers, self.batch, self._speeds = layers, batch, speeds
         links = (link,) if isinstance(link, Link) else link
         self.inbound = any(one.inbound for one in links)  # all alike
-        #: by which messages pass from one device to another, each once
+        #: the distinct links from one device to another
         self.links = cache(
             lambda a, b: tuple(dict.fromkeys(links[a:b] if len(links) > 1 else links))
         )
         self.cores = cores  # shared by processes of one machine; None: each device has its own
         self.state = state  # bytes per byte of parameters: 1 is SGD's momentum, 2 Adam's
-        #: what is left of a byte of activations, and of gradients, on an edge
+        #: packed bytes per byte of activations, and of gradients
         self.packed = [packed_bytes(one, 1.0, backward=n > 0) for n, one in enumerate(codecs)]
         self.unpacks = codecs[0] is not None
-        #: the model's blocks, for one of so many microbatches
+        #: the model's blocks for one microbatch, given the number of microbatches
         self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
 
     def speeds(self, replicas: Sequence[int]) -> list[float] | None:
-        """Of every stage: microbatches are dealt out evenly, so that the slowest replica counts."""
+        """Return every stage's speed: that of its slowest replica, as all get equal shares."""
         return None if self._speeds is None else least_of(self._speeds, replicas)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: what ``DistributedPipeline`` is given; ``ends`` as in a ``Candidate``."""
+    """One way to train: arguments of ``DistributedPipeline``, and ``ends`` of a ``Candidate``."""
 
     method: Method
     ends: tuple[int, ...]
@@ -94,12 +94,11 @@ class Way:
 
 
 def least_of(values: Sequence[float], replicas: Sequence[int]) -> list[float]:
-    """Of the devices of every stage: these are numbered stage by stage, as ranks are."""
+    """Return the least value over every stage's devices, which are numbered as ranks are."""
     return [min(values[a:b]) for a, b in pairwise(accumulate(replicas, initial=0))]
 
 
 def check_shared(profile: Profile, ends: Sequence[int], replicas: Sequence[int]) -> None:
-    """Raise ValueError where stages with a parameter in common have replicas."""
     for tie in profile.shared:
         first, last = (bisect_right(ends, block) for block in (tie.first, tie.last))
         if first != last and max(replicas[first], replicas[last]) > 1:
@@ -110,7 +109,7 @@ def check_shared(profile: Profile, ends: Sequence[int], replicas: Sequence[int])
 
 
 class Costs:
-    """What a way to train costs in a setting; ValueError where its method is not defined for it."""
+    """The costs of a way to train; ValueError if its method does not support it."""
 
     def __init__(self, setting: Setting, way: Way) -> None:
         self.setting, self.way = setting, way
@@ -119,7 +118,7 @@ class Costs:
         method = way.method
         self.places = places_of(method, stages, way.microbatches, way.window, self._replicas)
         first = self.places[0]
-        #: minibatches that the first stage has in flight; 0: the schedule flushes
+        #: minibatches in flight at the first stage; 0: the schedule flushes
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._replicas)
@@ -136,7 +135,7 @@ class Costs:
             self._reduce(stage, r, first)
             for stage, r, first in zip(self._stages, way.replicas, ranks, strict=False)
         ]
-        # Of the links from a stage's first device to the next one's last: the slowest.
+        # The slowest link from a stage's first device to the next one's last.
         self._links = [
             max(setting.links(first, end - 1), key=lambda link: link.seconds(stage.outputs))
             for stage, first, end in zip(self._stages, ranks, ranks[2:], strict=False)
@@ -157,7 +156,6 @@ class Costs:
 
     @property
     def blocks(self) -> tuple[BlockProfile, ...]:
-        """The model's, for one of the microbatches."""
         return self.setting.profile(self.way.microbatches).blocks
 
     @cached_property
@@ -182,7 +180,7 @@ class Costs:
         )
 
     def _reduce(self, stage: _StageCost, replicas: int, first: int) -> float:
-        """What summing a gradient takes after the backward, beside which its first pieces go."""
+        """Return the seconds of summing gradients that the backward does not hide."""
         if replicas == 1 or not stage.parameters:
             return 0.0
         piece = min(max(stage.parameters / _PIECES, _LEAST_BYTES), _MOST_BYTES)
@@ -190,10 +188,8 @@ class Costs:
         links = self.setting.links(first, first + replicas - 1)
         whole = pieces * max(link.all_reduce(stage.parameters / pieces, replicas) for link in links)
         if self.setting.cores is not None:
-            return whole  # the threads that sum take turns with the backward
+            return whole  # the summing threads share cores with the backward
         return max(whole / pieces, whole - stage.backward * (1 - 1 / pieces))
-
-    # What it comes to.
 
     @property
     def delay(self) -> int:
@@ -201,15 +197,15 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes of a device of every stage: weights, gradients, state, activations, messages."""
+        """Bytes per device of each stage: weights, gradients, state, activations, messages."""
         found = []
         before = 0  # bytes of a stage's input
         for stage, r, place in zip(self._stages, self.way.replicas, self.places, strict=True):
             count = _count(self.way.method, self.places[0], place)
-            # The gradient, and of a stage with replicas the copy of it that is summed.
+            # The gradient, and with replicas the copy that is summed.
             copies = count.versions + 1 + (r > 1) + self.setting.state
             rings = round((place.window + 1) * self.setting.packed[0] * before) + stage.outputs
-            if self.setting.unpacks:  # the inputs are no receive buffers
+            if self.setting.unpacks:  # inputs are not receive buffers then
                 rings += count.in_flight * before
             found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
             before = stage.outputs
@@ -217,8 +213,8 @@ class Costs:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that a minibatch takes at least, in the long run of any simulation."""
-        # Without what it takes to have the weights, which only a count of the schedule tells.
+        """A lower bound on the simulated seconds per minibatch of a long run."""
+        # Without loading weights, whose cost takes a count of the schedule.
         stages, sent, back = self._stages, self._sent, self._sent_back
         step = STEP * self.setting.layers.byte_seconds / _FLOAT
         parts = [place.microbatches for place in self.places]
@@ -227,7 +223,7 @@ class Costs:
             m * o + step * stage.parameters / stage.speed + reduced
             for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
         ]
-        # The busiest wire at a stage: of one direction, or of all that comes.
+        # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
         found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
@@ -235,8 +231,8 @@ class Costs:
             all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
             found.append(all_work / self.setting.cores)
         if not self.rounds:
-            # Before a stage's first microbatch come the forwards of those before it, and their
-            # backwards after its last: a flush has nothing else to do meanwhile.
+            # The earlier stages' forwards come before a stage's first microbatch, their backwards
+            # after its last; with a flush nothing else happens meanwhile.
             above = accumulate(
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
@@ -245,7 +241,7 @@ class Costs:
                 for before, m, o in zip(above, parts, once, strict=True)
             ]
         else:
-            # A window's worth of microbatches in the time that one takes to the end and back.
+            # A window of microbatches in the time that one takes to the last stage and back.
             trip = 0.0
             for k in reversed(range(len(stages))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
@@ -254,7 +250,6 @@ class Costs:
 
     @property
     def work(self) -> float:
-        """Seconds that all devices compute for a minibatch."""
         d = self.durations
         turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
         shares = zip(turns, d.update, self.places, self.way.replicas, strict=True)
@@ -264,7 +259,7 @@ class Costs:
 
     @cached_property
     def period(self) -> float:
-        """Seconds of a minibatch, simulated; the bound, where a run is too short to come to it."""
+        """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
         minibatches = 3 * (2 + 2 * max(1, self.rounds))
         if self._columns:
             parts, schedule = self.places[0].microbatches, self.way.method.schedule
@@ -276,12 +271,12 @@ class Costs:
 
     @property
     def _columns(self) -> bool:
-        """Whether replicas are so many pipelines beside one another, each on devices of its own."""
+        """Whether the replicas are parallel pipelines on devices of their own."""
         cores, ranks = self.setting.cores, self._replicas.ranks
         return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
 
     def spans(self, minibatches: int) -> Iterator[Span]:
-        """A simulated run: of one replica of every stage, where they all do the same at once."""
+        """Simulate a run; of one replica of each stage where all replicas do the same."""
         generate, replicas = find_generator(self.way.method.schedule), self._replicas
         if self._columns:
             actions = [generate(place) for place in self.places]
@@ -296,8 +291,6 @@ class Costs:
 
 
 class _StageCost:
-    """What the blocks of a stage come to, for a microbatch."""
-
     def __init__(self, blocks: tuple[BlockProfile, ...], speed: float) -> None:
         self.speed = speed
         self.forward = sum(block.parts[0] for block in blocks) / speed
@@ -316,22 +309,20 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
 
 
 class Passes(NamedTuple):
-    """Bytes read and written per float32 parameter, the mean over a run's steady state."""
+    """Bytes read and written per float32 parameter, as means over a run's steady state."""
 
-    forward: float  # to have the weights of a microbatch's forward
-    backward: float  # of its backward
-    update: float  # of a minibatch's step, with the prediction that it may write
+    forward: float  # to load the weights of a microbatch's forward
+    backward: float  # to load those of its backward
+    update: float  # for a minibatch's step, with the prediction that it may write
 
 
 class _Buffer:
-    """Stands for a ``VersionBuffer``, without memory."""
-
     def __init__(self) -> None:
         self.content: Content | None = None
 
 
 class _Books:
-    """Stands for ``Storage``: has buffers of no memory."""
+    """A stand-in for ``Storage`` without memory."""
 
     same_dtype = predicts = True
     most, hosted = None, ()
@@ -349,7 +340,7 @@ class _Books:
 
 @lru_cache(maxsize=1 << 14)
 def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
-    """Counts by the engine's own books; ``entry`` is the place of stage 0."""
+    """Count with the engine's own ``Versions``; ``entry`` is the place of stage 0."""
     method = find_method(method)
     rules, parts = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)

@@ -1,4 +1,4 @@
-"""What a plan starts from: the costs of a model's blocks, measured; a link between two devices."""
+"""Measures the costs of a model's blocks, and describes links between devices."""
 
 from __future__ import annotations
 
@@ -28,15 +28,22 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Layers:
-    """The profiles of a model's blocks at two sizes of a microbatch; every other is interpolated.
+    """The profiles of a model's blocks at two microbatch sizes; other sizes are interpolated.
 
-    A block's seconds and bytes are taken for a constant and a part that grows with the samples.
+    A block's seconds and bytes are a constant plus a part that grows with the samples.
 
     Attributes:
-        samples: of the two microbatches, the smaller first.
-        profiles: of each.
-        byte_seconds: of an optimizer's step and of predictions, per byte that these read or write.
-        about: of which model, where and how it was measured, for people.
+        samples: per microbatch in the two profiles, the smaller first.
+        profiles: one for each.
+        byte_seconds: seconds per byte that an optimizer step or a prediction reads or writes.
+        about: the model, the device and the versions, for people.
+
+    Example:
+        >>> from spectrain_ext.partitioning import BlockProfile, Profile
+        >>> from spectrain_ext.planning import Layers
+        >>> small, large = (Profile((BlockProfile(0.1, size, 256),)) for size in (64, 256))
+        >>> Layers((1, 7), (small, large)).at(4).blocks[0].output_bytes
+        160
     """
 
     samples: tuple[int, int]
@@ -64,12 +71,12 @@ class Layers:
         check_number("byte_seconds", self.byte_seconds)
 
     def at(self, samples: float) -> Profile:
-        """The profile for a microbatch of so many samples."""
+        """Return the profile for a microbatch of this many samples."""
         small, large = self.samples
         share = (samples - small) / ((large - small) or 1)
 
         def line(a: float, b: float) -> float:
-            # Neither part is negative: what says so is noise.
+            # Noise can make a part negative: then everything grows with the samples, or nothing.
             if small == large or a * large < b * small:
                 return b * samples / large
             return b if b < a else a + share * (b - a)
@@ -95,7 +102,7 @@ class Layers:
         return replace(b, blocks=blocks)
 
     def faster(self, times: float) -> Layers:
-        """The same on devices that do everything so many times as fast."""
+        """Return the layers of devices that do everything ``times`` as fast."""
         if not 0 < times < float("inf"):
             raise ValueError(f"speed: expected a positive number, got {times}")
 
@@ -125,23 +132,29 @@ def measure_layers(
 
     Args:
         model: as for ``partition``.
-        example_input: a microbatch; samples are along its tensors' first dimension.
-        before, after: of a list of blocks, as for ``partition``.
+        example_input: a microbatch; the first dimension of its tensors counts samples.
+        before, after: for a list of blocks, as for ``partition``.
         repeats: timed runs of each block.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers
+        >>> layers = measure_layers([nn.Linear(4, 4), nn.Linear(4, 2)], torch.ones(16, 4))
+        >>> layers.samples, [block.parameter_bytes for block in layers.profiles[1].blocks]
+        ((2, 16), [80, 40])
     """
     example_input = as_value(example_input, "example_input")
     samples = max(len(tensor) for tensor in tensors_of(example_input) if tensor.dim())
-    few = min(samples, max(2, samples // 8))  # BatchNorm cannot do with a single one
+    few = min(samples, max(2, samples // 8))  # BatchNorm needs more than one
     profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
     large = profile(example_input)
     small = large
     if few < samples:
         part = each(
             example_input,
-            lambda t: t[:few] if t.dim() and len(t) == samples else t,  # others are for all
+            lambda t: t[:few] if t.dim() and len(t) == samples else t,  # others serve all samples
         )
         small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
@@ -160,7 +173,7 @@ def measure_layers(
 
 
 def _byte_seconds(size: int, device: torch.device) -> float:
-    """Of one pass over weights, by ``a + c*b``: three streams, as many as a prediction has."""
+    """Time ``a + c*b`` over the weights per byte: three streams, as for a prediction."""
     count = min(max(size // 4, 1 << 10), 1 << 24)
     a, b, out = (torch.zeros(count, device=device) for _ in range(3))
 
@@ -176,6 +189,15 @@ def _byte_seconds(size: int, device: torch.device) -> float:
 
 
 def write_layers(path: str | os.PathLike[str], layers: Layers) -> None:
+    """Write layers to a JSON file for ``read_layers``; an existing file is replaced at the end.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, read_layers, write_layers
+        >>> layers = measure_layers([nn.Linear(4, 4), nn.Linear(4, 2)], torch.ones(16, 4))
+        >>> write_layers("layers.json", layers)
+        >>> read_layers("layers.json") == layers
+        True
+    """
     document = {
         "spectrain_profile": _FORMAT,
         "about": dict(layers.about),
@@ -189,13 +211,23 @@ def write_layers(path: str | os.PathLike[str], layers: Layers) -> None:
 
 
 def read_layers(path: str | os.PathLike[str]) -> Layers:
-    """Read what ``write_layers`` wrote; a ValueError names a file that holds something else."""
+    """Read a file that ``write_layers`` wrote.
+
+    Raises:
+        ValueError: the file, which the message names, holds something else.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, read_layers, write_layers
+        >>> write_layers("layers.json", measure_layers([nn.Linear(4, 2)], torch.ones(16, 4)))
+        >>> read_layers("layers.json").about["model"]
+        'list'
+    """
     document = read_json(path, _LARGEST)
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
     try:
         ties = made_of(Tie, document["ties"], "ties")
-        shared = made_of(Tie, document.get("shared", ()), "shared")  # older ones are without
+        shared = made_of(Tie, document.get("shared", ()), "shared")  # older files lack them
         small, large = (
             Profile(made_of(BlockProfile, blocks, f"profiles[{number}]"), ties, shared)
             for number, blocks in enumerate(document["profiles"])
@@ -209,22 +241,24 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         ) from error
 
 
-# What connects devices.
-
-
 @dataclass(frozen=True)
 class Link:
-    """A connection of two devices; both directions at once, unless a device has one inbound wire.
+    """A connection between two devices, in both directions at once unless ``inbound``.
 
     Attributes:
-        name: what it is called.
+        name: for people.
         bandwidth: bytes per second in each direction.
         latency: seconds until the first byte of a message arrives.
-        busy: seconds that a message keeps the device at either end from computing. GPUs have
-            engines for that; of processes on a CPU it is the time of threads on the same cores.
-        busy_bandwidth: bytes per second of the part of that which grows with the message.
-        inbound: whether all that comes to a device shares one wire, in the order in which the
-            device asks for it, and a message occupies that for its latency as well.
+        busy: seconds that a message keeps the device at either end from computing: 0 for GPUs,
+            which have copy engines; for processes on CPUs the time of threads on the same cores.
+        busy_bandwidth: bytes per second of the part of that time that grows with the message.
+        inbound: all messages to a device share one wire, in the order in which the device asks for
+            them, and a message occupies the wire for its latency too.
+
+    Example:
+        >>> from spectrain_ext.planning import Link
+        >>> Link("home", bandwidth=2.5e6, latency=0.02, inbound=True).seconds(5e6)
+        2.02
     """
 
     name: str
@@ -245,19 +279,19 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
+        """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
     def handling(self, size: float) -> float:
-        """Seconds that a message of so many bytes keeps the device at either end busy."""
+        """Return the seconds that a message keeps the device at either end from computing."""
         return self.busy + size / self.busy_bandwidth
 
     def all_reduce(self, size: float, devices: int) -> float:
-        """Seconds to sum so many bytes of each device, and have the sum on all.
+        """Return the seconds of an all-reduce of ``size`` bytes per device.
 
-        By a ring, in 2(r-1) steps with a share of 1/r each (Patarasu and Yuan, 2009), or, where
-        its latency is less, by two trees, 2 log2(r) steps deep (Sanders et al., 2009), as NCCL
-        chooses. On an inbound wire a tree's many small pieces would each have the latency.
+        A ring takes 2(r-1) steps of 1/r of the bytes each (Patarasu and Yuan, 2009); two trees
+        take 2 log2(r) steps (Sanders et al., 2009). The faster one counts, as NCCL chooses; on an
+        inbound wire the ring, as a tree's many small pieces would each have the latency.
         """
         if devices == 1:
             return 0.0
@@ -270,16 +304,15 @@ class Link:
 
 _MICROSECOND = 1e-6
 
-#: Bandwidths are those of the standards in one direction, after encoding, without protocols; real
-#: transfers reach 75 to 90 % of them. Latencies are of the order that is usual for a message of
-#: NCCL over each. All of it is published or assumed, nothing is measured here.
+#: Bandwidths are those of the standards, in one direction, after encoding and without protocols;
+#: real transfers reach 75 to 90 % of them. Latencies are of the order that is usual for an NCCL
+#: message over each. All are published or assumed; none is measured here.
 #:
 #: pcie3, pcie4: 16 lanes at 8 and 16 GT/s with 128 bits in 130 (PCI-SIG, base specifications 3.0
-#: and 4.0). nvlink: NVLink 4, 18 links of 25 GB/s, as an H100 has (NVIDIA H100 data sheet: 900 GB/s
-#: both directions together). 100gbe: 100 Gb/s Ethernet (IEEE 802.3). wan200: what the benchmark
-#: Protocol NanoGPT has between devices, 200 Mb/s and 50 ms (PluralisResearch/ProtocolNanoGPT,
-#: commit 0551bc3): a message arrives at max(arrival of the one before, sent) + bits/bandwidth +
-#: latency.
+#: and 4.0). nvlink: NVLink 4, 18 links of 25 GB/s, as in an H100 (NVIDIA H100 data sheet: 900 GB/s
+#: in both directions together). 100gbe: 100 Gb/s Ethernet (IEEE 802.3). wan200: 200 Mb/s and 50 ms
+#: between devices, as in the benchmark Protocol NanoGPT (PluralisResearch/ProtocolNanoGPT, commit
+#: 0551bc3): a message arrives at max(arrival of the previous one, sent) + bits/bandwidth + latency.
 LINKS = {
     link.name: link
     for link in (
@@ -293,7 +326,16 @@ LINKS = {
 
 
 def find_link(link: str | float | Link) -> Link:
-    """The link of that name, or of so many bytes per second."""
+    """Return the link with this name in ``LINKS``, or of this many bytes per second.
+
+    Raises:
+        ValueError: it is neither.
+
+    Example:
+        >>> from spectrain_ext.planning import find_link
+        >>> find_link("nvlink").bandwidth, find_link("2.5e6").name
+        (450000000000.0, '2.5e+06 bytes/s')
+    """
     if isinstance(link, Link):
         return link
     if isinstance(link, str) and link in LINKS:

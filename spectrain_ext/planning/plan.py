@@ -1,6 +1,4 @@
-"""Plan: how to train a model on some devices, chosen by what every way to do it costs."""
-
-from __future__ import annotations
+"""Plans how to train a model on some devices, by the costs of all ways to do it."""
 
 import json
 import math
@@ -24,24 +22,30 @@ from .costs import Costs, Setting
 from .layers import Layers, Link, find_link
 from .search import Search
 
-#: What is compared where nobody says: synchronous training, the others with and without prediction.
+#: Compared by default: synchronous training, and others with and without prediction.
 METHODS = (
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw"),
     *("spectrain", "spectrain-stash", "auto"),
 )
-# A timeline shows as many minibatches, and two windows of them.
+# Minibatches of a timeline, besides two windows of them.
 _SHOWN = 3
 
 
 class Quality(NamedTuple):
-    """What was measured of a method at a delay, against synchronous training.
+    """Measurements of a method at a delay, against synchronous training.
 
     Attributes:
-        low: the least gap of the test loss over workloads, after as many updates: 0.01 is 1 % more.
+        low: the smallest relative gap of the test loss over workloads, after as many updates: 0.01
+            is 1 % more.
         high: the largest.
-        where: the workloads with their stages and delays, that which needs most updates first.
-        updates: those to the loss that synchronous training has after three quarters of its own,
-            over these; of the workload that needs most. Infinite: one did not get there.
+        where: the workloads with stages and delays, the one that needs most updates first.
+        updates: updates to the loss that synchronous training has after three quarters of its own,
+            over these; for the workload that needs most. Infinite: a workload did not reach it.
+
+    Example:
+        >>> from spectrain_ext.planning import Quality
+        >>> Quality(low=-0.01, high=0.02, where=("text, N = 8, delay 1",), updates=1.25).updates
+        1.25
     """
 
     low: float
@@ -55,18 +59,17 @@ SYNCHRONOUS = Quality(0.0, 0.0, (), 1.0)
 
 @lru_cache
 def measurements() -> tuple[dict[str, Any], ...]:
-    """The rows of ``quality.json``: one per workload, method, stages and microbatches."""
-    # Made of a study's results: docs/frontier.md says what was trained and how.
+    # From a study's results; docs/frontier.md describes it.
     text = (files(__package__) / "quality.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["rows"])
 
 
 def expected(method: Method, stages: int, delay: int) -> Quality | None:
-    """What is known of a method with this delay; None: it was not measured."""
+    """Return what was measured of a method with this delay; None: nothing."""
     if flushes(method.schedule) or delay == 0:
         return SYNCHRONOUS
     mine = [row for row in measurements() if row["method"] == method.name]
-    # Where this delay was not measured: what a smaller one did not reach, it does not either.
+    # Not measured at this delay: a loss not reached at a smaller delay is not reached either.
     missed = (row for row in mine if row["delay"] < delay and row["updates"] is None)
     nearest: dict[str, dict[str, Any]] = {}  # of each workload, by the number of stages
     for row in [row for row in mine if row["delay"] == delay] or missed:
@@ -99,21 +102,28 @@ def _far(row: dict[str, Any], stages: int) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what it comes to.
+    """One way to train, with its costs; ``plan`` makes it.
 
     Attributes:
         method: its name.
-        ends: of every stage, the index after its last block.
-        split_points: names of the blocks that stages but the first begin with.
+        ends: for every stage, the index after its last block.
+        split_points: the names of the blocks that stages begin with, without the first stage.
         replicas: of every stage.
-        microbatches: of a minibatch.
+        microbatches: per minibatch.
         window: None, the method's own, or ``"wide"``.
-        period: seconds of a minibatch and its update, simulated.
-        bound: what no simulation can be below.
-        throughput: samples per second, simulated.
-        memory: bytes of a device of every stage, counted.
-        delay: the most updates that a forward is late, counted.
-        quality: what this delay cost the method elsewhere, measured; None: it was not.
+        period: simulated seconds per minibatch with its update.
+        bound: a lower bound on the period.
+        throughput: simulated samples per second.
+        memory: bytes per device of each stage, counted.
+        delay: the most updates between a forward and its backward, counted.
+        quality: measurements of the method at this delay; None: none.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, plan
+        >>> layers = measure_layers([nn.Linear(8, 8), nn.Linear(8, 2)], torch.ones(4, 8))
+        >>> best = plan(layers, 2, link="nvlink", batch=4, methods=["1f1b"], replicas=1).soonest
+        >>> best.method, best.ends, best.replicas, best.delay
+        ('1f1b', (1, 2), (1, 1), 0)
     """
 
     method: str
@@ -131,20 +141,16 @@ class Candidate:
 
     @property
     def stages(self) -> int:
-        """Their number."""
         return len(self.ends)
 
     @property
     def seconds_to_quality(self) -> float:
-        """The period times the updates to a loss over those of synchronous training.
-
-        Infinite: it did not get there, or was not measured.
-        """
+        """The period times ``quality.updates``; infinite if not reached or not measured."""
         return math.inf if self.quality is None else self.period * self.quality.updates
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of a pipeline; ``replicas`` are a ``DistributedPipeline``'s only."""
+        """Keyword arguments of a pipeline; only ``DistributedPipeline`` takes ``replicas``."""
         found: dict[str, Any] = {"method": self.method, "microbatches": self.microbatches}
         if self.window is not None:
             found["window"] = self.window
@@ -154,13 +160,13 @@ class Candidate:
 
     @property
     def code(self) -> str:
-        """The call that trains so, on every rank."""
+        """The call on every rank, as Python code."""
         said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         return f"st.DistributedPipeline(stage, optimizer, loss_fn, {said})"
 
     @property
     def _place(self) -> tuple[Any, ...]:
-        """Where it is ranked: what was measured, then what was not, then what did not get there."""
+        """The sort key: measured ones, then those not measured, then those that did not reach."""
         soon = self.seconds_to_quality
         missed = math.isinf(soon) and self.quality is not None
         return math.isinf(soon), missed, soon, self.period, self.delay, max(self.memory)
@@ -168,22 +174,29 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """The result of ``plan``.
 
     Attributes:
-        devices: how many there are.
-        batch: samples of a minibatch.
+        devices: their number.
+        batch: samples per minibatch.
         links: between each two neighbours; a single one is between any two devices.
-        candidates: of every method the fastest way, and the soonest at synchronous training's loss
-            where that is another. Ranked by the time to that loss; those for which it was not
-            measured follow, and last come those that did not get there.
-        tried: ways that were looked at.
-        simulated: of these, how many periods were simulated.
-        left_out: ways that take more memory than a device has.
-        least_memory: of these, what the smallest takes of its fullest device.
+        candidates: every method's fastest way, and its soonest to synchronous training's loss if
+            that is another. They are ranked by the time to that loss; then come those that were not
+            measured, then those that did not reach it.
+        tried: ways compared.
+        simulated: ways simulated.
+        left_out: ways that need more memory than a device has.
+        least_memory: bytes that the smallest of these needs on its fullest device.
         assumptions: what was neither measured nor counted, in words.
-        speeds: of each device, over what was measured; None: all alike.
-        memory: bytes of each device; None: not limited.
+        speeds: of each device, relative to the measured one; None: 1.
+        memory: bytes of each device; None: no limit.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, plan
+        >>> layers = measure_layers([nn.Linear(8, 8), nn.Linear(8, 2)], torch.ones(4, 8))
+        >>> found = plan(layers, 2, link="nvlink", batch=4, methods=["1f1b"], replicas=1)
+        >>> found.soonest.code
+        "st.DistributedPipeline(stage, optimizer, loss_fn, method='1f1b', microbatches=...)"
     """
 
     devices: int
@@ -201,19 +214,19 @@ class Plan:
 
     @property
     def fastest(self) -> Candidate:
-        """With the most samples per second, whatever becomes of the loss."""
+        """The candidate with the most samples per second, regardless of the loss."""
         return min(self.candidates, key=lambda candidate: candidate.period)
 
     @property
     def soonest(self) -> Candidate:
-        """The first: with the least time to synchronous training's loss, as measured elsewhere."""
+        """The first candidate: the least time to synchronous training's loss."""
         return self.candidates[0]
 
     def document(self, candidate: Candidate | None = None) -> dict[str, Any]:
-        """What its file holds, for ``partition``; what is not finite is None.
+        """Return the contents of its file, for ``partition``; numbers that are not finite are None.
 
         Args:
-            candidate: the one by which a model is cut and trained; None: the first.
+            candidate: the one to cut and train by; None: the first.
         """
         chosen = self.candidates[0] if candidate is None else candidate
         costs = self._costs[self.candidates.index(chosen)]
@@ -242,7 +255,7 @@ class Plan:
         return document
 
     def spans(self, candidate: Candidate) -> Iterator[Span]:
-        """The timeline of one of the candidates, simulated."""
+        """Simulate the timeline of a candidate."""
         costs = self._costs[self.candidates.index(candidate)]
         return costs.spans(_SHOWN + 2 * costs.rounds)
 
@@ -262,37 +275,43 @@ def plan(
     state: int = 1,
     codec: Codec | Codecs | None = None,
 ) -> Plan:
-    """Find how to train a model on some devices.
+    """Choose how to train a model on some devices.
 
-    Every number of stages, of replicas and of microbatches, both windows and all methods are
-    compared; where there are more divisions into stages than a few, the one whose slowest stage is
-    fastest. A bound on the period leaves out what cannot be best, and the rest is simulated.
+    This compares every number of stages, replicas and microbatches, both windows and all methods.
+    Up to 32 divisions into stages are all compared; beyond, the one whose slowest stage is fastest.
+    A bound on the period excludes ways that cannot be best; the rest is simulated.
 
-    Devices may be unequal. They are in the order of ranks, stage by stage, which is yours: none is
-    put in another's place. Replicas take as many microbatches each, so that of a stage's devices
-    the slowest counts, and the one with the least memory. A message takes as long as by the slowest
-    link from the first device of its stage to the last of the next, and a sum over replicas as by
-    the slowest between them.
+    Devices may be unequal. They have the order of ranks, stage by stage, which is not changed. A
+    stage's replicas take equal numbers of microbatches, so its slowest device counts, and the one
+    with the least memory. A message takes the slowest link from the first device of its stage to
+    the last device of the next, and a sum over replicas the slowest between them.
 
     Args:
-        layers: of ``measure_layers`` or ``read_layers``.
-        devices: how many; all are used.
-        link: between any two of them: a name in ``LINKS``, bytes per second, or a ``Link``; or one
-            of these for each two neighbours, ``devices - 1``.
-        batch: samples of a minibatch, over all devices.
-        memory: bytes of a device, or one number for each; None: not limited.
-        speed: devices compute so many times as fast as what was measured; None: like it.
-        speeds: the same, one number for each device.
-        replicas: of a stage at most so many; None: any number. With 1 it is a plan for a
-            ``Pipeline`` in one process.
-        cores: that all devices share, as processes on one machine do; None: each has its own.
-        methods: that are compared; ``"sync"`` is data parallelism, in one stage.
-        state: bytes of optimizer state per byte of parameters: 1 for SGD's momentum, 2 for Adam.
-        codec: as for a pipeline, of what stages send one another.
+        layers: from ``measure_layers`` or ``read_layers``.
+        devices: their number; all are used.
+        link: between any two devices: a name in ``LINKS``, bytes per second, or a ``Link``; or
+            ``devices - 1`` of these, one between each two neighbours.
+        batch: samples per minibatch, over all devices.
+        memory: bytes per device, or one number for each; None: no limit.
+        speed: of the devices relative to the measured one; None: 1.
+        speeds: one such number for each device.
+        replicas: at most this many per stage; None: no limit. 1 plans for a ``Pipeline`` in one
+            process.
+        cores: that all devices share, as processes of one machine do; None: each has its own.
+        methods: to compare; ``"sync"`` is data parallelism, in one stage.
+        state: bytes of optimizer state per byte of parameters: 1 for SGD with momentum, 2 for Adam.
+        codec: of the messages between stages, as for a pipeline.
 
     Raises:
         ValueError: an argument is out of range, or no way fits.
-        TypeError: what is no codec.
+        TypeError: ``codec`` is not a codec.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, plan
+        >>> layers = measure_layers([nn.Linear(8, 8), nn.Linear(8, 2)], torch.ones(4, 8))
+        >>> found = plan(layers, 2, link="100gbe", batch=4, methods=["sync", "1f1b"])
+        >>> sorted((c.method, c.replicas) for c in found.candidates)
+        [('1f1b', (1, 1)), ('sync', (2,))]
     """
     codecs = codecs_of(codec)
     numbers = {"devices": devices, "batch": batch, "replicas": replicas, "cores": cores}
@@ -389,7 +408,7 @@ def _candidate(costs: Costs) -> Candidate:
 
 
 def _in_order(values: Sequence[object]) -> str:
-    """Values of devices, equal neighbours together: "2 x 24, 80"."""
+    """Join the values of devices, grouping equal neighbours: "2 x 24, 80"."""
     runs = [(len([*group]), value) for value, group in groupby(values)]
     return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for count, value in runs)
 
@@ -451,6 +470,15 @@ def _nothing(search: Search, devices: int, batch: int) -> str:
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write what ``Plan.document`` says as JSON."""
+    """Write ``plan.document()`` to a JSON file, for ``partition(plan=...)``.
+
+    Example:
+        >>> from spectrain_ext.planning import measure_layers, plan, write_plan
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> layers = measure_layers(model, torch.ones(4, 8))
+        >>> write_plan("plan.json", plan(layers, 2, link="nvlink", batch=4, replicas=1))
+        >>> len(st.partition(model, plan="plan.json"))
+        2
+    """
     text = json.dumps(plan.document(), indent=1, allow_nan=False)
     replace_file(Path(path), f"{text}\n".encode())

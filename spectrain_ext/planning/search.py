@@ -1,6 +1,4 @@
-"""Search: all ways to train a model on some devices, the best found by bound and simulation."""
-
-from __future__ import annotations
+"""Searches all ways to train a model on some devices for the best, by bounds and simulation."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +15,18 @@ from spectrain_ext.schedule import takes_window
 
 from .costs import Costs, Setting, Way, check_shared, least_of
 
-# Divisions that are all tried; where there are more, the one whose slowest stage is fastest.
+# Up to this many divisions, all are tried; beyond, the one whose slowest stage is fastest.
 _FEW = 32
-# Devices up to which stages may have different numbers of replicas, and divisions kept of each N.
+# Most devices with uneven replicas, and the uneven numbers of replicas kept per number of stages.
 _UNEVEN, _KEPT = 8, 3
-# Microbatches per stage: with these the bubble of a flush is an eighth of a minibatch at most.
+# Microbatches per stage, at most: the bubble of a flush is then an eighth of a minibatch at most.
 _FLUSH = 8
-# Simulations per method and aim.
+# Simulations per method and objective.
 _MOST = 8
 
 
 class Search:
-    """All ways of some methods on all of the devices, by what they cost."""
+    """All ways to train by some methods on all devices, with their costs."""
 
     def __init__(
         self,
@@ -42,8 +40,8 @@ class Search:
         self._memory = memory  # bytes of each device
         self._most_replicas = devices if replicas is None else replicas
         self.simulated = 0  # of the ways tried
-        self.refusal: ValueError | None = None  # of the first way that its method refused
-        # of the fullest device what is needed and what it has, by the id of the ``Costs``
+        self.refusal: ValueError | None = None  # the first way that its method refused
+        # Needed and available bytes of the fullest device, by the id of the ``Costs``.
         self._too_large: dict[int, tuple[float, float]] = {}
         self._by_method: dict[str, list[Costs]] = {method.name: [] for method in methods}
         for costs in self._all():
@@ -52,19 +50,21 @@ class Search:
 
     @property
     def left_out(self) -> int:
-        """Ways whose bound was good enough, and which take more memory than there is."""
+        """The number of ways with a good enough bound that need more memory than there is."""
         return len(self._too_large)
 
     @property
     def closest(self) -> tuple[float, float]:
-        """Of these, what the smallest takes of its fullest device, and what that has."""
+        """Needed and available bytes of the fullest device, for the smallest of these ways."""
         return min(self._too_large.values(), key=_share, default=(math.inf, math.inf))
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
-        """The way of a method whose period times its price is least; None: there is none."""
-        # Ways are simulated in the order of their bounds, until the next one's exceeds the best so
-        # far, which is then the least of all, or until there have been so many. A way that is not
-        # wanted has an infinite price.
+        """Return a method's way with the least period times price; None if none fits.
+
+        An infinite price excludes a way.
+        """
+        # Simulate in the order of bounds, until the next bound exceeds the best value so far, which
+        # is then the least of all, or until ``_MOST`` simulations.
         found, least, left = None, math.inf, _MOST
         ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]
         for bound, costs in sorted(ways, key=lambda way: way[0]):
@@ -101,13 +101,13 @@ class Search:
         self, method: Method, ends: tuple[int, ...], replicas: tuple[int, ...], microbatches: int
     ) -> Iterator[Costs]:
         alone = len(ends) == 1
-        if alone != (method.name == "sync"):  # one stage is data parallelism, whatever the method
+        if alone != (method.name == "sync"):  # one stage is data parallelism under any method
             return
         windows: tuple[Window, ...] = (None, "wide") if takes_window(method.schedule) else (None,)
         for window in windows:
             try:
                 yield Costs(self._setting, Way(method, ends, replicas, microbatches, window))
-            except ValueError as error:  # not defined for these
+            except ValueError as error:  # the method does not support these
                 self.refusal = self.refusal or error
 
     def _shapes(self) -> Iterator[tuple[int, ...]]:
@@ -120,7 +120,7 @@ class Search:
                 yield from nsmallest(_KEPT, uneven, key=self._slowest)
 
     def _slowest(self, replicas: tuple[int, ...]) -> float:
-        """Of a minibatch, with one microbatch for every replica."""
+        """Return a minibatch's seconds on the slowest stage, with a microbatch per replica."""
         microbatches = lcm(*replicas)
         if self._setting.batch % microbatches:
             return math.inf
@@ -128,12 +128,12 @@ class Search:
         try:
             found = cut(profile, len(replicas), replicas=replicas, speeds=speeds)
             check_shared(profile, found.ends, replicas)
-        except ValueError:  # ties leave too few places, or one replica
+        except ValueError:  # ties leave too few places, or allow one replica only
             return math.inf
         return found.slowest
 
     def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
-        """Numbers that deal a minibatch out evenly, up to so many that a flush is cheap."""
+        """Return the numbers that divide a minibatch evenly, up to a cheap flush's."""
         each, batch = lcm(*replicas), self._setting.batch
         most = _FLUSH * len(replicas)
         return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
@@ -157,11 +157,11 @@ class Search:
         yield best
         found = set()
         if len(self._setting.links(0, self._devices - 1)) > 1:
-            # One more, for few bytes where a link is slow.
+            # One more, which sends few bytes over slow links.
             found.add(shared_out(bandwidth=self._bandwidths(replicas, microbatches)).ends)
         if self._memory is not None:
-            # What a stage holds depends on the method: one cut for the default's memory, and the
-            # one that shares out bytes instead of time.
+            # A stage's memory depends on the method: one cut for the default's memory, and one that
+            # balances bytes instead of time.
             limits = least_of(self._memory, replicas)
             with suppress(ValueError):
                 found.add(shared_out(memory_limit=list(map(int, limits))).ends)
@@ -173,7 +173,7 @@ class Search:
         yield from found - {best}
 
     def _bandwidths(self, replicas: tuple[int, ...], microbatches: int) -> list[float]:
-        """Between every two stages, of minibatches: their profile has bytes of a microbatch."""
+        """Return bandwidths between stages, scaled to a minibatch with a microbatch's bytes."""
         ranks = [0, *accumulate(replicas)]
         return [
             min(link.bandwidth for link in self._setting.links(first, end - 1)) / microbatches
@@ -181,7 +181,7 @@ class Search:
         ]
 
     def _work(self, microbatches: int) -> Profile:
-        """The blocks with what they take of a minibatch, their share of the update included."""
+        """Return the blocks with their seconds per minibatch, including the update."""
         profile, per_byte = self._setting.profile(microbatches), self._setting.layers.byte_seconds
         blocks = tuple(
             _taking(b, microbatches * b.seconds + 5 * per_byte * b.parameter_bytes)
@@ -200,7 +200,7 @@ def _share(pair: tuple[float, float]) -> float:
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered, of numbers of at least 1."""
+    """Yield the ordered sums of ``count`` numbers of at least 1."""
     for inner in combinations(range(1, total), count - 1):
         bounds = (0, *inner, total)
         yield tuple(b - a for a, b in pairwise(bounds))

@@ -1,4 +1,4 @@
-"""Draws what ran when: measured and simulated, as a picture and as a trace."""
+"""Draws measured and simulated timelines, and writes them as traces."""
 
 from .merging import merge_traces
 from .method_timeline import devices_under, draw_method_timelines, instructions_of, simulate_method

@@ -1,9 +1,7 @@
-"""Merging: the traces of several ranks as one, on one time axis.
+"""Merges the traces of several ranks on one time axis.
 
 python -m spectrain_ext.timelines.merging OUT.json RANK0.json RANK1.json ...
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -16,22 +14,27 @@ from spectrain_ext.files import read_json
 
 _BASE = "baseTimeNanoseconds"
 _LARGEST = 1 << 30  # bytes of a trace
-_OTHERS = 10**8  # above what a process or a stage is numbered with
+_OTHERS = 10**8  # above the numbers of processes and stages
 
 
 def merge_traces(path: str | Path, parts: Sequence[str | Path]) -> None:
-    """Write one trace in Chrome's JSON format from those of several ranks.
+    """Merge the traces of several ranks into one, in Chrome's JSON format.
+
+    Ranks on one machine share its clock. Between machines the alignment is as good as their clocks
+    agree, often within milliseconds.
 
     Args:
-        path: the file to write.
-        parts: of the ranks, in order: files of ``write_trace`` with its ``origin``, or of
+        parts: one file per rank, in order: from ``write_trace`` with ``origin``, or from
             ``torch.profiler``'s ``export_chrome_trace``.
 
     Raises:
-        ValueError: a file is none of these, does not say when it began, or has more than 1 GiB.
+        ValueError: a file is not such a trace, does not say when it began, or exceeds 1 GiB.
 
-    Ranks on one machine share its clock. Between machines it is as good as these agree on the time
-    of day, often within milliseconds.
+    Example:
+        >>> from spectrain_ext.timelines import merge_traces, simulate_method, write_trace
+        >>> for rank in range(2):
+        ...     write_trace(f"rank{rank}.json", simulate_method("1f1b", 2, 3), origin=float(rank))
+        >>> merge_traces("all.json", ["rank0.json", "rank1.json"])
     """
     documents = [_read(Path(part)) for part in parts]
     first = min((document[_BASE] for document in documents), default=0)
@@ -67,7 +70,7 @@ def _moved(event: Any, shift: float, taken: dict[Any, int], rank: int) -> dict[s
 
 
 def _place(taken: dict[Any, int], pid: Any, rank: int) -> Any:
-    """The same number, unless another rank has it: replicas of a stage do."""
+    """Return the same number, or another one if a rank before has it, as replicas do."""
     if taken.setdefault(pid, rank) == rank:
         return pid
     return pid + rank * _OTHERS if isinstance(pid, int) else f"{pid}, rank {rank}"

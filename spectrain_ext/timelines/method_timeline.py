@@ -1,6 +1,4 @@
-"""Timelines of methods, before anything is trained: simulated, and what each stage does."""
-
-from __future__ import annotations
+"""Simulates the runs of methods, and lists the instructions of a stage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -52,26 +50,32 @@ def simulate_method(
     communication: float = 0.0,
     inbound: bool = False,
 ) -> Iterator[Span]:
-    """The spans of a run with a method; where it changes after a number of minibatches, with both.
+    """Simulate a run with a method, in all its phases.
+
+    All durations have one unit, and hold for all stages or for each. A device has as many stages as
+    the method's ``chunks``.
 
     Args:
-        method: a name, or a Method.
-        stages: their number.
-        minibatches: the length of the run.
-        microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
+        microbatches: per minibatch; ``"auto"``: the method's usual number.
         window: as for ``Pipeline``.
-        forward: its duration, of a microbatch, on all stages or on each; the others are in the same
-            unit.
-        backward: its duration, of a microbatch, likewise.
-        update: its duration.
-        prediction: how long it takes to predict weights, where the method does.
-        communication: how long an activation or a gradient takes to the next stage.
-        inbound: whether all messages to a device share one wire, as ``Durations`` says.
+        forward: duration of a microbatch's forward.
+        backward: duration of a microbatch's backward.
+        prediction: duration of a prediction, where the method predicts.
+        communication: duration of a message to a neighbouring stage.
+        inbound: whether all messages to a device share one wire; see ``Durations``.
 
     Raises:
-        ValueError: an argument is out of range, or the method is not defined for these.
+        ValueError: an argument is out of range, or the method does not support these.
 
-    A device has as many stages as the method says (``chunks``).
+    Example:
+        >>> from spectrain_ext.timelines import simulate_method
+        >>> for span in simulate_method("pipedream", 2, 1):
+        ...     if span.end > span.start:
+        ...         print(span.stage, span.kind.value, span.start, span.end)
+        0 forward 0.0 1.0
+        1 forward 1.0 2.0
+        1 backward 2.0 4.0
+        0 backward 4.0 6.0
     """
     method = find_method(method)
     for name, value in (("stages", stages), ("minibatches", minibatches)):
@@ -102,7 +106,7 @@ def simulate_method(
 
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
-    """The device of every stage, in all phases; None: each has its own."""
+    """Return the device of every stage, in all phases; None: each has its own."""
     chunks = chunks_of(find_method(method))
     return lay_out(stages, chunks) if chunks > 1 else None
 
@@ -110,7 +114,7 @@ def devices_under(method: str | Method, stages: int) -> list[int] | None:
 def _one_by_one(
     runs: Iterable[tuple[int | None, Callable[..., Iterator[Span]]]], minibatches: int
 ) -> Iterator[Span]:
-    """Of phases, each with where it ends: the pipeline drains in between."""
+    """Concatenate the runs of phases, which the pipeline drains between."""
     done, start = 0, 0.0
     for after, run in runs:
         end = minibatches if after is None else min(minibatches, after)
@@ -138,12 +142,17 @@ def draw_method_timelines(
 ) -> Sequence[Path]:
     """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
 
-    Backwards take twice as long as forwards, updates and predictions a fifth of them: nothing here
-    is measured. The run is long enough to show its beginning, its steady state and its end. The
-    window does not concern methods that flush.
+    Nothing here is measured: backwards take twice as long as forwards, updates and predictions a
+    fifth. The run is long enough to show its beginning, its steady state and its end. ``window``
+    does not affect methods that flush.
 
     Returns:
         The pictures, in order.
+
+    Example:
+        >>> from spectrain_ext.timelines import draw_method_timelines
+        >>> draw_method_timelines(Path("pictures"), ["1f1b", "spectrain"], stages=3)
+        [PosixPath('pictures/1f1b.png'), PosixPath('pictures/spectrain.png')]
     """
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
@@ -180,13 +189,15 @@ def instructions_of(
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
 ) -> Iterator[str]:
-    """The instructions of a stage in a run, a line each, with the weights that they load."""
+    """Return a line per instruction of a stage, with the weight versions it loads.
+
+    Of a method that changes, these are the instructions of its first phase.
+    """
     method = find_method(method)
     if not 0 <= stage < stages:
         raise ValueError(f"stage: expected one of 0 to {stages - 1}, got {stage}")
     parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
     places = places_of(method, stages, parts, window)
-    # Of a method that changes: in its first phase.
     place, generate = places[stage], find_generator(method.schedule)
     ledger = Ledger(
         stage,

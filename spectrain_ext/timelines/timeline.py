@@ -1,8 +1,7 @@
-"""Timelines: which stage does what when, as a picture or as a trace for Chrome and Perfetto."""
-
-from __future__ import annotations
+"""Draws what each stage does when, and writes it as a trace for Chrome and Perfetto."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,14 +10,16 @@ from typing import Any, NamedTuple, get_args
 from spectrain_ext.extras import picture
 from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span, summarize
 
+from .density import bin_edges, time_in_bins
+
 
 class _Look(NamedTuple):
     name: str
     color: str
-    text: str
+    text: str  # its color
 
 
-# Okabe and Ito's colours, distinguishable with any colour vision; and unlike in lightness as well.
+# Okabe and Ito's colours, distinguishable with any colour vision; they differ in lightness too.
 _FORWARD = _Look("forward", "#0072B2", "#FFFFFF")
 _BACKWARD = _Look("backward", "#E69F00", "#000000")
 _WEIGHTS = _Look("backward of weights", "#009E73", "#FFFFFF")
@@ -39,6 +40,8 @@ _LOOKS = {
     Kind.SEND_ACTIVATION: _SEND,
     Kind.SEND_GRADIENT: _SEND,
 }
+#: Of the legend, and of a column from below.
+_ORDER = [look.name for look in (_FORWARD, _BACKWARD, _WEIGHTS, _LOAD, _UPDATE, _SEND)]
 COMPUTED = COMPUTE - {Kind.UPDATE}
 
 _LANES = get_args(Lane)
@@ -46,6 +49,11 @@ _LANES = get_args(Lane)
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
+_TALLEST = 10.0  # inches of the rows of a picture that shows densities
+# Widths in points.
+_BLOCK = 4.0  # of a usual block, at least; below that the picture shows densities
+_EDGED = 2.0  # of a block with white edges, at least
+_DIGITS = 5.0  # font size of a number in a block, at least
 
 
 def draw_timeline(
@@ -57,26 +65,36 @@ def draw_timeline(
     communication: bool = False,
     unit: str = "time",
     devices: Sequence[int] | None = None,
-) -> None:
-    """Draw a simulation, or a real run, as a PNG or an SVG, by the suffix of ``path``.
+) -> str | None:
+    """Draw a simulation or a real run as a PNG or an SVG, by the suffix of ``path``.
 
-    A row is a stage; where it is grey the stage is idle. In a block stands its minibatch, with
-    several microbatches ``minibatch.microbatch``, where there is room. With ``devices`` a row is a
-    device; the later one of its stages, the lighter its blocks.
+    A row is a stage, grey where it is idle. A block shows its minibatch, or
+    ``minibatch.microbatch`` where there are several. With ``devices`` a row is a device, and the
+    blocks of its later stages are lighter.
+
+    Where a usual block would be less than 4 points wide, columns show the shares of a bin of time
+    that a row spends in each kind of work.
 
     Args:
-        path: the picture.
-        spans: what to draw.
-        title: above it.
         versions: write the version that a block computes with below its number: ``v3`` after three
             updates, ``v3+2`` predicted two further.
         communication: draw copies to the next stage below a row, to the previous above it.
         unit: of the time axis.
         devices: of every stage, counted from 0.
 
+    Returns:
+        What the picture leaves out, which it also says below its axis; None: nothing.
+
     Raises:
         ModuleNotFoundError: matplotlib is missing.
         ValueError: there is nothing to draw.
+
+    Example:
+        >>> from spectrain_ext.timelines import draw_timeline, simulate_method
+        >>> draw_timeline("few.svg", simulate_method("pipedream", 4, 8), title="pipedream")
+        >>> draw_timeline("many.png", simulate_method("pipedream", 2, 800))
+        '3200 blocks are too narrow to draw. Columns show shares of time, in bins of 9, without
+        numbers.'
     """
     drawn = list(spans)
     if not drawn:
@@ -84,25 +102,36 @@ def draw_timeline(
     rows = Rows(drawn, devices)
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
     length = (last - first) or 1.0
-    width = _width(drawn, length, versions)
-    height = 0.9 + (0.42 + 0.1 * versions + 0.12 * communication) * len(rows)
-    with picture(path, width, height) as figure:
+    usual = _usual(drawn, length)
+    # Inches, so that a usual block has room for its number.
+    width = min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
+    points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
+    dense = usual * points < _BLOCK
+    row = 0.42 + 0.1 * (versions and not dense) + 0.12 * communication
+    if dense:
+        row = min(row, max(0.2, _TALLEST / len(rows)))
+    with picture(path, width, 0.9 + row * len(rows)) as figure:
         axes = figure.add_subplot()
-        draw_rows(axes, drawn, rows, (first, last - first), communication)
-        points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
-        _write_numbers(axes, drawn, rows, points, versions)
+        said: str | None
+        if dense:
+            whole = first, last
+            said = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
+        else:
+            draw_rows(axes, drawn, rows, (first, last - first), communication, points=points)
+            said = _write_numbers(axes, drawn, rows, points, versions)
         axes.set_yticks(range(len(rows)), rows.names())
         finish_axes(axes, (first, last), len(rows))
-        axes.set_xlabel(unit)
+        axes.set_xlabel(f"{unit}\n{said}" if said else unit)
         if title:
             axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         bubbles = summarize(drawn, devices).bubbles
         idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
         draw_legend(figure, drawn, communication, idle)
+    return said
 
 
 class Rows:
-    """Which row a stage's blocks are in, and how light they are."""
+    """The rows of a picture: a stage each, or a device with the stages it has."""
 
     def __init__(self, drawn: Sequence[Span], devices: Sequence[int] | None) -> None:
         stages = 1 + max(span.stage for span in drawn)
@@ -122,7 +151,7 @@ class Rows:
         ]
 
     def look(self, span: Span) -> _Look:
-        """Of a block: white is mixed into the colour, up to a half for a device's last stage."""
+        """Return a block's look, up to half white for the last stage of a device."""
         look, own = _LOOKS[span.kind], self._stages[self.of[span.stage]]
         share = 0.5 * own.index(span.stage) / max(1, len(own) - 1)
         if not share or look not in (_FORWARD, _BACKWARD):
@@ -139,11 +168,9 @@ def finish_axes(axes: Any, whole: tuple[float, float], stages: int) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:
-    """Inches, so that a usual block has room for what is written in it."""
+def _usual(drawn: Sequence[Span], length: float) -> float:
     blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
-    usual = blocks[len(blocks) // 4] if blocks else length
-    return min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
+    return blocks[len(blocks) // 4] if blocks else length
 
 
 def draw_rows(
@@ -153,40 +180,97 @@ def draw_rows(
     whole: tuple[float, float],
     communication: bool,
     edge: float = 0.5,
+    points: float = math.inf,  # per unit of time
 ) -> None:
-    blocks: dict[tuple[int, _Look, str], list[tuple[float, float]]] = defaultdict(list)
+    _draw_idle(axes, rows, whole, communication)
+    blocks: dict[tuple[int, _Look, Lane, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
-        interval = (span.start, span.end - span.start)
-        blocks[rows.of[span.stage], rows.look(span), span.lane].append(interval)
-    row = _LOWER_ROW if communication else _ROW
+        start, length = span.start, span.end - span.start
+        if length > 0:
+            row = rows.of[span.stage], rows.look(span), span.lane, length * points >= _EDGED
+            blocks[row].append((start, length))
+    for (k, look, lane, edged), intervals in blocks.items():
+        place = _place(k, lane, communication)
+        if place is not None:
+            line = edge if edged else 0
+            look_of = {"facecolor": look.color, "edgecolor": "#FFFFFF", "linewidth": line}
+            axes.broken_barh(intervals, place, **look_of)
+
+
+def _draw_idle(axes: Any, rows: Rows, whole: tuple[float, float], communication: bool) -> None:
     for k in range(len(rows)):
-        axes.broken_barh([whole], (k - row / 2, row), facecolor=_IDLE.color, linewidth=0)
-    for (k, look, lane), intervals in blocks.items():
-        if lane == "compute":
-            place = (k - row / 2, row)
-        elif communication:
-            place = (k + row / 2 if lane == "to next" else k - row / 2 - _STRIP, _STRIP)
-        else:
+        place = _place(k, "compute", communication)
+        axes.broken_barh([whole], place, facecolor=_IDLE.color, linewidth=0)
+
+
+def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | None:
+    """Return where a lane is, as its top and its height; None if it is not drawn."""
+    height = _LOWER_ROW if communication else _ROW
+    if lane == "compute":
+        return row - height / 2, height
+    if not communication:
+        return None
+    return (row + height / 2 if lane == "to next" else row - height / 2 - _STRIP), _STRIP
+
+
+def _draw_densities(
+    axes: Any,
+    drawn: Sequence[Span],
+    rows: Rows,
+    whole: tuple[float, float],
+    communication: bool,
+    points: float,
+    versions: bool,
+) -> str:
+    """Draw the shares of each bin of time that every row spends in each kind of work."""
+    import numpy as np  # as matplotlib does
+
+    first, last = whole
+    _draw_idle(axes, rows, (first, last - first), communication)
+    parts = 1 + max(span.microbatch for span in drawn)
+    edges = bin_edges(first, last, _BLOCK / points, summarize(drawn).period / parts)
+    lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for span in drawn:
+        if span.end > span.start:
+            looks = lanes[rows.of[span.stage], span.lane]
+            looks[rows.look(span)].append((span.start, span.end))
+    for (k, lane), looks in lanes.items():
+        place = _place(k, lane, communication)
+        if place is None:
             continue
-        axes.broken_barh(
-            intervals, place, facecolor=look.color, edgecolor="#FFFFFF", linewidth=edge
-        )
+        top, height = place
+        order = sorted(looks, key=lambda look: (_ORDER.index(look.name), look.color))
+        times = np.array([time_in_bins(looks[look], edges) for look in order])
+        # Actions of a device's stages, or copies, may overlap: their sum is at most the bin.
+        shares = times / np.maximum(np.diff(edges), times.sum(0))
+        tops = top + height * (1 - shares.cumsum(0))
+        for look, above, below in zip(order, tops, [top + height, *tops], strict=False):
+            axes.stairs(above, edges, baseline=below, fill=True, color=look.color, linewidth=0)
+    count = sum(span.kind in COMPUTED and span.end > span.start for span in drawn)
+    return (
+        f"{count} blocks are too narrow to draw. Columns show shares of time, in bins of "
+        f"{edges[1] - edges[0]:g}, without numbers{' or versions' * versions}."
+    )
 
 
 def _write_numbers(
     axes: Any, drawn: Sequence[Span], rows: Rows, points: float, versions: bool
-) -> None:
+) -> str | None:
+    """Write the numbers of blocks into them; return how many had no room, in words."""
     parted = any(span.microbatch for span in drawn)
-    for span in drawn:
-        if span.kind not in COMPUTED:
-            continue
+    blocks = [span for span in drawn if span.kind in COMPUTED and span.end > span.start]
+    left_out = 0
+    for span in blocks:
         lines = [f"{span.minibatch}.{span.microbatch}" if parted else f"{span.minibatch}"]
         if versions and span.version is not None:
             lines.append(f"v{span.version}" + (f"+{span.horizon}" if span.horizon else ""))
         room = (span.end - span.start) * points
         # A digit is some 0.6 of the size wide.
         size = min(9.0, (room - 2.0) / (0.6 * max(map(len, lines))))
-        if size < 4.0:
+        if size < _DIGITS:
+            left_out += 1
             continue
         axes.text(
             (span.start + span.end) / 2,
@@ -199,6 +283,9 @@ def _write_numbers(
             color=rows.look(span).text,
             in_layout=False,  # it is inside; measuring hundreds takes longer than drawing them
         )
+    if not left_out:
+        return None
+    return f"{left_out} of {len(blocks)} blocks are too narrow for their number."
 
 
 def draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
@@ -207,9 +294,7 @@ def draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: s
     shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}
     if not communication:
         shown.discard(_SEND)
-    looks = [
-        look for look in (_FORWARD, _BACKWARD, _WEIGHTS, _LOAD, _UPDATE, _SEND) if look in shown
-    ]
+    looks = sorted(shown, key=lambda look: _ORDER.index(look.name))
     handles = [Patch(facecolor=look.color, label=look.name) for look in looks]
     handles.append(Patch(facecolor=_IDLE.color, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
     figure.legend(
@@ -226,12 +311,15 @@ def write_trace(
 ) -> None:
     """Write a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
 
+    A stage becomes a process, and its lanes become threads.
+
     Args:
-        path: the file.
-        spans: what happened; a stage becomes a process, its lanes become threads.
-        microseconds: of one unit of the spans' time.
-        origin: ``Trace.origin``, which ``merge_traces`` needs to put the files of several ranks
-            side by side.
+        microseconds: per unit of the spans' time.
+        origin: ``Trace.origin``, which ``merge_traces`` needs to align the files of several ranks.
+
+    Example:
+        >>> from spectrain_ext.timelines import simulate_method, write_trace
+        >>> write_trace("trace.json", simulate_method("1f1b", 2, 3))
     """
     lanes: set[tuple[int, str]] = set()
     events: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""Tests ``spectrain doctor``: what is installed, what is missing and how to fix it."""
+"""``spectrain doctor``: what it reports, as a problem or as a note, and its exit status."""
 
 import sys
 from pathlib import Path
@@ -12,15 +12,17 @@ from rich.table import Table
 import spectrain_ext as st
 from spectrain_ext import _C
 from spectrain_ext.cli.doctor import (
+    Finding,
     covers,
     environment,
+    findings,
     peer_access,
-    problems,
     summary,
     versions,
 )
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import plain_console
+from spectrain_ext.threads import Crowd
 
 BUILT = {
     "cuda": True,
@@ -32,7 +34,18 @@ BUILT = {
 CPU_ONLY = {"cuda": False, "cpu_instruction_set": "baseline"}
 
 
-def _see_cuda(monkeypatch: pytest.MonkeyPatch, *, toolkit: str | None, available: bool) -> None:
+def _see_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    toolkit: str | None,
+    available: bool,
+    driver: bool | None = None,
+) -> None:
+    """Set what torch sees, and whether a driver is installed: as given, or where there is a GPU."""
+    there = available if driver is None else driver
+    monkeypatch.setattr("spectrain_ext.cli.doctor._DRIVER_FILES", (__file__,) if there else ())
+    monkeypatch.setattr("spectrain_ext.cli.doctor.disturbed", lambda: None)  # by other tests
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", toolkit)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(available))
@@ -40,7 +53,8 @@ def _see_cuda(monkeypatch: pytest.MonkeyPatch, *, toolkit: str | None, available
     monkeypatch.setattr(_C, "require_cuda", lambda: 1)
 
 
-def test_it_prints_versions_build_and_devices() -> None:
+def test_it_prints_versions_build_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_cuda(monkeypatch, toolkit=None, available=False)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0, result.output
     for fragment in (st.__version__, torch.__version__, "Build", "Devices", "cpu"):
@@ -49,31 +63,58 @@ def test_it_prints_versions_build_and_devices() -> None:
         assert key.replace("_", " ") in result.output
 
 
-def test_nothing_is_missing_where_everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_machine_has_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert problems(BUILT) == []
+    assert findings(BUILT) == []
 
 
-def test_threads_without_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_the_exit_status_and_notes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Finding("This is so.", "change it", False)]
+    monkeypatch.setattr("spectrain_ext.cli.doctor.findings", lambda build: found)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert result.output.endswith("Notes\n  - This is so.\n    change it\nNo problems.\n")
+    found.insert(0, Finding("This fails.", "mend it"))
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    problems = "Problems\n  - This fails.\n    remedy: mend it\n"
+    assert result.output.endswith(f"{problems}Notes\n  - This is so.\n    change it\n")
+    assert CliRunner().invoke(main, ["doctor", "--brief"]).exit_code == 0
+
+
+def test_threads_without_a_core_each_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
     result = CliRunner().invoke(main, ["doctor"])
-    assert "To be mended" in result.output
+    assert result.exit_code == 1
+    assert "Problems" in result.output
     assert "4096 threads" in result.output
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    what, remedy = problems(BUILT)[0]
-    assert "4096 threads" in what
-    assert "OMP_NUM_THREADS=" in remedy
+    (found,) = findings(BUILT)
+    assert "4096 threads" in found.what
+    assert "OMP_NUM_THREADS=" in found.remedy
+    assert found.is_problem
 
 
-def test_a_cpu_only_build_names_the_way_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_work_on_the_cores_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    what, remedy = problems(CPU_ONLY)[0]
-    assert "not built" in what
-    assert "SPECTRAIN_CUDA=1" in remedy
-    assert "nvcc" in remedy
+    crowd = Crowd("Other work is on these cores.", "OMP_NUM_THREADS=1")
+    monkeypatch.setattr("spectrain_ext.cli.doctor.crowded", lambda: None)
+    monkeypatch.setattr("spectrain_ext.cli.doctor.disturbed", lambda: crowd)
+    assert findings(BUILT) == [Finding(*crowd, False)]
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_a_cpu_only_package_is_a_problem_where_a_gpu_is(
+    available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _see_cuda(monkeypatch, toolkit="13.0", available=available)
+    (found,) = (one for one in findings(CPU_ONLY) if "not built" in one.what)
+    assert "SPECTRAIN_CUDA=1" in found.remedy
+    assert "nvcc" in found.remedy
+    assert found.is_problem is available
 
 
 def test_one_line_says_what_was_built() -> None:
@@ -90,7 +131,7 @@ def test_one_line_says_what_was_built() -> None:
     [
         *(((7, 0), False), ((7, 5), True), ((8, 0), False), ((8, 6), True), ((8, 9), True)),
         *(((9, 0), True), ((10, 0), True), ((12, 1), True)),
-        *(((8, 7), False), ((11, 0), True)),  # integrated GPUs
+        *(((8, 7), False), ((11, 0), True)),  # integrated
     ],
 )
 def test_which_gpu_the_build_covers(capability: tuple[int, int], runs: bool) -> None:
@@ -105,12 +146,13 @@ def test_architectures_without_ptx_end_with_their_major_version() -> None:
     assert not covers([], (9, 0))
 
 
-def test_a_gpu_that_was_not_built_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_was_not_built_for_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    ((what, remedy),) = problems(BUILT)
-    assert "cuda:0 has compute capability 8.0" in what
-    assert 'TORCH_CUDA_ARCH_LIST="8.0"' in remedy
+    (found,) = findings(BUILT)
+    assert "cuda:0 has compute capability 8.0" in found.what
+    assert 'TORCH_CUDA_ARCH_LIST="8.0"' in found.remedy
+    assert found.is_problem
 
 
 @pytest.mark.parametrize(
@@ -142,51 +184,72 @@ def test_what_makes_streams_wait_for_one_another(
     else:
         monkeypatch.setenv(setting, value)
     monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    found = [what for what, _ in problems(BUILT) if "NCCL" in what or "stream" in what]
-    assert len(found) == (told is not None)
-    assert all(told is not None and told in what for what in found)
+    found = findings(BUILT)
+    assert [told in one.what for one in found] == ([] if told is None else [True])
+    # torch's and CUDA's default, which does no harm without NCCL, is a note
+    assert all(one.is_problem == (setting != "CUDA_MODULE_LOADING") for one in found)
     shown = environment()
     assert shown["NCCL_MAX_CTAS"] == "2"
     assert shown[setting].startswith(value or "LAZY (not set)")
     assert versions()["NCCL"] == "2.27.5"
 
 
-def test_a_driver_that_only_torch_can_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_only_torch_can_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
 
     def refuse() -> int:
         raise RuntimeError("driver too old")
 
     monkeypatch.setattr(_C, "require_cuda", refuse)
-    ((what, remedy),) = problems(BUILT)
-    assert "driver too old" in what
-    assert "13.0.88" in remedy
+    (found,) = findings(BUILT)
+    assert "driver too old" in found.what
+    assert "13.0.88" in found.remedy
+    assert found.is_problem
 
 
-def test_a_cpu_torch_names_the_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit=None, available=False)
-    what, remedy = problems(BUILT)[0]
-    assert "CPU build" in what
-    assert "TORCH_INDEX" in remedy
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_cpu_torch_is_a_problem_where_a_gpu_is(
+    driver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _see_cuda(monkeypatch, toolkit=None, available=False, driver=driver)
+    (found,) = findings(BUILT)
+    assert found.what.startswith("This torch is a CPU build")
+    assert ("although the machine has an NVIDIA device" in found.what) is driver
+    assert "TORCH_INDEX" in found.remedy
+    assert found.remedy.startswith("for a GPU: ") is not driver
+    assert found.is_problem is driver
 
 
-def test_a_missing_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=False)
-    what, remedy = problems(BUILT)[0]
-    assert "sees no CUDA device" in what
-    assert "driver" in remedy
+@pytest.mark.parametrize("driver", [True, False])
+def test_a_cuda_torch_without_a_device_is_a_problem_where_a_gpu_is(
+    driver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _see_cuda(monkeypatch, toolkit="13.0", available=False, driver=driver)
+    (found,) = findings(BUILT)
+    assert "sees no CUDA device" in found.what
+    assert ("the driver may be older than torch's CUDA 13.0" in found.remedy) is driver
+    assert found.is_problem is driver
 
 
-def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_hidden_gpus_are_a_note(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_cuda(monkeypatch, toolkit="13.0", available=False, driver=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    (found,) = findings(BUILT)
+    assert found.what == f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU."
+    assert not found.is_problem
+
+
+def test_a_missing_extra_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "spectrain_ext.cli.doctor.find_spec", lambda name: None if name == "matplotlib" else sys
     )
-    said = CliRunner().invoke(main, ["doctor"]).output
+    output = CliRunner().invoke(main, ["doctor"]).output
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    ((what, remedy),) = problems(BUILT)
-    assert "matplotlib" in what
-    assert "spectrain_ext[pictures]" in remedy
-    assert f"  - {what}\n    remedy: pip install 'spectrain_ext[pictures]'\n" in said
+    (found,) = findings(BUILT)
+    assert "matplotlib" in found.what
+    assert not found.is_problem
+    assert f"  - {found.what}\n    pip install 'spectrain_ext[pictures]'\n" in output
 
 
 def test_no_text_is_markup_on_a_console_of_a_command() -> None:

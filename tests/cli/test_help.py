@@ -1,4 +1,4 @@
-"""Tests the help of every option, which the documentation repeats."""
+"""Help and completion: every option describes itself, and its values complete."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import re
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
+from spectrain_ext.codecs import NAMES
+from spectrain_ext.method import methods
 
 OPTIONS = [
     pytest.param(option, id=f"{name} {option.opts[0]}")
@@ -23,7 +26,7 @@ def test_an_option_is_a_sentence_of_its_own(option: click.Option) -> None:
     said, _, default = option.help.partition("  [default: ")
     assert re.match(r"[A-Z]|cpu", said), said
     assert said.endswith("."), said
-    # words that refer to the previous option
+    # words that refer to the option before
     assert not re.match(r"(Of|Its|Likewise|Write them|Also|May be) ", said), said
     assert not default or default.endswith("]"), default
     for inner in ("issue", "target", "ticket"):
@@ -42,3 +45,51 @@ def test_h_is_help(command: str) -> None:
     done = CliRunner().invoke(main, [command, "-h"])
     assert done.exit_code == 0
     assert done.output.startswith(f"Usage: main {command} [OPTIONS]")
+
+
+def completed(command, *words):
+    """What a shell offers for the last of the words typed after ``spectrain``."""
+    complete = BashComplete(main, {}, "spectrain", "_SPECTRAIN_COMPLETE")
+    return [item.value for item in complete.get_completions([command, *words[:-1]], words[-1])]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (
+            ("timeline", "--method", "pipedream"),
+            [n for n in methods() if n.startswith("pipedream")],
+        ),
+        (("timeline", "-m", "1f"), ["1f1b"]),
+        (("timeline", "--link", "pci"), ["pcie3", "pcie4"]),
+        (("timeline", "--window", ""), ["classic", "wide"]),
+        (("plan", "--link", "pcie3,me"), ["pcie3,measured"]),
+        (("plan", "--method", "gpipe,spectrain-s"), ["gpipe,spectrain-stash"]),
+        (("plan", "--method", ""), list(methods())),
+        (("plan", "--codec", ""), list(NAMES)),
+        (("plan", "--device", "c"), ["cpu", "cuda:0", "cuda:1"]),
+        (("plan", "--model", "models:"), ["models:Model", "models:small", "models:TINY"]),
+        (("plan", "--method", "auto,models:T"), ["auto,models:TINY"]),
+        (("plan", "--model", "package.inner:m"), ["package.inner:make"]),
+        (("plan", "--model", "no_such_module:"), []),
+        (("plan", "--model", ":"), []),
+        (("doctor", "--b"), ["--brief"]),
+    ],
+)
+def test_values_complete(words, offered, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    (tmp_path / "models.py").write_text(
+        "import not_installed\nraise SystemExit\n"
+        "class Model: pass\ndef small(): pass\ndef _own(): pass\nTINY = 1\nTINY.x = 2\n"
+    )
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("def make(): pass\n")
+    assert completed(*words) == offered
+
+
+def test_files_complete_as_files():
+    complete = BashComplete(main, {}, "spectrain", "_SPECTRAIN_COMPLETE")
+    for command, option in (("timeline", "--csv"), ("plan", "--profile"), ("plan", "--out")):
+        (item,) = complete.get_completions([command, option], "a")
+        assert (item.type, item.value) == ("file", "a")

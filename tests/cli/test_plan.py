@@ -66,7 +66,7 @@ def test_the_table_fits_and_no_cell_is_cut(profile, monkeypatch):
     assert "measured at" in whole and "no room for" not in whole
     methods = [line.split()[0] for line in table_of(whole)]
     assert set(methods) == set(METHODS)
-    for width, left_out in ((80, "samples/s, loss gap %, measured at"), (60, "GB of a device")):
+    for width, left_out in ((80, "samples/s, loss gap %, measured at"), (60, "GB per device")):
         found = CliRunner().invoke(main, ["plan", *map(str, asked)], env={"COLUMNS": str(width)})
         assert f"- no room for: {left_out}" in found.output
         narrow = table_of(found.output)

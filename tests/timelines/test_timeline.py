@@ -1,10 +1,12 @@
-"""Tests timelines: pictures by their text, traces by their events, the command line."""
+"""Timelines: what pictures contain, the events of traces, and ``spectrain timeline``."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -13,13 +15,15 @@ from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 from spectrain_ext.schedule import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import (
+    devices_under,
     draw_method_timelines,
     simulate_method,
 )
-from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_timeline, write_trace
 from studies.timelines import draw_methods_together
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_hex
 
 
 def run(*arguments):
@@ -27,7 +31,7 @@ def run(*arguments):
 
 
 def texts(path):
-    """Return all texts of an SVG whose text is not drawn as paths."""
+    """All texts of an SVG whose text is text."""
     import xml.etree.ElementTree as ElementTree
 
     return [
@@ -48,7 +52,7 @@ def test_every_block_has_its_minibatch(tmp_path):
     labels = [f"stage {k}" for k in range(4)]
     assert all(written[label] == 1 for label in [*labels, "four stages", "forward", "backward"])
     assert written["idle: 27 % of all"] == 1
-    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are also on the axis
+    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are on the axis as well
         assert written[str(minibatch)] == 2 * 4
     assert fills(path) == {"#0072b2", "#e69f00"}
 
@@ -80,10 +84,99 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_long_runs_have_no_room_for_numbers(tmp_path):
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures of the pictures that a test draws, which are not saved."""
+    from matplotlib.figure import Figure
+
+    found = []
+
+    @contextmanager
+    def picture(path, width, height):
+        found.append(Figure(figsize=(width, height)))
+        yield found[-1]
+
+    monkeypatch.setattr("spectrain_ext.timelines.timeline.picture", picture)
+    return found
+
+
+def steps(figure):
+    return [patch for patch in figure.axes[0].patches if hasattr(patch, "get_data")]
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "minibatches", "more"),
+    [
+        ("pipedream", 32, 200, {}),
+        ("gpipe", 4, 150, {"microbatches": 7}),
+        ("spectrain", 3, 500, {"update": 0.3, "prediction": 0.2, "communication": 0.4}),
+        ("interleaved", 4, 101, {"backward": 1.3}),
+        ("zb-h1", 3, 90, {"microbatches": 4}),
+    ],
+)
+def test_what_is_too_narrow_is_drawn_as_shares_of_time(method, stages, minibatches, more, figures):
+    spans = list(simulate_method(method, stages, minibatches, **more))
+    devices = devices_under(method, stages)
+    said = draw_timeline("t.svg", spans, versions=True, devices=devices, communication=True)
+    (figure,) = figures
+    (axes,) = figure.axes
+    blocks = sum(span.kind in COMPUTED for span in spans)
+    assert said.startswith(f"{blocks} blocks are too narrow to draw. Columns show shares of time, ")
+    assert said.endswith(", without numbers or versions.")
+    assert axes.get_xlabel() == f"time\n{said}"
+    assert not axes.texts
+    drawn = Counter()
+    for patch in steps(figure):
+        values, edges, baseline = patch.get_data()
+        color = to_hex(patch.get_facecolor()).upper()
+        height = 0.17 if color == "#999999" else 0.6
+        assert (values <= baseline + 1e-9).all()
+        assert patch.get_linewidth() == 0
+        drawn[color] += float(((baseline - values) * np.diff(edges)).sum()) / height
+        width = np.diff(edges)[:-1] * 0.88 * 72 * figure.get_figwidth() / (edges[-1] - edges[0])
+        assert (width > 3.999).all() and len(width) > 100
+    rows, simulated = Rows(spans, devices), Counter()
+    for span in spans:
+        simulated[rows.look(span).color] += span.end - span.start
+    simulated = {color: time for color, time in simulated.items() if time}
+    assert {color: drawn[color] for color in simulated} == pytest.approx(simulated)
+    assert sum(drawn.values()) == pytest.approx(sum(simulated.values()))
+
+
+def test_the_columns_of_a_steady_state_are_alike(figures):
+    spans = list(simulate_method("auto", 16, 40))
+    said = draw_timeline("t.svg", spans)
+    assert said.endswith("in bins of 6, without numbers.")  # two microbatches
+    for patch in steps(figures[0]):
+        values = patch.get_data().values
+        assert len(values) == 328
+        assert values[20:300] == pytest.approx(values[20])
+    assert len(steps(figures[0])) == 2 * 16
+
+
+def test_blocks_lose_their_edges_and_numbers_first(figures):
+    spans = list(simulate_method("pipedream", 16, 45, update=0.1))
+    said = draw_timeline("t.svg", spans)
+    (axes,) = figures[0].axes
+    left_out = 2 * 16 * 45 - len(axes.texts)
+    assert said == f"{left_out} of 1440 blocks are too narrow for their number."
+    assert not steps(figures[0])
+    assert min(text.get_fontsize() for text in axes.texts) >= 5
+    lines = {
+        to_hex(one.get_facecolor()[0]).upper(): set(one.get_linewidth()) for one in axes.collections
+    }
+    assert (lines["#0072B2"], lines["#E69F00"], lines["#000000"]) == ({0.5}, {0.5}, {0})
+    assert draw_timeline("t.svg", simulate_method("pipedream", 16, 40)) is None
+
+
+def test_the_command_says_what_the_picture_leaves_out(tmp_path):
     path = tmp_path / "t.svg"
-    draw_timeline(path, simulate_method("vanilla", 3, 400))
-    assert "399" not in texts(path)
+    result = run("--method", "auto", "--stages", 16, "--minibatches", 40, "-o", path)
+    said = "20480 blocks are too narrow to draw. Columns show shares of time, in bins of 6, "
+    assert result.output.endswith(f"picture: {path}\n{said}without numbers.\n")
+    assert f"{said}without numbers." in texts(path)
+    result = run("--minibatches", 400, "-o", tmp_path / "t.json")
+    assert "narrow" not in result.output
 
 
 def test_nothing_to_draw(tmp_path):
@@ -106,7 +199,7 @@ def test_a_trace_has_every_span(tmp_path):
     names = {(e["pid"], e.get("tid")): e["args"].get("name") for e in events if e["ph"] == "M"}
     assert names[1, None] is None or names[1, None] == "stage 1"
     assert (names[1, 0], names[1, 1], names[1, 2]) == ("compute", "to next", "to previous")
-    assert (2, 1) not in names  # the last stage sends nothing forward
+    assert (2, 1) not in names  # the last stage sends nothing on
 
 
 @pytest.mark.parametrize(
@@ -165,7 +258,7 @@ def test_the_command(tmp_path):
     result = run("--method", "pipedream", "--stages", 4, "--minibatches", 8, "-o", path)
     assert result.exit_code == 0, result.output
     assert "pipedream, 4 stages: 33 in all, 3 per minibatch of stage 0" in result.output
-    assert "idle, by stage: 27 %, 27 %, 27 %, 27 %" in result.output
+    assert "idle, by stage: 27 % each" in result.output
     assert "pipedream, 4 stages" in texts(path)
 
 
@@ -174,12 +267,12 @@ def test_a_row_is_a_device_where_it_has_several_stages(tmp_path):
     result = run("--method", "wpipe", "--stages", 4, "--minibatches", 3, "-o", path)
     assert result.exit_code == 0, result.output
     spans = list(simulate_method("wpipe", 4, 3))
-    idle = [f"{100 * share:.0f} %" for share in summarize(spans, [0, 1, 0, 1]).bubbles]
-    assert f"idle, by device: {', '.join(idle)}" in result.output
+    idle = {f"{100 * share:.0f} %" for share in summarize(spans, [0, 1, 0, 1]).bubbles}
+    assert f"idle, by device: {idle.pop()} each" in result.output and not idle
     assert {"device 0: 0, 2", "device 1: 1, 3"} <= set(texts(path))
     assert "stage 0" not in texts(path)
     drawn = path.read_text().lower()
-    for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and mixed with half white
+    for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and half as much white
         assert color in drawn
     draw_method_timelines(tmp_path / "new", ["interleaved", "sync"], 3)
     draw_methods_together(tmp_path / "all.svg", [("wpipe", "#000000"), ("sync", "#111111")], 4)
@@ -217,7 +310,7 @@ def test_the_command_with_a_link(tmp_path):
     slow = {"communication": 0.15, "inbound": True}
     spans = list(simulate_method("1f1b", 3, 2, microbatches=4, **slow))
     assert f"1f1b, 3 stages: {summarize(spans).makespan:g} in all" in result.output
-    assert "seconds" in texts(picture)
+    assert "simulated seconds" in texts(picture)
     write_schedule(schedule, streams("1f1b", [3, 2, 1], 4), microbatches=4, minibatches=1)
     result = run("--csv", schedule, *link, "-o", picture)
     one = summarize(simulate_method("1f1b", 3, 1, microbatches=4, **slow))
@@ -264,7 +357,7 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# The instructions of one stage
+# The instructions of one stage.
 
 
 def test_the_instructions_of_a_stage_are_printed():
