@@ -325,7 +325,7 @@ class _Books:
     """A stand-in for ``Storage`` without memory."""
 
     same_dtype = predicts = True
-    most, hosted = None, ()
+    pool_limit, offloaded = None, ()
 
     def __init__(self, master: bool) -> None:
         self.home = _Buffer()
