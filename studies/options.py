@@ -19,7 +19,7 @@ workload = click.option(
     "--workload",
     metavar="MODULE:FUNCTION",
     help="What is trained, of your own instead of --data: a function that returns a "
-    "studies.Workload, see docs/train.md.",
+    "studies.Workload, see docs/studies.md.",
 )
 
 

@@ -41,7 +41,7 @@ _EPOCHS = 3
     "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
     "down by factors of two until two on either side of the best are worse, by the first seeds. "
     "The paper-* are the paper's models in small, in 4 stages, all methods at one learning rate: "
-    "see docs/train.md.",
+    "see docs/studies.md.",
 )
 @click.option(
     "--data",

@@ -155,6 +155,11 @@ def gaps(results: Path) -> str:
     return _table(found, "difference", {less(*pair): pair for pair in pairs}, cell)
 
 
+def between(results: Path, method: str, other: str, model: str) -> str:
+    """Points of one method above another on one model, with the interval."""
+    return apart(read(results)[model].points(method, other)).strip("*")
+
+
 def _table(
     models: Mapping[str, Model], head: str, rows: Mapping[str, T], cell: Callable[[Model, T], str]
 ) -> str:

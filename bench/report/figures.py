@@ -177,6 +177,7 @@ def read(results: Path, path: str) -> Any:
 
 FIGURES: dict[str, Callable[..., str]] = {
     "accuracy": accuracy.accuracies,
+    "accuracy.between": accuracy.between,
     "accuracy.gaps": accuracy.gaps,
     "accuracy.models": accuracy.models,
     "accuracy.published": accuracy.published,
@@ -213,12 +214,15 @@ FIGURES: dict[str, Callable[..., str]] = {
     "network.meter": network.meter,
     "network.wires": network.wires,
     "operators": operators.section,
+    "operators.host": operators.host,
+    "operators.large": operators.large,
     "operators.targets": operators.reached,
     "planner": planner.section,
     "planner.factors": planner.factors,
     "planner.unequal": planner.unequal,
     "planner.within": planner.within,
     "processes": processes.section,
+    "processes.share": processes.share,
     "processes.targets": processes.targets,
     "processes.torch": processes.over_torch,
     "processes.two": processes.two_processes,

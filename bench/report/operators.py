@@ -69,6 +69,24 @@ def reached(results: Path) -> str:
     return targets.markdown(judged(document["machine_info"], document["benchmarks"]))
 
 
+def host(results: Path, name: str) -> str:
+    """Host time of the call with this word in its name."""
+    (us,) = (us for call, us in host_us(_read(results)["benchmarks"]).items() if name in call)
+    return f"{us:.2f} us"
+
+
+def large(results: Path, operation: str) -> str:
+    """How many times as fast as the fastest rival on large float32 tensors: the worst and best."""
+    rows = [Row.of(each) for each in _read(results)["benchmarks"] if "bytes" in each["extra_info"]]
+    found = []
+    for case in cases(rows):
+        mine, rival = fastest(case, "ours"), fastest(case, "rival")
+        if mine and rival and mine.elements >= 2**24 and mine.precision == "fp32":
+            if mine.operation == operation.replace("-", " "):
+                found.append(rival.median_us / mine.median_us)
+    return f"{min(found):.2f} to {max(found):.2f} times"
+
+
 def section(results: Path) -> str:
     """Times of operations, and how many times faster they are than the fastest rival."""
     rows = [

@@ -126,6 +126,12 @@ def two_processes(results: Path) -> str:
     )
 
 
+def share(results: Path, above: str, below: str) -> str:
+    """Throughput of one candidate over another's in two processes."""
+    figures: Figures = _read(results)["ranks"]["2"]["microbatches_per_second"]
+    return _percent(_median(figures, above, below), 1)
+
+
 def targets(results: Path) -> str:
     """Targets of two processes, and whether they are reached."""
     figures: Figures = _read(results)["ranks"]["2"]["microbatches_per_second"]
