@@ -105,7 +105,7 @@ def draw_losses_over_time(
             seen = int(until / pace)
         if seen:
             labels.append(_Label(text, line.look, pace * seen, line.median[seen - 1]))
-    heading = "time of a minibatch (1: no bubble)"
+    heading = "simulated time of a minibatch\n(1: no bubble)"
     with _picture(path, title, window, metric, labels, heading) as axes:
         for line in lines:
             pace = times[line.result.method]
@@ -115,8 +115,8 @@ def draw_losses_over_time(
                 axes.plot(x[-1:], line.median[-1:], "o", color=line.look.color, markersize=4)
         axes.set_xlim(0, until)
         axes.set_xlabel(
-            "time with a device for every stage, simulated with its bubbles\n"
-            "(1 is the slowest stage's work on one minibatch)"
+            "simulated time, with one device per stage\n"
+            "(1 is the slowest stage's work on one minibatch; bubbles included)"
         )
 
 
@@ -191,7 +191,12 @@ def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
         at[number] = above = max(below, min(heights[number], above - gap))
     top = max(at.values(), default=_TOP) + gap
     axes.annotate(
-        heading, (1.035, top), xycoords="axes fraction", va="center", fontsize=8, color="#555555"
+        heading,
+        (1.035, top - gap / 3),
+        xycoords="axes fraction",
+        va="bottom",
+        fontsize=8,
+        color="#555555",
     )
     for number, label in enumerate(labels):
         axes.annotate(

@@ -1,9 +1,7 @@
-"""What the documents claim, from committed runs: `make report`, or `python -m report` in bench/.
+"""Figures of the documents from committed runs: `make report`, or `python -m report` in bench/.
 
-Every module of `page.EVIDENCE` is a section of docs/results.md, from the JSON of bench/results:
-
-    section(results) -> str               Markdown from its "## " heading on
-    draw(results, folder) -> None         its picture into that folder, where it has one
+Pages name figures between marks (see `documents`); `figures.FIGURES` maps these names to functions
+of this package, which read the JSON files of bench/results.
 """
 
 from pathlib import Path

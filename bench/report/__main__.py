@@ -1,4 +1,4 @@
-"""Command line: writes what is generated, or says what is not as the committed runs have it."""
+"""Command line: write the figures into the documents, or report those that are out of date."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from . import DOCS, RESULTS, documents, page
+from . import DOCS, RESULTS, documents, pictures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Status 1 where `--check` finds something."""
+    """Return 1 where `--check` finds something."""
     parser = argparse.ArgumentParser(
         prog="python -m report", description="Write the documents' figures from committed runs."
     )
@@ -20,16 +20,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not (arguments.check or arguments.no_pictures):
         if importlib.util.find_spec("matplotlib"):
-            page.draw(RESULTS, DOCS)
+            pictures.draw(RESULTS, DOCS)
         else:
             print("the pictures stay as they are: no matplotlib", file=sys.stderr)
     stale = []
     for path, text in documents.wanted(RESULTS).items():
-        if not path.exists() or path.read_text() != text:
+        if path.read_text() != text:
             stale.append(path.name)
             if not arguments.check:
                 path.write_text(text)
-    wrong = page.pictures_wrong(RESULTS, DOCS) + documents.naked_figures()
+    wrong = pictures.wrong(documents.pages(), DOCS) + documents.naked_figures()
     if arguments.check and stale:
         wrong.append(f"{', '.join(stale)}: run make report")
     print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""The documents with their figures: what stands between two marks is written by `figures.py`.
+"""The documents and their figures: `figures.py` writes the text between two marks.
 
     takes <!--f digits.time 1f1b-->1.5 times<!--/f--> as long
 
-The marks are comments, which neither a code host nor the site shows. A text of several lines
-stands between marks on lines of their own. `naked` finds figures outside of marks. What nobody
-measured here (a target, a setting, a published value with its source beside it, arithmetic) says
-so by marks of its own: <!--set-->64 KB<!--/set-->.
+The marks are comments: neither a code host nor the site shows them. A text of several lines stands
+between marks on lines of their own. `naked` finds figures outside of marks. A figure that was not
+measured here (a target, a setting, a published value with its source, arithmetic) has its own
+marks: <!--set-->64 KB<!--/set-->.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import DOCS, ROOT, page
+from . import DOCS, ROOT
 from .figures import FIGURES
 
 _MARK = re.compile(r"<!--f ([^>]+?)-->(.*?)<!--/f-->", re.DOTALL)
 _SET = re.compile(r"<!--set-->(.*?)<!--/set-->", re.DOTALL)
-#: Not read by who reads the page: code, targets of links, numbers of versions and of papers.
+#: Not checked: code, targets of links, numbers of versions and of papers.
 _CODE = re.compile(r"^( *)(```|:::).*?^\1\2|^(?:    |\t).*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 _OTHER = re.compile(
     r"\]\([^)\n]*\)|<?https?://\S+|arXiv [\d.]+"
@@ -36,16 +36,16 @@ _NAKED = re.compile(
 
 
 def pages() -> list[Path]:
-    """README and the pages of docs/; CHANGELOG is history."""
+    """README and the pages of docs/."""
     return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def written(text: str, results: Path) -> str:
-    """The text with the figures of the committed runs between its marks.
+    """Return the text with the figures of the committed runs between its marks.
 
     Raises:
-        ValueError: a mark is unknown, has no end, or begins a line of prose, of which a comment
-            would make HTML.
+        ValueError: a mark is unknown, has no end, or begins a line of prose, which Markdown would
+            then take for HTML.
     """
     found = _MARK.findall(text)
     if not text.count("<!--f ") == text.count("<!--/f-->") == len(found):
@@ -68,7 +68,7 @@ def written(text: str, results: Path) -> str:
 
 
 def naked(text: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every figure that a hand has typed: with a unit, or with a point."""
+    """Find figures typed by hand, with a unit or a decimal point: yield their line and text."""
     for hidden in (_CODE, _MARK, _SET, _OTHER):
         text = hidden.sub(lambda match: "\n" * match[0].count("\n") + "#", text)
     for match in _NAKED.finditer(text):
@@ -76,16 +76,14 @@ def naked(text: str) -> Iterator[tuple[int, str]]:
 
 
 def wanted(results: Path) -> dict[Path, str]:
-    """What every document has to say."""
-    found = {path: written(path.read_text(), results) for path in pages()}
-    return found | {DOCS / "results.md": page.text(results)}
+    """Return the text that every document should have."""
+    return {path: written(path.read_text(), results) for path in pages()}
 
 
 def naked_figures() -> list[str]:
-    """Where a figure was typed by hand, in any document."""
+    """Find the figures typed by hand in all documents."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {what!r} is neither marked nor generated"
         for path in pages()
-        if path.name != "results.md"
         for line, what in naked(path.read_text())
     ]

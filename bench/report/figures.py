@@ -1,4 +1,4 @@
-"""Every figure in a document by its name: a function of the committed runs, and of its words."""
+"""Map the name of every figure in a document to a function of the committed runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,26 @@ from typing import Any
 import bench_failures
 from table import table
 
-from . import errors, frontier, network, operators, planner, processes, slow_links, trained
+from . import (
+    accuracy,
+    cost,
+    errors,
+    frontier,
+    hybrid,
+    network,
+    operators,
+    planner,
+    processes,
+    races,
+    slow_links,
+    throughput,
+    trained,
+    workers,
+)
 
 
 def built(results: Path) -> str:
-    """What compiling takes."""
+    """Time to compile, and the size of wheels."""
     names = ("the CPU only", "and one architecture, {}", "and the first of each major version")
     rows = read(results, "2026-11-22-build/build.json")["rows"]
     lines = [
@@ -31,36 +46,36 @@ def built(results: Path) -> str:
 
 
 def built_again(results: Path) -> str:
-    """And from ccache."""
+    """Time to compile with ccache."""
     rows = read(results, "2026-11-22-build/build.json")["from_ccache"]
     return " and ".join(f"{row['wall_s']:.0f}" for row in rows) + " s"
 
 
 def watched(results: Path) -> str:
-    """What a plan's looking after its tensors costs."""
-    calls: dict[str, dict[str, float]] = {}
+    """What checking that 300 tensors have not moved adds to a call of a plan."""
+    found: dict[str, dict[str, float]] = {}
     for row in read(results, "2026-11-22-host/moved.json")["rows"]:
-        calls.setdefault(row["call"], {})[row["plan"]] = row["median_us"]
-    lines = [
-        [call.replace("1 tensors", "1 tensor"), f"{us['Plan']:.1f}", f"{us['_Unwatched']:.1f}"]
-        for call, us in calls.items()
-    ]
-    return table("call|>us|>us without looking", lines)
+        if " 300 tensors" in row["call"]:
+            found.setdefault(row["call"], {})[row["plan"]] = row["median_us"]
+    added = [us["Plan"] - us["_Unwatched"] for us in found.values()]
+    return f"{min(added):.1f} to {max(added):.1f} us"
 
 
-def stage_threads(results: Path, what: str) -> str:
-    """A thread for each stage of a process: CPU time, or times while other work rested."""
+def stage_threads(results: Path) -> str:
+    """CPU time of the busiest thread, with a thread for each stage of a process and without."""
     run = read(results, "2026-11-25-free-threaded/stages.json")
     variants = ("one thread", "two threads of torch's", "a thread for each stage", "two processes")
-
-    def shown(rounds: list[dict[str, float]]) -> str:
-        if what == "busiest":
-            return f"{median(one[what] for one in rounds):.2f}"
-        quiet = [one["wall"] for one in rounds if one["cores_of_others"] < 0.25]
-        return f"{median(quiet):.2f} ({len(quiet)})" if quiet else ""
-
-    lines = [[m["name"], *(shown(m["rounds"][each]) for each in variants)] for m in run["models"]]
-    return table("two stages of|>" + "|>".join(variants), [line for line in lines if all(line)])
+    lines = [
+        [
+            model["name"],
+            *(
+                f"{median(one['busiest'] for one in model['rounds'][each]):.2f}"
+                for each in variants
+            ),
+        ]
+        for model in run["models"]
+    ]
+    return table("two stages of|>" + "|>".join(variants), lines)
 
 
 def checkpoint_places(results: Path) -> str:
@@ -89,12 +104,12 @@ def checkpoint_places(results: Path) -> str:
 
 
 def faults(results: Path) -> str:
-    """How many random faults the last campaign had."""
+    """Number of random faults in the campaign."""
     return f"{read(results, '2026-11-22-failures/campaign.json')['faults']:,}"
 
 
 def faults_failed(results: Path) -> str:
-    """How many of them ended otherwise than they should."""
+    """Number of them that ended wrongly."""
     campaign = read(results, "2026-11-22-failures/campaign.json")
     failed = campaign["faults"] - campaign["outcomes"].get("passed", 0)
     return f"{failed:,}" if failed else "none"
@@ -106,12 +121,12 @@ _WITH_COPIES = "2026-11-25-failures/copies.json"
 
 
 def restarts(results: Path) -> str:
-    """What a failure costs under torchrun, phase by phase."""
+    """Cost of a failure under torchrun, by phases."""
     return bench_failures.report(read(results, _UNDER_TORCHRUN)["faults"])
 
 
 def restarts_before(results: Path) -> str:
-    """Seconds of a failure, by kind, with the package as it was and as it is."""
+    """Seconds of a failure by kind, before and after a change of the package."""
     lines = []
     for name, path in (("before", _BEFORE), ("now", _UNDER_TORCHRUN)):
         faults = [row for row in read(results, path)["faults"] if "again" in row["seconds"]]
@@ -140,7 +155,7 @@ def restarts_brief(results: Path) -> str:
 
 
 def restarts_lost(results: Path) -> str:
-    """What is lost with saves to the disk alone, and with copies in memory between them."""
+    """Minibatches lost with saves to the disk alone, and with copies in memory between them."""
     lines = []
     for run in (read(results, _UNDER_TORCHRUN), read(results, _WITH_COPIES)):
         options, faults = run["options"], run["faults"]
@@ -161,13 +176,13 @@ def restarts_lost(results: Path) -> str:
 
 
 def restarts_count(results: Path) -> str:
-    """How many faults all of that was measured with."""
+    """Number of faults in these runs."""
     runs = (read(results, path) for path in (_UNDER_TORCHRUN, _WITH_COPIES))
     return f"{sum(len(run['faults']) for run in runs)}"
 
 
 def restarts_failed(results: Path) -> str:
-    """In how many trainings they changed a bit, or what else went wrong."""
+    """Number of these trainings that went wrong, by a changed bit or otherwise."""
     runs = (read(results, path) for path in (_UNDER_TORCHRUN, _WITH_COPIES))
     return f"{sum(len(run['failed']) for run in runs) or 'none'}"
 
@@ -177,20 +192,37 @@ def read(results: Path, path: str) -> Any:
 
 
 FIGURES: dict[str, Callable[..., str]] = {
+    "accuracy": accuracy.accuracies,
+    "accuracy.between": accuracy.between,
+    "accuracy.gaps": accuracy.gaps,
+    "accuracy.models": accuracy.models,
+    "accuracy.published": accuracy.published,
+    "accuracy.published-means": accuracy.published_means,
+    "accuracy.twice": accuracy.twice,
     "build": built,
     "build.again": built_again,
     "checkpoint.places": checkpoint_places,
+    "cost.added": cost.added,
+    "cost.memory": cost.memory,
+    "cost.predicting": cost.predicting,
+    "cost.time": cost.time,
     "digits": trained.digits,
     "digits.time": trained.longer,
+    "errors": errors.section,
+    "errors.at": errors.at,
     "faults": faults,
     "faults.failed": faults_failed,
-    "field": frontier.field,
     "frontier": frontier.section,
     "frontier.best": frontier.best,
-    "frontier.worst": frontier.worst,
     "frontier.deep": frontier.deep,
     "frontier.deep-gap": frontier.deep_gap,
     "frontier.deep-updates": frontier.deep_updates,
+    "frontier.digits": frontier.field,
+    "frontier.text": frontier.text,
+    "frontier.worst": frontier.worst,
+    "hybrid": hybrid.accuracies,
+    "hybrid.gaps": hybrid.gaps,
+    "hybrid.published": hybrid.published,
     "muon": errors.muon,
     "muon.in-time": errors.muon_in_time,
     "nanogpt": frontier.nanogpt,
@@ -198,19 +230,38 @@ FIGURES: dict[str, Callable[..., str]] = {
     "network.meter": network.meter,
     "network.wires": network.wires,
     "operators": operators.section,
+    "operators.host": operators.host,
+    "operators.large": operators.large,
+    "operators.targets": operators.reached,
+    "planner": planner.section,
     "planner.factors": planner.factors,
+    "planner.unequal": planner.unequal,
+    "planner.within": planner.within,
+    "processes": processes.section,
+    "processes.share": processes.share,
+    "processes.targets": processes.targets,
     "processes.torch": processes.over_torch,
+    "processes.two": processes.two_processes,
     "python.threads": stage_threads,
+    "races.even": races.even,
+    "races.text": races.text_range,
     "restarts": restarts,
     "restarts.before": restarts_before,
     "restarts.brief": restarts_brief,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
     "restarts.lost": restarts_lost,
-    "slow-links": slow_links.best,
+    "slow-links": slow_links.section,
     "slow-links.gain": slow_links.gain,
     "slow-links.microbatches": slow_links.by_microbatches,
-    "slow-links.what": slow_links.what,
+    "slow-links.times": slow_links.times,
     "small": trained.small,
+    "throughput": throughput.section,
+    "throughput.ahead": throughput.ahead,
+    "throughput.assumed": throughput.assumed,
+    "throughput.behind": throughput.behind,
+    "throughput.reach": throughput.reach,
+    "throughput.traffic": throughput.traffic,
     "watching": watched,
+    "workers": workers.section,
 }

@@ -1,117 +1,158 @@
-"""The generated section of docs/frontier.md: how far methods end from synchronous training."""
+"""How far methods end from synchronous training, by depth and delay."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from table import table
 
-#: The folder of the study that docs/frontier.md tells of.
+#: Folders of studies: of methods over depths; of corrections, schedules and averages by others;
+#: of deep delays with several optimizers.
 STUDY = "2026-11-22-frontier"
-#: That of other people's corrections, schedules and averages.
 FIELD = "2026-11-23-field"
-#: That of deep delays, with several optimizers.
 DEEP = "2026-11-25-deep"
+
+#: Columns of the summary: heading, folder, file, N, M.
+_SUMMARY = (
+    ("text, AdamW, M = 8", STUDY, "text", 8, 8),
+    ("digits, SGD, M = 8", FIELD, "one-late", 8, 8),
+    ("digits, SGD, M = 8", STUDY, "digits", 8, 8),
+    ("text, SOAP, M = 1", DEEP, "text-800-soap", 8, 1),
+    ("text, Muon, M = 1", DEEP, "text-800-muon", 8, 1),
+    ("text, AdamW, M = 1", DEEP, "text-800-adamw", 8, 1),
+    ("text, AdamW, M = 1, constant rate", STUDY, "text", 8, 1),
+    ("digits, SGD, M = 1", DEEP, "digits", 8, 1),
+    ("digits, SGD, M = 1", FIELD, "late", 8, 1),
+    ("digits, SGD, M = 1", STUDY, "digits", 8, 1),
+)
+_METHODS = (
+    *("auto", "second-order", "interleaved-async", "error-feedback", "spectrain-stash"),
+    *("spectrain", "hybrid-pipedream", "pipedream-2bw", "wpipe", "pipedream", "vanilla"),
+)
+
+#: Variants of screens, which are in the JSON only.
+_SCREENED = re.compile(r"second-order-|nadam|msnag")
+
+Row = dict[str, Any]
 
 
 def section(results: Path) -> str:
-    """The decision table of a study, and all its rows: one table per file and number of stages."""
-    folder = results / STUDY
-    studies = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))}
-    parts = []
-    for wanted, heading in (
-        (lambda row: row["delay"] == 1, "One update late at most (M >= N)"),
-        (lambda row: row["delay"] > 1, "More updates late (M < N)"),
-    ):
-        parts += [f"### {heading}", decision(studies, wanted)]
-    for name, document in studies.items():
-        parts.append(f"### All of {name}")
-        for n in sorted({row["stages"] for row in document["rows"]}):
-            rows = [row for row in document["rows"] if row["stages"] == n]
-            parts.append(f"{n} stages, {document['updates']} updates:")
-            parts.append(compared(rows))
-    return "\n\n".join(parts)
+    """Gaps in per cent in eight stages: a line per method, a column per study."""
+    found: dict[str, dict[str, str]] = {}
+    for head, folder, name, stages, microbatches in _SUMMARY:
+        for row in rows_of(results, name, folder):
+            if (row["stages"], row["microbatches"]) == (stages, microbatches) and row["delay"]:
+                late = 0 if folder == DEEP else row["delay"]
+                cells = found.setdefault(_now(row["contender"], late), {})
+                cells.setdefault(head, f"{100 * row['gap']['mean']:+.1f}")
+    heads = dict.fromkeys(head for head, *_ in _SUMMARY)
+    lines = [[f"`{name}`", *(found[name].get(head, "") for head in heads)] for name in _METHODS]
+    return table("|".join(["gap %, N = 8", *(f">{head}" for head in heads)]), lines)
+
+
+def text(results: Path) -> str:
+    """All rows of the transformer, and of nanoGPT's small setting."""
+    from .races import races
+
+    sooner = {
+        (r.stages, r.method, r.microbatches): r.shown(0.75)
+        for r in races(results)
+        if r.workload == "text"
+    }
+    rows = [r for r in rows_of(results, "text") if not _SCREENED.search(r["contender"])]
+    return compared(rows, sooner) + "\n" + _lines(compared(rows_of(results, "nanogpt"), {}))
 
 
 def field(results: Path) -> str:
-    """A table per delay of that study: all rows in eight stages."""
-    found = [json.loads(p.read_text()) for p in sorted((results / FIELD).glob("*.json"))]
-    rows = [row for document in found for row in document["rows"]]
-    # both files have synchronous training; it is the same
-    alone = {(row["contender"], row["microbatches"]): row for row in rows}
-    return compared(list(alone.values()))
+    """All rows of digits, in eight stages."""
+    from .races import races
+
+    sooner = {
+        (r.stages, r.method, r.microbatches): r.shown(0.75)
+        for r in races(results)
+        if r.workload == "digits"
+    }
+    alone = {
+        (row["contender"], row["microbatches"]): row
+        for folder, name in ((STUDY, "digits"), (FIELD, "late"), (FIELD, "one-late"))
+        for row in rows_of(results, name, folder)
+    }
+    return compared(alone.values(), sooner)
 
 
-def decision(studies: dict[str, dict[str, Any]], wanted: Callable[[dict[str, Any]], bool]) -> str:
-    """Gaps in per cent: a line per method, a column per workload, stages and microbatches."""
-    found: dict[str, dict[tuple[str, int, int], str]] = {}
-    for name, document in studies.items():
-        for row in filter(wanted, document["rows"]):
-            gap = row["gap"]["mean"]
-            cell = "diverged" if gap is None else f"{100 * gap:+.1f}"
-            at = (name, row["stages"], row["microbatches"])
-            found.setdefault(row["contender"], {})[at] = cell
-    columns = sorted({at for cells in found.values() for at in cells})
-    lines = [
-        [f"`{method}`", *(cells.get(at, "") for at in columns)]
-        for method, cells in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    ]
-    heads = [f">{name}, N = {n}, M = {m}" for name, n, m in columns]
-    return table("|".join(["method", *heads]), lines)
+def _lines(of: str) -> str:
+    """A table without its head."""
+    return "\n".join(of.splitlines()[2:])
 
 
-def compared(rows: Sequence[dict[str, Any]]) -> str:
+def compared(rows: Iterable[Row], sooner: dict[tuple[int, str, int], str]) -> str:
     """One line per method and number of microbatches, the least gap first within a delay."""
     lines = []
-    for row in sorted(rows, key=lambda r: (r["delay"], r["gap"]["mean"] or 0.0)):
+    for row in sorted(rows, key=lambda r: (r["stages"], r["delay"], r["gap"]["mean"])):
+        n, m, name = row["stages"], row["microbatches"], row["contender"]
         low, mean, high = (row["gap"][key] for key in ("low", "mean", "high"))
-        gap = "diverged" if mean is None else f"{100 * mean:+.2f}"
-        between = "" if low is None else f"{100 * low:+.2f} to {100 * high:+.2f}"
-        if row["contender"] == "sync":
-            gap = between = ""
-        losses = [loss for loss in row["losses"] if loss is not None]
+        gap = "" if low is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]"
+        ratio = row["updates"]["0.75"]
         lines.append(
             [
-                *(f"`{row['contender']}`", str(row["microbatches"]), str(row["delay"])),
+                *(str(n), f"`{_now(name, row['delay'])}`", str(m), str(row["delay"])),
                 *(str(len(row["losses"])), f"{row['lr']:.3g}"),
-                f"{statistics.fmean(losses):.3f}" if len(losses) == len(row["losses"]) else "",
-                f"{100 * statistics.fmean(row['accuracies']):.1f}",
-                *(gap, between),
-                *("" if ratio is None else f"{ratio:.2f}" for ratio in row["updates"].values()),
-                "" if row["time"] is None else f"{row['time']:.2f}",
-            ]
-        )
-    columns = "method|>M|>delay|>seeds|>lr|>test loss|>accuracy %|>gap %|95 % interval"
-    return table(f"{columns}|>updates, 50 %|>75 %|>100 %|>time", lines)
-
-
-def deep(results: Path, name: str) -> str:
-    """All rows of one of its studies: gaps, and updates to a loss where rates are constant."""
-    rows = rows_of(results, name, DEEP)
-    head = "method|>N|>M|>delay|>seeds|>lr|>test loss|>gap %"
-    counted = any(None not in row["updates"].values() for row in rows)
-    lines = []
-    for row in sorted(rows, key=lambda r: (r["stages"], r["delay"], statistics.fmean(r["losses"]))):
-        late = row["contender"] != "sync"
-        numbers = (row["stages"], row["microbatches"], row["delay"], len(row["losses"]))
-        updates = (f"{u:.2f}" if u is not None and late else "" for u in row["updates"].values())
-        lines.append(
-            [
-                *(f"`{row['contender']}`", *map(str, numbers), f"{row['lr']:.3g}"),
                 f"{statistics.fmean(row['losses']):.3f}",
-                f"{100 * row['gap']['mean']:+.1f}" if late else "",
-                *(updates if counted else ()),
+                "" if name == "sync" else f"{100 * mean:+.1f}{gap}",
+                "" if ratio is None else f"{ratio:.2f}",
+                sooner.get((n, name, m), ""),
             ]
         )
-    return table(head + ("|>updates, 50 %|>75 %|>100 %" if counted else ""), lines)
+    return table(
+        ">N|method|>M|>delay|>seeds|>lr|>test loss|>gap %|>updates, 75 %|>time, 75 %", lines
+    )
+
+
+def _now(contender: str, delay: int) -> str:
+    """The present name of what `auto` was when these studies were made."""
+    return "second-order" if contender == "auto" and delay > 1 else contender
+
+
+def deep(results: Path) -> str:
+    """All rows of the studies of deep delays."""
+    lines = []
+    for name, said in _DEEP.items():
+        for row in sorted(
+            rows_of(results, name, DEEP),
+            key=lambda r: (r["stages"], r["delay"], statistics.fmean(r["losses"])),
+        ):
+            late = row["contender"] != "sync"
+            ratio = row["updates"]["0.75"] if late else None
+            numbers = (row["stages"], row["microbatches"], row["delay"], len(row["losses"]))
+            lines.append(
+                [
+                    *(said, f"`{row['contender']}`", *map(str, numbers), f"{row['lr']:.3g}"),
+                    f"{statistics.fmean(row['losses']):.3f}",
+                    f"{100 * row['gap']['mean']:+.1f}" if late else "",
+                    "" if ratio is None else f"{ratio:.2f}",
+                ]
+            )
+    return table("study|method|>N|>M|>delay|>seeds|>lr|>test loss|>gap %|>updates, 75 %", lines)
+
+
+_DEEP = {
+    "text-800-soap": "SOAP",
+    "text-3200-soap": "SOAP, long",
+    "text-1600-soap": "SOAP, deep",
+    "text-800-muon": "Muon",
+    "text-800-adamw": "AdamW",
+    "digits": "digits",
+    "marin": "Marin",
+}
 
 
 def deep_gap(results: Path, name: str, contender: str, stages: str, microbatches: str) -> str:
-    """How far a row of it ended from synchronous training with the same optimizer."""
+    """How far a row ended from synchronous training with the same optimizer."""
     return beside(deep_row(results, name, contender, stages, microbatches)["gap"]["mean"])
 
 
@@ -122,9 +163,7 @@ def deep_updates(results: Path, name: str, contender: str, stages: str, microbat
     return f"{min(ratios):.2f} to {max(ratios):.2f} times"
 
 
-def deep_row(
-    results: Path, name: str, contender: str, stages: str, microbatches: str
-) -> dict[str, Any]:
+def deep_row(results: Path, name: str, contender: str, stages: str, microbatches: str) -> Row:
     at = contender, int(stages), int(microbatches)
     rows = rows_of(results, name, DEEP)
     (row,) = (r for r in rows if (r["contender"], r["stages"], r["microbatches"]) == at)
@@ -132,12 +171,12 @@ def deep_row(
 
 
 def best(results: Path) -> str:
-    """Where `auto`, one update late at most, ended lowest on the transformer."""
+    """The lowest end of `auto` on the transformer, at most one update late."""
     return beside(min(late_by_one(results)))
 
 
 def worst(results: Path) -> str:
-    """Where it ended highest."""
+    """The highest of them."""
     return beside(max(late_by_one(results)))
 
 
@@ -160,8 +199,8 @@ def nanogpt(results: Path, contender: str, lr: str) -> str:
     return f"{loss:.3f}"
 
 
-def rows_of(results: Path, workload: str, study: str = STUDY) -> list[dict[str, Any]]:
+def rows_of(results: Path, workload: str, study: str = STUDY) -> list[Row]:
     """The rows of a workload in the folder of a study."""
     path = results / study / f"{workload}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    found: list[Row] = json.loads(path.read_text())["rows"]
     return found

@@ -1,4 +1,4 @@
-"""What slow links leave of the throughput: tables of docs/benchmarks.md."""
+"""Simulated against measured throughput over slow links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WINDOWS = {"classic": "classic, 2 and 1", "wide": "wide, 3 and 1"}
 
 
 def section(results: Path) -> str:
-    """Ratios round by round, their median and range."""
+    """Throughput kept over a link with delay: medians of the rounds, and ranges."""
     run = json.loads((results / _RUN).read_text())
     lines = []
     for window, rounds in run["rounds"].items():
@@ -40,7 +40,7 @@ def section(results: Path) -> str:
 
 
 def wires(results: Path) -> str:
-    """Processes behind inbound wires: the median of the rounds, and what is simulated."""
+    """Processes behind inbound wires: medians of the rounds, and the simulation."""
     run = json.loads((results / _WAN).read_text())
     lines = []
     for name, rounds in run["seconds"].items():
@@ -56,7 +56,7 @@ def wires(results: Path) -> str:
 
 
 def meter(results: Path) -> str:
-    """Published seconds per step beside the simulation's."""
+    """Published seconds per step, and simulated ones."""
     records = json.loads((results / _WAN).read_text())["published"]
     lines = [
         [

@@ -1,4 +1,4 @@
-"""What a run of bench_operators.py says, and the generated section of docs/benchmarks.md."""
+"""Tables of a run of bench_operators.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from table import table
 from . import targets
 from .rows import Row, cases, fastest, share
 
-#: The folder of the run that the document uses.
+#: The folder of the run in the documents.
 BASELINE = "2026-11-23-operators"
 
 
 def compact(rows: Iterable[Row]) -> str:
-    """A table of one line per case: ours, its share of the copy, the fastest rival."""
+    """One line per case: ours, its share of the copy's bandwidth, the fastest rival."""
     lines = []
     for case in cases(rows):
         mine, rival = fastest(case, "ours"), fastest(case, "rival")
@@ -38,12 +38,12 @@ def compact(rows: Iterable[Row]) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Three digits, more where the number has them before the point."""
+    """Show three digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def host_us(benchmarks: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """What calls on empty tensors cost the host, of a run of bench_host.py."""
+    """Return the host time of calls on empty tensors, of a run of bench_host.py."""
     chosen = [each for each in benchmarks if each["extra_info"].get("host")]
     return {each["extra_info"]["name"]: each["stats"]["median"] * 1e6 for each in chosen}
 
@@ -53,40 +53,55 @@ def host_table(found: dict[str, float]) -> str:
 
 
 def judged(about: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) -> list[targets.Verdict]:
-    """The targets of a run's device."""
+    """Check the targets of a run's device."""
     rows = [Row.of(each) for each in benchmarks if "operation" in each["extra_info"]]
     return targets.verdicts(about["device"] == "cpu", cases(rows), host_us(benchmarks))
 
 
+def _read(results: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((results / BASELINE / "bench.json").read_text())
+    return found
+
+
+def reached(results: Path) -> str:
+    """Targets and measured figures."""
+    document = _read(results)
+    return targets.markdown(judged(document["machine_info"], document["benchmarks"]))
+
+
+def host(results: Path, name: str) -> str:
+    """Host time of the call with this word in its name."""
+    (us,) = (us for call, us in host_us(_read(results)["benchmarks"]).items() if name in call)
+    return f"{us:.2f} us"
+
+
+def large(results: Path, operation: str) -> str:
+    """How many times as fast as the fastest rival on large float32 tensors: the worst and best."""
+    rows = [Row.of(each) for each in _read(results)["benchmarks"] if "bytes" in each["extra_info"]]
+    found = []
+    for case in cases(rows):
+        mine, rival = fastest(case, "ours"), fastest(case, "rival")
+        if mine and rival and mine.elements >= 2**24 and mine.precision == "fp32":
+            if mine.operation == operation.replace("-", " "):
+                found.append(rival.median_us / mine.median_us)
+    return f"{min(found):.2f} to {max(found):.2f} times"
+
+
 def section(results: Path) -> str:
-    """Targets, operators and host time of the baseline."""
-    document = json.loads((results / BASELINE / "bench.json").read_text())
-    return written(document, f"../bench/results/{BASELINE}/bench.json")
-
-
-def written(document: dict[str, Any], file: str) -> str:
-    """The section of one run."""
-    about, benchmarks = document["machine_info"], document["benchmarks"]
-    machine = (
-        f"{about['cpu']}, {about['cores']} cores, {about['threads']} thread(s) used, "
-        f"{about['instruction_set']}; Python {about['python']}, torch {about['torch']}, "
-        f"spectrain_ext {about['spectrain_ext']}; {document['datetime'][:10]}."
-    )
-    busy = about.get("load_before", 0.0)
-    shared = f"The machine was shared: load {busy} before the run." if busy > 0.5 else ""
-    rows = [Row.of(each) for each in benchmarks if "operation" in each["extra_info"]]
-    return "\n\n".join(
-        [
-            f"{machine} {shared}".rstrip(),
-            "### What was to be reached",
-            "Figures that were set before anything was measured: how many times faster than a "
-            "rival, which share of the best copy of as many bytes, how long a call may take the "
-            "host. The worst of the large tensors decides, those of 2^24 elements and more.",
-            targets.markdown(judged(about, benchmarks)),
-            "### Operators",
-            compact(rows),
-            "### Host time",
-            host_table(host_us(benchmarks)),
-            f"Every rival, and every figure of a call on empty tensors: [bench.json]({file}).",
-        ]
-    )
+    """Times of operations, and how many times faster they are than the fastest rival."""
+    rows = [
+        Row.of(each) for each in _read(results)["benchmarks"] if "operation" in each["extra_info"]
+    ]
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for case in cases(rows):
+        mine, rival = fastest(case, "ours"), fastest(case, "rival")
+        if mine is not None:
+            ratio = f", {rival.median_us / mine.median_us:.2f}x" if rival else ""
+            line = found.setdefault((mine.operation, mine.precision), {})
+            line[mine.workload] = f"{microseconds(mine.median_us)}{ratio}"
+    workloads = list(dict.fromkeys(name for line in found.values() for name in line))
+    lines = [
+        [operation, precision, *(line.get(name, "") for name in workloads)]
+        for (operation, precision), line in found.items()
+    ]
+    return table("|".join(["operation|types", *(f">{name}" for name in workloads)]), lines)

@@ -1,4 +1,4 @@
-"""Section of docs/results.md: planned against real runs; and what the planner knows of quality."""
+"""Planned against measured periods; and what the planner knows of the quality of methods."""
 
 from __future__ import annotations
 
@@ -9,69 +9,47 @@ from typing import Any
 
 from table import table
 
-from spectrain_ext.extras import picture
 from spectrain_ext.method import methods
 
-from .frontier import DEEP, rows_of
+from .frontier import DEEP, STUDY, rows_of
 
-#: The runs of bench_plan.py.
+#: The runs of bench_plan.py, and those of its option --speeds.
 FOLDER = "2026-11-22-plan"
-#: Those of its option --speeds.
 UNEQUAL = "2026-11-25-devices"
-#: The study that the planner's qualities come from.
-STUDY = "2026-11-22-frontier"
 _TARGET = 0.1
-_COLORS = {2: "#0072B2", 3: "#E69F00", 4: "#009E73"}  # Okabe and Ito's
+
+Row = dict[str, Any]
 
 
 def section(results: Path) -> str:
-    """Planned over measured periods, of every configuration."""
-    document = json.loads((results / FOLDER / "plan.json").read_text())
-    rows = _rows(document)
-    within = [row for row in rows if abs(row["ratio"] - 1) <= _TARGET]
-    shared = any(run["processes"] > run["cores"] for run in document["runs"])
-    load = document["load_before"][0]
-    parts = [
-        "## Planned against real",
-        f"""\
-`{document["command"]}`, {document["date"][:10]}, torch {document["torch"]}, load {load:.1f} before
-it: processes of one machine with {document["runs"][0]["cores"]} cores, one thread each, gloo over
-loopback, {document["batch"]} samples a minibatch, {document["rounds"]} rounds
-([figures](../bench/results/{FOLDER}/plan.json)). In every round the planner is given layer times
-that were **measured** a moment before, with as many processes at once as there are cores, and
-**simulates** the period of a minibatch; then that is **measured**. The link was measured before
-(`--link measured`), by pipelines of other stages than these. *Ratio* is planned over measured, the
-median of the rounds and their range. *Work* is the CPU time of all processes for a minibatch, the
-planner's over what was used.""",
-        f"**{len(within)} of {len(rows)} configurations are within 10 %**; {_spread(rows)}.",
-    ]
-    if shared:
-        parts.append(
-            "Where there are more processes than cores the simulation gives those that compute "
-            "equal shares of the cores."
+    """How far planned periods are from measured ones, by the number of processes."""
+    found = {f"{run['processes']} processes": _rows(run) for run in _runs(results, FOLDER)}
+    found["2 processes of unequal speeds"] = _rows(_runs(results, UNEQUAL)[0])
+    lines = []
+    for name, rows in found.items():
+        off = sorted(abs(row["ratio"] - 1) for row in rows)
+        missed = [row for row in rows if abs(row["ratio"] - 1) > _TARGET]
+        lines.append(
+            [
+                *(name, str(len(rows)), str(len(rows) - len(missed))),
+                *(f"{100 * each:.0f} %" for each in (median(off), off[-1])),
+                str(sum(row["ratio"] < 1 for row in missed)),
+                str(sum(abs(row["work"] - 1) > _TARGET for row in missed)),
+            ]
         )
-    for run in document["runs"]:
-        mine = [row for row in rows if row["processes"] == run["processes"]]
-        inside = sum(abs(row["ratio"] - 1) <= _TARGET for row in mine)
-        parts += [
-            f"{run['processes']} processes, {inside} of {len(mine)} within 10 %; "
-            f"{_link(run['link'])}:",
-            _table(mine),
-        ]
-    parts.append(_missed(rows))
-    parts.append(
-        "![Planned over measured periods: a point for each configuration, the line is equality]"
-        "(results-planner.png)"
-    )
-    if (results / UNEQUAL).exists():
-        parts.append(unequal(json.loads((results / UNEQUAL / "plan.json").read_text())))
-    return "\n\n".join(part for part in parts if part)
+    heads = "|>configurations|>within 10 %|>median error|>largest|>missed: slower than planned"
+    return table(f"{heads}|>missed: CPU time off by more than 10 %", lines)
 
 
-def unequal(document: dict[str, Any]) -> str:
+def within(results: Path) -> str:
+    """How many configurations of equal ranks are within the target."""
+    rows = [row for run in _runs(results, FOLDER) for row in _rows(run)]
+    return f"{sum(abs(row['ratio'] - 1) <= _TARGET for row in rows)} of {len(rows)}"
+
+
+def unequal(results: Path) -> str:
     """Ranks of different speeds: cut for them, and as if they were equal."""
-    rows = _rows(document)
-    within = sum(abs(row["ratio"] - 1) <= _TARGET for row in rows)
+    rows = _rows(_runs(results, UNEQUAL)[0])
     lines = []
     for row in (row for row in rows if row["fitted"]):
         same = ("model", "method", "microbatches")
@@ -81,128 +59,39 @@ def unequal(document: dict[str, Any]) -> str:
             if not other["fitted"] and all(other[name] == row[name] for name in same)
         )
         gains = [b / a for a, b in zip(row["measured"], alike["measured"], strict=True)]
-        for each, gain in ((row, ""), (alike, f"{median(gains):.2f}")):
-            low, high = each["range"]
-            lines.append(
-                [
-                    *(f"`{each['method']}`", each["model"], str(each["microbatches"])),
-                    " + ".join(map(str, each["layers"])),
-                    *(f"{1e3 * median(each[name]):.1f}" for name in ("planned", "measured")),
-                    f"{each['ratio']:.2f} ({low:.2f} to {high:.2f})",
-                    *(f"{each['work']:.2f}", gain),
-                ]
-            )
-    speeds = " and ".join(f"{speed:g}" for speed in rows[0]["speeds"])
-    heads = "method|blocks|>M|layers|>planned ms|>measured ms|>ratio|>work|>over the other cut"
-    return f"""\
-### Unequal devices
-
-`{document["command"]}`, {document["date"][:10]}, {document["cpu"]}, torch {document["torch"]}, load
-{document["load_before"][0]:.1f} before it, {document["rounds"]} rounds
-([figures](../bench/results/{UNEQUAL}/plan.json)): ranks of speeds {speeds}, of which the slow one
-computes its layers twice, forward and backward. Models are cut for these speeds, and as if ranks
-were equal. **{within} of {len(rows)} configurations are within 10 %**; {_spread(rows)};
-{_link(document["runs"][0]["link"])}.
-
-{table(heads, lines)}"""
-
-
-def _link(link: dict[str, Any]) -> str:
-    return (
-        f"a message takes {1e6 * link['latency']:.0f} us and {link['bandwidth'] / 1e9:.2f} GB/s, "
-        f"and keeps the core of either process busy for {1e6 * link['busy']:.0f} us and "
-        f"{link['busy_bandwidth'] / 1e9:.2f} GB/s"
-    )
-
-
-def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for run in document["runs"]:
-        for row in run["rows"]:
-            ratios = [p / m for p, m in zip(row["planned"], row["measured"], strict=True)]
-            work = [p / m for p, m in zip(row["planned_work"], row["measured_work"], strict=True)]
-            found.append(
-                {
-                    **row,
-                    "processes": run["processes"],
-                    "ratio": median(ratios),
-                    "range": (min(ratios), max(ratios)),
-                    "work": median(work),
-                }
-            )
-    return found
-
-
-def _spread(rows: list[dict[str, Any]]) -> str:
-    off = sorted(abs(row["ratio"] - 1) for row in rows)
-    return f"the median miss is {100 * median(off):.0f} %, the largest {100 * off[-1]:.0f} %"
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for row in rows:
-        low, high = row["range"]
-        counts = ", ".join(map(str, row["replicas"]))
         lines.append(
             [
-                *(f"`{row['method']}`", row["model"], counts, str(row["microbatches"])),
+                *(f"`{row['method']}`", row["model"], str(row["microbatches"])),
+                " + ".join(map(str, row["layers"])),
                 *(f"{1e3 * median(row[name]):.1f}" for name in ("planned", "measured")),
-                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
-                f"{row['work']:.2f}",
+                f"{1e3 * median(alike['measured']):.1f}",
+                f"{median(gains):.2f}",
             ]
         )
-    heads = "method|blocks|replicas of each stage|>M|>planned ms|>measured ms|>ratio|>work"
+    heads = "method|blocks|>M|layers|>planned ms|>measured ms|>equal cut, measured ms|>gain"
     return table(heads, lines)
 
 
-def _missed(rows: list[dict[str, Any]]) -> str:
-    """Which configurations miss, and whether their work or their waiting is what was misjudged."""
-    missed = [row for row in rows if abs(row["ratio"] - 1) > _TARGET]
-    if not missed:
-        return ""
-    work = sum(abs(row["work"] - 1) > _TARGET for row in missed)
-    low = sum(row["ratio"] < 1 for row in missed)
-    return (
-        f"Of the {len(missed)} that miss, {low} take longer than planned. In {work} of them the "
-        "work itself is misjudged by more than 10 %: times of layers and messages that differ when "
-        "the whole pipeline runs; in the rest it is what processes wait for one another."
-    )
+def _runs(results: Path, folder: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((results / folder / "plan.json").read_text())["runs"]
+    return found
 
 
-def draw(results: Path, folder: Path) -> None:
-    """Planned over measured."""
-    rows = _rows(json.loads((results / FOLDER / "plan.json").read_text()))
-    with picture(folder / "results-planner.png", 5.2, 4.6) as figure:
-        axes = figure.add_subplot()
-        times = [1e3 * median(row[kind]) for row in rows for kind in ("planned", "measured")]
-        ends = [0.9 * min(times), 1.1 * max(times)]
-        axes.plot(ends, ends, color="black", linewidth=1)
-        axes.fill_between(
-            ends,
-            [(1 - _TARGET) * end for end in ends],
-            [(1 + _TARGET) * end for end in ends],
-            color="#E9E9E9",
-        )
-        for processes in sorted({row["processes"] for row in rows}):
-            mine = [row for row in rows if row["processes"] == processes]
-            axes.plot(
-                [1e3 * median(row["measured"]) for row in mine],
-                [1e3 * median(row["planned"]) for row in mine],
-                "o",
-                color=_COLORS.get(processes, "#CC79A7"),
-                label=f"{processes} processes",
-            )
-        axes.set_xlabel("measured, ms of a minibatch")
-        axes.set_ylabel("planned (simulated), ms of a minibatch")
-        axes.set_title("Grey: within 10 %", fontsize=10)
-        axes.legend(frameon=False, fontsize=8)
+def _rows(run: dict[str, Any]) -> list[Row]:
+    """Return the rows of a run with the medians of planned over measured periods and CPU times."""
+    found = []
+    for row in run["rows"]:
+        ratios = [p / m for p, m in zip(row["planned"], row["measured"], strict=True)]
+        work = [p / m for p, m in zip(row["planned_work"], row["measured_work"], strict=True)]
+        found.append({**row, "ratio": median(ratios), "work": median(work)})
+    return found
 
 
 def quality_data(results: Path) -> dict[str, Any]:
-    """What ``spectrain_ext/planning/quality.json`` holds: gaps and updates of known methods."""
+    """Return what ``spectrain_ext/planning/quality.json`` holds: gaps and updates of methods."""
     known = set(methods())
     rows = []
-    later = rows_of(results, "digits", DEEP)  # of the same study, since ``auto`` changed
+    later = rows_of(results, "digits", DEEP)  # measured again after ``auto`` changed
     for path in sorted((results / STUDY).glob("*.json")):
         for row in rows_of(results, path.stem):
             if row["contender"] not in known or not row["delay"]:
@@ -233,7 +122,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def factors(results: Path) -> str:
-    """Minibatches to an equal loss over synchronous training's, as the planner ranks by them."""
+    """Minibatches to an equal loss over synchronous training's, by which the planner ranks."""
     cells: dict[tuple[int, str], dict[str, list[str]]] = {}
     rows = quality_data(results)["rows"]
     for row in rows:
@@ -249,7 +138,7 @@ def factors(results: Path) -> str:
 
 
 def quality_text(results: Path) -> str:
-    """The file itself, a row a line."""
+    """Return the file itself, one row per line."""
     data = quality_data(results)
     rows = ",\n  ".join(json.dumps(row) for row in data["rows"])
     return f'{{\n "source": {json.dumps(data["source"])},\n "rows": [\n  {rows}\n ]\n}}\n'

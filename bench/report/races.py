@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from table import table
+
+from spectrain_ext.extras import picture
+from studies.looks import looks
+
 from .frontier import STUDY
 
 SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
@@ -17,14 +22,13 @@ WORKLOADS = ("text", "digits")
 
 @dataclass(frozen=True)
 class Race:
-    """A method of the study beside synchronous training with a flush, as `1f1b` runs it.
+    """A method of the study against `1f1b`: synchronous training with a flush.
 
     Attributes:
-        gap: of the loss after as many updates, less 1: low, mean and high.
-        updates: to synchronous training's losses, over its own; by share.
-        beyond: of which shares only a lower bound is known: as many updates were not enough.
+        updates: updates to synchronous training's losses over its own, by share.
+        beyond: shares of which only a lower bound is known: the run ended before the loss.
         bubble: of `1f1b` with M = N, over the slowest stage's work on a minibatch.
-        time: of a minibatch, over that of `1f1b` with M = N.
+        time: time of a minibatch, over that of `1f1b` with M = N.
     """
 
     workload: str
@@ -32,22 +36,20 @@ class Race:
     method: str
     microbatches: int
     delay: int
-    seeds: int
-    gap: tuple[float, float, float]
     updates: dict[float, float]
     beyond: frozenset[float]
     bubble: float
     time: float
 
     def to_loss(self, share: float) -> float:
-        """Time to the loss, over that of `1f1b`."""
+        """Return the time to the loss, over that of `1f1b`."""
         return self.updates[share] * self.time
 
     def shown(self, share: float) -> str:
         return f"{'> ' if share in self.beyond else ''}{self.to_loss(share):.2f}"
 
     def won(self, share: float) -> bool:
-        """The loss was reached, and sooner."""
+        """Whether the loss was reached, and sooner."""
         return share not in self.beyond and self.to_loss(share) < 1.0
 
     def lost(self, share: float) -> bool:
@@ -55,14 +57,14 @@ class Race:
 
     @property
     def idle(self) -> float:
-        """What a flush of `1f1b` leaves every stage idle for, in microbatches.
+        """How long a flush of `1f1b` leaves every stage idle, in microbatches.
 
-        It is the same for all M: a minibatch takes (1 + idle/M) times its slowest stage's work.
+        This is the same for all M: a minibatch takes (1 + idle/M) times its slowest stage's work.
         """
         return self.stages * self.bubble
 
     def even(self, share: float, idle: float) -> str:
-        """Microbatches per flush from which on `1f1b` is as quick to the loss."""
+        """Return the microbatches per flush from which on `1f1b` reaches the loss as soon."""
         extra = self.updates[share] - 1.0
         if extra <= 0.0:
             return "not known" if share in self.beyond else "none"
@@ -70,7 +72,7 @@ class Race:
 
 
 def races(results: Path) -> list[Race]:
-    """Every row of the study with a method of this package."""
+    """Return every row of the study with one of `METHODS`."""
     found = []
     for workload in WORKLOADS:
         rows = json.loads((results / STUDY / f"{workload}.json").read_text())["rows"]
@@ -84,21 +86,66 @@ def races(results: Path) -> list[Race]:
 
 
 def race(workload: str, row: dict[str, Any], flush: float) -> Race:
-    """A row of the study, beside the time of a minibatch with a flush."""
-    # how long the runs were that did not get there, of synchronous training's updates
+    """Compare a row of the study with the time of a minibatch with a flush."""
+    # length of the runs that did not reach the loss, in synchronous training's updates
     length = 1.5 if row["microbatches"] < row["stages"] - 1 else 1.0
     ratios = {share: row["updates"][str(share)] for share in SHARES}
-    gap = row["gap"]
     return Race(
         workload,
         row["stages"],
         row["contender"],
         row["microbatches"],
         row["delay"],
-        len(row["losses"]),
-        (gap["low"], gap["mean"], gap["high"]),
         {share: length / share if ratio is None else ratio for share, ratio in ratios.items()},
         frozenset(share for share, ratio in ratios.items() if ratio is None),
         flush - 1.0,
         row["time"] / flush,
     )
+
+
+def even(results: Path) -> str:
+    """Microbatches per flush from which on `1f1b` reaches a loss of `text` as soon as `auto`."""
+    lines = [
+        [str(r.stages), f"{r.idle:.1f}", *(r.even(share, r.idle) for share in SHARES)]
+        for r in races(results)
+        if (r.method, r.workload, r.delay) == ("auto", "text", 1)
+    ]
+    heads = (f">{share:.0%} loss" for share in SHARES)
+    return table("|".join([">N", ">idle microbatches", *heads]), lines)
+
+
+def text_range(results: Path, share: str) -> str:
+    """Time of `auto` with M = N to a loss of `text`, over that of `1f1b`: a range over depths."""
+    found = [r for r in races(results) if (r.method, r.workload, r.delay) == ("auto", "text", 1)]
+    times = [r.to_loss(float(share)) for r in found]
+    return f"{min(times):.2f} to {max(times):.2f} times"
+
+
+def draw(results: Path, path: Path) -> None:
+    """Draw the time to two of the losses, by depth; hollow where only a lower bound is known."""
+    found = [r for r in races(results) if r.delay == 1]
+    places = list(dict.fromkeys((r.workload, r.stages) for r in found))
+    look = looks(METHODS)
+    with picture(path, 9.0, 3.8) as figure:
+        for number, share in enumerate(SHARES[:2]):
+            axes = figure.add_subplot(1, 2, number + 1)
+            for at, place in enumerate(places):
+                beside = [r for r in found if (r.workload, r.stages) == place]
+                for index, r in enumerate(beside):
+                    axes.plot(
+                        at + 0.13 * (index - (len(beside) - 1) / 2),
+                        r.to_loss(share),
+                        color=look[r.method].color,
+                        marker="^" if share in r.beyond else "o",
+                        fillstyle="none" if share in r.beyond else "full",
+                    )
+            axes.axhline(1.0, color="black", linewidth=1.0)
+            axes.set_xticks(range(len(places)), [f"{name}\nN = {n}" for name, n in places])
+            title = f"to the loss of synchronous training at {share:.0%} of its updates"
+            axes.set_title(title, fontsize=9)
+            axes.set_ylim(0.4, 1.5)
+            axes.grid(True, axis="y", alpha=0.3)
+        for method in METHODS:
+            axes.plot([], [], "o", color=look[method].color, label=method)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.supylabel("simulated time over that of 1f1b\n(triangle: or more)", fontsize=9)

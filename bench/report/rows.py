@@ -1,4 +1,4 @@
-"""Rows of a run of bench_operators.py, and what each is worth beside its case's copies."""
+"""Rows of a run of bench_operators.py, and their bandwidth over that of copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Row:
     workload: str
     precision: str
     name: str
-    kind: str  # "ours", "rival" or "copy", of as many bytes: the yardstick
+    kind: str  # "ours", "rival" or "copy" (of as many bytes, for comparison)
     bytes: int  # that the operation has to move at least
     elements: int
     tensors: int
@@ -35,7 +35,7 @@ class Row:
 
 
 def cases(rows: Iterable[Row]) -> list[Case]:
-    """Rows that were measured in turn, together."""
+    """Group the rows that were measured together, in turn."""
     found: dict[tuple[str, str, str], Case] = {}
     for row in rows:
         found.setdefault((row.operation, row.workload, row.precision), []).append(row)
@@ -43,7 +43,7 @@ def cases(rows: Iterable[Row]) -> list[Case]:
 
 
 def share(row: Row, case: Case, best: bool = False) -> float | None:
-    """The bandwidth of a row as a share of the fastest copy's, by medians or by best times."""
+    """Return a row's bandwidth over the fastest copy's, by medians or by best times."""
 
     def bandwidth(each: Row) -> float:
         return each.bytes / (each.best_us if best else each.median_us)

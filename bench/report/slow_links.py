@@ -1,4 +1,4 @@
-"""Slow links: steps that were measured, seconds that were simulated, and their product."""
+"""Slow links: measured steps, simulated seconds, and their product."""
 
 from __future__ import annotations
 
@@ -9,36 +9,61 @@ from typing import Any
 from table import table
 
 FOLDER = "2026-11-25-slow-links"
-_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def read(results: Path) -> Any:
     return json.loads((results / FOLDER / "slow-links.json").read_text())
 
 
-def best(results: Path, setting: str) -> str:
-    """Of every method and codec the number of microbatches with the least time."""
+def times(results: Path) -> str:
+    """Times to the loss: a line per optimizer and codec, a column per method."""
+    best = {
+        (row["setting"], row["codec"], row["method"]): row
+        for setting in _OPTIMIZERS
+        for row in _best(results, setting)
+    }
+    methods = ("1f1b", "zb-h1", "pipedream-2bw", "vanilla", "auto")
+    lines = []
+    for setting, codec in dict.fromkeys((setting, codec) for setting, codec, _ in best):
+        cells = []
+        for method in methods:
+            row = best.get((setting, codec, method))
+            shown = "" if row is None else f"{row['time']:.2f}" if row["time"] else "not reached"
+            cells.append(shown)
+        bytes_ = next(r["token_bytes"] for key, r in best.items() if key[:2] == (setting, codec))
+        lines.append([_OPTIMIZERS[setting], codec, f"{bytes_:.0f}", *cells])
+    heads = (f">`{method}`" for method in methods)
+    return table("|".join(["optimizer|codec|>bytes a token", *heads]), lines)
+
+
+def section(results: Path) -> str:
+    """Steps, seconds and times of every method and codec, at its best number of microbatches."""
+    lines = [
+        [
+            *(_OPTIMIZERS[setting], f"`{row['method']}`", row["codec"]),
+            *(str(row["microbatches"]), _steps(row), f"{row['seconds']:.1f}"),
+            f"{row['time']:.2f}" if row["time"] else "",
+        ]
+        for setting in _OPTIMIZERS
+        for row in _best(results, setting)
+    ]
+    return table("optimizer|method|codec|>M|>steps|>s a step|>time", lines)
+
+
+def _best(results: Path, setting: str) -> list[dict[str, Any]]:
+    """Return the number of microbatches with the least time, for every method and codec."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in _rows(results, setting):
         key = row["method"], row["codec"]
         if key not in found or _time(row) < _time(found[key]):
             found[key] = row
-    lines = [
-        [
-            *(f"`{row['method']}`", row["codec"], str(row["microbatches"])),
-            f"{row['token_bytes']:.0f}",
-            _steps(row),
-            f"{row['seconds']:.1f}",
-            f"{row['time']:.2f}" if row["time"] else "",
-        ]
-        for row in sorted(found.values(), key=_time)
-    ]
-    return table("method|codec|>M|>bytes a token|>steps|>s a step|>time", lines)
+    return sorted(found.values(), key=_time)
 
 
-def by_microbatches(results: Path, setting: str) -> str:
-    """Steps and seconds of every method in bfloat16, by the number of microbatches."""
-    rows = [row for row in _rows(results, setting) if row["codec"] == "bfloat16"]
+def by_microbatches(results: Path) -> str:
+    """Steps and seconds of every method with AdamW in bfloat16, by the number of microbatches."""
+    rows = [row for row in _rows(results, "adamw") if row["codec"] == "bfloat16"]
     numbers = sorted({row["microbatches"] for row in rows})
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -60,16 +85,6 @@ def gain(results: Path, setting: str, method: str, codec: str) -> str:
     return f"{least('1f1b') / least(method):.2f} times"
 
 
-def what(results: Path) -> str:
-    """What was trained, for how long."""
-    about = read(results)
-    sizes = ", ".join(
-        f"{_OPTIMIZERS[name]}: {updates} updates" for name, updates in about["updates"].items()
-    )
-    cpu, torch = about["cpu"].split(",")[0], about["versions"]["torch"]
-    return f"{sizes}; {cpu}, torch {torch}, {about['date']}"
-
-
 def _rows(results: Path, setting: str) -> list[dict[str, Any]]:
     return [row for row in read(results)["rows"] if row["setting"] == setting]
 
@@ -79,7 +94,7 @@ def _time(row: dict[str, Any]) -> float:
 
 
 def _steps(row: dict[str, Any]) -> str:
-    """The mean, with its interval where there are seeds."""
+    """The mean, with its interval where there are several seeds."""
     mean, low, high = (row["interval"][name] for name in ("mean", "low", "high"))
     if mean is None:
         return "not reached"

@@ -1,4 +1,4 @@
-"""What committed runs of `python -m studies train` ended with, as tables."""
+"""Tables of committed runs of `python -m studies train`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def digits(results: Path) -> str:
 
 
 def longer(results: Path, method: str) -> str:
-    """How many times as long a minibatch on the digits takes as without a bubble, simulated."""
+    """Simulated time of a minibatch of digits, over that without a bubble."""
     found = {one["method"]: one["simulated_time"] for one in methods(results, DIGITS)}
     return f"{found[method]:.1f} times"
 
 
 def small(results: Path) -> str:
-    """Text and images beside one another, far from trained to the end."""
+    """Text and images, small and far from converged."""
     images = {one["method"]: one for one in methods(results, IMAGES)}
     lines = [
         [
