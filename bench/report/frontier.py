@@ -21,11 +21,14 @@ DEEP = "2026-11-25-deep"
 _SUMMARY = (
     ("text, AdamW, M = 8", STUDY, "text", 8, 8),
     ("digits, SGD, M = 8", FIELD, "one-late", 8, 8),
+    ("digits, SGD, M = 8", STUDY, "digits", 8, 8),
     ("text, SOAP, M = 1", DEEP, "text-800-soap", 8, 1),
     ("text, Muon, M = 1", DEEP, "text-800-muon", 8, 1),
     ("text, AdamW, M = 1", DEEP, "text-800-adamw", 8, 1),
+    ("text, AdamW, M = 1, constant rate", STUDY, "text", 8, 1),
     ("digits, SGD, M = 1", DEEP, "digits", 8, 1),
     ("digits, SGD, M = 1", FIELD, "late", 8, 1),
+    ("digits, SGD, M = 1", STUDY, "digits", 8, 1),
 )
 _METHODS = (
     *("auto", "second-order", "interleaved-async", "error-feedback", "spectrain-stash"),
@@ -44,7 +47,8 @@ def section(results: Path) -> str:
     for head, folder, name, stages, microbatches in _SUMMARY:
         for row in rows_of(results, name, folder):
             if (row["stages"], row["microbatches"]) == (stages, microbatches) and row["delay"]:
-                cells = found.setdefault(row["contender"], {})
+                late = 0 if folder == DEEP else row["delay"]
+                cells = found.setdefault(_now(row["contender"], late), {})
                 cells.setdefault(head, f"{100 * row['gap']['mean']:+.1f}")
     heads = dict.fromkeys(head for head, *_ in _SUMMARY)
     lines = [[f"`{name}`", *(found[name].get(head, "") for head in heads)] for name in _METHODS]
