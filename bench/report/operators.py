@@ -81,9 +81,10 @@ def large(results: Path, operation: str) -> str:
     found = []
     for case in cases(rows):
         mine, rival = fastest(case, "ours"), fastest(case, "rival")
-        if mine and rival and mine.elements >= 2**24 and mine.precision == "fp32":
-            if mine.operation == operation.replace("-", " "):
-                found.append(rival.median_us / mine.median_us)
+        if not (mine and rival) or mine.elements < 2**24 or mine.precision != "fp32":
+            continue
+        if mine.operation == operation:
+            found.append(rival.median_us / mine.median_us)
     return f"{min(found):.2f} to {max(found):.2f} times"
 
 
