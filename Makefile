@@ -41,7 +41,7 @@ help:
 	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, documentation, all tests that guard a release"
 	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
-	@echo "make report   docs/results.md, its pictures and every figure in the documents, from the committed runs"
+	@echo "make report   every figure, table and drawn picture in the documents, from the committed runs"
 	@echo "make bench    by pytest-benchmark: every operator against its rivals, the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
