@@ -95,10 +95,10 @@ def test_bytes_of_gradients_and_of_activations():
 
 def test_the_report_says_what_the_files_say():
     document = json.loads((RESULTS / report.FOLDER / "ratios.json").read_text())
-    text = report.section(RESULTS)
+    text = report.traffic(RESULTS)
     for row in document["rows"]:
         assert f"| {row['title']} | {row['parameters'] / 1e6:,.0f} |" in text
-    assert "simulated" in text.lower()
+    assert "| H100 | VGG16 | NVLink |" in report.section(RESULTS)
 
 
 def test_planned_against_real_is_a_table(tmp_path):
@@ -107,26 +107,16 @@ def test_planned_against_real_is_a_table(tmp_path):
         **{"planned": [0.05, 0.052], "measured": [0.06, 0.05]},
         **{"planned_work": [0.1, 0.1], "measured_work": [0.1, 0.1]},
     }
-    link = {"latency": 6e-5, "bandwidth": 2e9, "busy": 1e-4, "busy_bandwidth": 1e9}
-    document = {
-        **{"command": "bench", "date": "2026-11-22", "torch": "2", "load_before": [0.1, 0, 0]},
-        **{"batch": 384, "rounds": 2},
-        "runs": [
-            {"processes": 2, "cores": 2, "link": link, "rows": [row, {**row, "planned": [1, 1]}]}
-        ],
-    }
-    folder = tmp_path / planner.FOLDER
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(document))
-    text = planner.section(tmp_path)
-    assert "**1 of 2 configurations are within 10 %**" in text
-    assert "| `auto` | even | 1, 1 | 2 | 51.0 | 55.0 | 0.94 (0.83 to 1.04) | 1.00 |" in text
-    assert "Of the 1 that miss, 0 take longer than planned." in text
     slow = {**row, "speeds": [1, 0.5], "fitted": True, "layers": [16, 8]}
     alike = {**slow, "fitted": False, "layers": [12, 12], "measured": [0.09, 0.1]}
-    document["runs"][0]["rows"] = [slow, alike]
-    text = planner.unequal({**document, "cpu": "some"})
-    assert "ranks of speeds 1 and 0.5, of which" in text and "**1 of 2 configurations" in text
-    assert (
-        "| `auto` | even | 2 | 12 + 12 | 51.0 | 95.0 | 0.54 (0.52 to 0.56) | 1.00 | 1.75 |" in text
-    )
+    for folder, rows in (
+        (planner.FOLDER, [row, {**row, "planned": [1, 1]}]),
+        (planner.UNEQUAL, [slow, alike]),
+    ):
+        (tmp_path / folder).mkdir()
+        document = {"runs": [{"processes": 2, "rows": rows}]}
+        (tmp_path / folder / "plan.json").write_text(json.dumps(document))
+    assert planner.within(tmp_path) == "1 of 2"
+    text = planner.section(tmp_path)
+    assert "| 2 processes | 2 | 1 | 870 % | 1733 % | 0 | 0 |" in text
+    assert "| `auto` | even | 2 | 16 + 8 | 51.0 | 55.0 | 95.0 | 1.75 |" in planner.unequal(tmp_path)

@@ -69,40 +69,39 @@ def _line(page: str, begin: str, number: int = 0) -> str:
 
 
 def test_means_and_gaps_are_of_the_runs(results: Path) -> None:
-    page = accuracy.section(results)
+    page = accuracy.accuracies(results)
     # a standard deviation of 2 points in three seeds: 4.303 * 2 / sqrt(3)
     assert _line(page, "| `sync`") == "| `sync` | 52.0 ± 5.0 | 52.0 ± 5.0 |"
     assert _line(page, "| `data-parallel-4`") == "| `data-parallel-4` | 52.0 ± 6.6 | as `sync` |"
+    page = accuracy.gaps(results)
     for line in (
-        "| `auto-4` less `sync` | **+2.0 [+2.0, +2.0]** | **+2.0 [+2.0, +2.0]** |",
-        "| `vanilla` less `sync` | **-9.8 [-10.6, -9.1]** | **-9.8 [-10.6, -9.1]** |",
-        "| `auto` less `sync` | +0.0 [-2.5, +2.5] | +0.0 [-2.5, +2.5] |",
-        "| `data-parallel-4` less `sync` | +0.0 [-2.5, +2.5] |  |",
+        "| `auto-4` - `sync` | **+2.0 [+2.0, +2.0]** | **+2.0 [+2.0, +2.0]** |",
+        "| `vanilla` - `sync` | **-9.8 [-10.6, -9.1]** | **-9.8 [-10.6, -9.1]** |",
+        "| `auto` - `sync` | +0.0 [-2.5, +2.5] | +0.0 [-2.5, +2.5] |",
+        "| `data-parallel-4` - `sync` | +0.0 [-2.5, +2.5] |  |",
     ):
         assert line in page
-    assert "| `spectrain` less `pipedream` | **+" in page
-    assert "**" not in _line(page, "| `spectrain-stash` less `pipedream` |")
+    assert "| `spectrain` - `pipedream` | **+" in page
+    page = accuracy.models(results)
     assert "| VGG16 | CIFAR-10 | 8 | 1 + 2 + 3 + 4 | 400 of 32 | sgd, 0.01 | 3 |" in page
-    assert "| residual LSTM | 0.01: 1.500 | 0.25 |" in page
+    assert accuracy.between(results, "vanilla", "sync", "vgg16") == "-9.8 [-10.6, -9.1]"
 
 
 def test_what_diverged_has_no_mean(results: Path) -> None:
-    page = accuracy.section(results)
+    page = accuracy.accuracies(results)
     assert _line(page, "| `pipeoptim`") == "| `pipeoptim` | 1 of 3 diverged | 1 of 3 diverged |"
-    assert "| `pipeoptim` less `sync` | diverged | diverged |" in page
-    assert _line(page, "| `pipeoptim` |", 1) == "| `pipeoptim` | diverged |"
+    assert "| `pipeoptim` - `sync` | diverged | diverged |" in accuracy.gaps(results)
+    assert _line(accuracy.twice(results), "| `pipeoptim`") == "| `pipeoptim` | diverged |"
 
 
-def test_the_published_table_stands_apart(results: Path) -> None:
-    own, _, published = accuracy.section(results).partition("### The published table")
-    assert "91.10" not in own
-    assert "| VGG16 | CIFAR-10 | 91.10 | 90.81 |" in published
-    assert "vanilla -2.13, PipeDream -1.70, SpecTrain v1 -1.20, SpecTrain v2 -1.31" in published
-    assert "`sync`" not in published
+def test_the_published_table(results: Path) -> None:
+    assert "| VGG16 | CIFAR-10 | 91.10 | 90.81 |" in accuracy.published(results)
+    means = "vanilla -2.13, PipeDream -1.70, SpecTrain v1 -1.20, SpecTrain v2 -1.31"
+    assert accuracy.published_means(results) == means
+    assert "| ResNet-362 | 93.46 | 90.53 | 93.98 |" in hybrid.published(results)
 
 
-def test_the_page_of_stale_weights(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "bench" / "results" / "published", tmp_path / "published")
+def test_tables_of_stale_weights(tmp_path: Path) -> None:
     folder = tmp_path / hybrid.FOLDER
     folder.mkdir()
     ends: dict[str, list[float | None]] = {
@@ -111,28 +110,20 @@ def test_the_page_of_stale_weights(tmp_path: Path) -> None:
         "hybrid": [0.47, 0.49, 0.51],
         "auto": [None, 0.52, 0.55],
     }
-    document = _document(0.1, ends, depth=20, warmup=30, test_samples=500, weight_decay=1e-4)
-    for row in document["rows"]:
-        row |= {"stages": 4, "delay": 6 if row["contender"] == "stale" else 3}
-    (folder / "resnet-20.json").write_text(json.dumps(document))
-    own, _, published = hybrid.section(tmp_path).partition("### The published hybrid")
-    assert "On CIFAR-10, in 4 stages, where `stale` is 6 updates late. Width" in own
-    assert _line(own, "| `hybrid`").endswith("| 49.0 ± 5.0 |")
-    assert "| `stale` less `sync` | **-9.8 [-10.6, -9.1]** |" in own
-    assert "| `auto` less `hybrid` | diverged |" in own
-    assert "92.63" not in own
-    assert "| ResNet-362 | 93.46 | 90.53 | 93.98 |" in published
-    for row in document["rows"]:
-        row |= {"stages": 2, "delay": 2}
-    for name in ("resnet-20-two-stages.json", hybrid.FIRST):
-        (folder / name).write_text(json.dumps(document))
-    own = hybrid.section(tmp_path)
-    assert "is 6 updates late, or 2 stages, where `stale` is 2 updates late. Width" in own
-    assert _line(own, "| method").endswith(" | ResNet-20, N = 4 | ResNet-20, N = 2 |")
-    assert "ResNet-44 in 2 stages, 2 updates late, for 400 updates: `sync` 52.0 ± 5.0" in own
+    document = _document(0.1, ends)
+    for stages, name in ((4, "resnet-20"), (2, "resnet-20-two-stages")):
+        for row in document["rows"]:
+            row["stages"] = stages
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    page = hybrid.accuracies(tmp_path)
+    assert _line(page, "| method").endswith(" | ResNet-20, N = 4 | ResNet-20, N = 2 |")
+    assert _line(page, "| `hybrid`").endswith("| 49.0 ± 5.0 | 49.0 ± 5.0 |")
+    page = hybrid.gaps(tmp_path)
+    assert _line(page, "| `stale` - `sync`").endswith(" | **-9.8 [-10.6, -9.1]** |")
+    assert "| `auto` - `hybrid` | diverged | diverged |" in page
 
 
 def test_the_picture(results: Path) -> None:
     pytest.importorskip("matplotlib")
-    accuracy.draw(results, results)
+    accuracy.draw(results, results / "results-accuracy.png")
     assert (results / "results-accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from report import DOCS, RESULTS, __main__, documents, figures, page, races
+from report import RESULTS, __main__, documents, figures, pictures, races
 
 from spectrain_ext.schedule import summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
@@ -81,28 +81,22 @@ def test_every_figure_is_used() -> None:
     assert used == set(figures.FIGURES)
 
 
-class TestPage:
-    def test_every_section_begins_with_a_heading(self) -> None:
-        for module in page.evidence().values():
-            assert module.section(RESULTS).lstrip().startswith("## "), module.__name__
-
-    def test_a_picture_is_there_is_linked_and_is_described(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert not page.pictures_wrong(RESULTS, DOCS)
-        monkeypatch.setattr(page, "text", lambda _: "![ ](results-a.png) ![b](results-b.png)")
-        (tmp_path / "results-c.png").touch()
-        assert page.pictures_wrong(RESULTS, tmp_path) == [
-            "results-a.png: no description",
-            "results-a.png: not drawn",
-            "results-b.png: not drawn",
-            "results-c.png: not linked",
+class TestPictures:
+    def test_a_picture_is_there_is_shown_and_is_described(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        page.write_text("![ ](a.png) and ![b](b.png)")
+        (tmp_path / "c.png").touch()
+        assert pictures.wrong([page], tmp_path) == [
+            "a.png: no description in page.md",
+            "a.png: not drawn",
+            "b.png: not drawn",
+            "c.png: on no page",
         ]
 
     def test_every_picture_is_drawn_again(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
-        page.draw(RESULTS, tmp_path)
-        assert not page.pictures_wrong(RESULTS, tmp_path)
+        pictures.draw(RESULTS, tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == set(pictures.DRAWN)
 
 
 class TestRaces:
@@ -140,7 +134,6 @@ class TestRaces:
             "microbatches": 8,
             "delay": 1,
             "losses": [1.0],
-            "gap": {"low": None, "mean": 0.0, "high": None},
             "updates": {"0.5": 1.125, "0.75": None, "1.0": None},
             "time": 1.0,
         }

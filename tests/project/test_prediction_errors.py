@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # noqa: F401
 from prediction_errors import HORIZONS, LAWS, STEPPED, Errors, rmse
+from report import RESULTS
 from report import errors as report_errors
 from torch import Tensor
 
@@ -175,10 +176,13 @@ def test_all_laws_are_measured() -> None:
     }
 
 
-def test_the_notes_are_of_what_was_found() -> None:
-    worse = {(1, "linear"): [0.5], (1, "second-order"): [2.0], (1, "difference"): [0.5]}
-    same, second = report_errors._notes([worse], [1])
-    assert same.startswith("The difference law, which needs no momentum, is the linear one here")
-    assert second.startswith("The second-order law is nevertheless what `auto` predicts with, ")
-    better = {**worse, (1, "second-order"): [0.4], (1, "difference"): [0.6]}
-    assert not [*report_errors._notes([better], [1])]
+def test_the_report_has_medians_over_stages() -> None:
+    case = {
+        "rows": [
+            {"ahead": 1, "law": "stale", "stages": {"mean": [2.0, 4.0, 1.0]}},
+            {"ahead": 1, "law": "linear", "stages": {"mean": [1.0, 1.0, 0.9]}},
+        ]
+    }
+    assert report_errors.ratios(case) == {(1, "linear"): [0.5, 0.25, 0.9]}
+    low, to, high, times = report_errors.at(RESULTS, "linear", "1").split()
+    assert (to, times) == ("to", "times") and 0 < float(low) < float(high) < 1
