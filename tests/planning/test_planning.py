@@ -1,4 +1,4 @@
-"""Planning: the search against every way there is, the bound, memory, links, profiles, quality."""
+"""Planning: the search against all ways, the bound, memory, links, profiles and quality."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def layers_of(seconds, outputs=1000, parameters=4000, saved=3000, **more):
-    """Blocks of so many seconds for 8 samples, half of it for 4."""
+    """Blocks that take these seconds for 8 samples, and half of them for 4."""
 
     def profile(share):
         return Profile(
@@ -138,11 +138,11 @@ def test_devices_of_different_kinds():
         given = {"link": "nvlink", "batch": 8, "replicas": 1, "methods": [method], **more}
         return plan(layers_of([0.01] * 6), devices, **given).fastest
 
-    # A slower device gets fewer layers, in whatever order they stand.
+    # A slower device gets fewer layers, in any order of devices.
     assert best(speeds=(1, 0.5)).ends == (4, 6)
     assert best(speeds=(0.5, 1)).ends == (2, 6)
     assert best(speeds=(1, 0.5)).period == pytest.approx(best(speeds=(0.5, 1)).period, rel=0.01)
-    # So they do where not every division is tried, and few bytes pass where a link is slow.
+    # Also where not every division is tried; few bytes pass over a slow link.
     long = {"link": 1e12, "batch": 8, "replicas": 1, "methods": ["auto"]}
     assert plan(layers_of([0.01] * 40), 2, **long, speeds=(1, 0.25)).fastest.ends == (32, 40)
     profiles = [
@@ -152,10 +152,10 @@ def test_devices_of_different_kinds():
     narrow = Layers((4, 8), tuple(profiles))
     assert plan(narrow, 3, **long).fastest.ends[1] != 30
     assert plan(narrow, 3, **{**long, "link": (1e12, 1e4)}).fastest.ends[1] == 30
-    # Alike they are what one number says.
+    # Equal devices give the same plan as one number.
     assert best(speeds=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
-    # Every device by its own memory.
+    # Each device has its own memory limit.
     free = best()
     sizes = [2 * size for size in free.memory]
     assert best(memory=sizes) == free
@@ -163,7 +163,7 @@ def test_devices_of_different_kinds():
     assert tight.ends[0] < free.ends[0] and tight.memory[0] < free.memory[0] < tight.memory[1]
     with pytest.raises(ValueError, match=r"memory: all .* more than 9 bytes a device; the sm"):
         best(memory=(1e9, 9))
-    # By every link its own messages: of a stage with replicas the slowest of all between.
+    # A message takes the slowest link between the replicas of its two stages.
     slow, fast = Link("slow", 1e4), Link("fast", 1e12)
 
     def sent(replicas, links, speeds=None):
@@ -176,13 +176,13 @@ def test_devices_of_different_kinds():
     assert sent((1, 1, 2), (fast, fast, slow)).activation == pytest.approx((250e-12, 250e-4, 0))
     summed = sent((1, 1, 2), (fast, fast, slow)).update
     assert summed[:2] == (0, 0) and summed[2] > 0.1 > sent((1, 1, 2), fast).update[2]
-    # And of its replicas the slowest.
+    # The slowest of its replicas counts.
     paced = sent((1, 2, 1), fast, (2, 1, 0.5, 4)).forward
     assert paced == pytest.approx([1 / 12 / 2, 1 / 12 / 0.5, 1 / 12 / 4])
 
 
 def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():
-    # A message takes so long that minibatches are better not cut.
+    # Messages take so long that one microbatch is best.
     found = plan(SOME, 4, link=Link("late", 1e9, 0.01), batch=8, replicas=1)
     assert found.fastest.period == min(c.period for c in found.candidates)
     assert found.fastest.period < found.candidates[0].period
