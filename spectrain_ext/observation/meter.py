@@ -34,7 +34,7 @@ class _Kept(NamedTuple):
 
 
 class Probe:
-    """Compares the weights of one forward in ``every`` with the true ones, an horizon later.
+    """Compares the weights of one forward in ``every`` with the true ones, one horizon later.
 
     This keeps two copies of the stage's weights until then, passes over them each time, and waits
     for the stage's prediction stream.
