@@ -1,6 +1,6 @@
 // Measures the kernels' choices on this device: elements of a vector, blocks per multiprocessor,
-// vectors in flight, grid, cache hints, conversions to 16 bits, bytes of parameters. Prints one line
-// of JSON per choice, so that results survive a failure; probe.py reads them.
+// vectors in flight, grid, cache hints, conversions to 16 bits, bytes of parameters. Prints one
+// line of JSON per choice, so that results survive a failure; probe.py reads them.
 //
 //   nvcc -std=c++17 -arch=sm_90 -fmad=false -Icsrc -o probe bench/gpu/probe.cu && ./probe 26 11
 //
