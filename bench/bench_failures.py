@@ -42,18 +42,18 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("kill", "stop", "exception", "full")
 #: Phases after a fault: the event that ends each, and whether the first or the last rank ends it.
 PHASES = {
-    "heard": "another rank hears of it",
-    "ended": "the last rank has ended",
-    "started": "torchrun has started all again",
-    "torch": "Python and torch are there",
-    "package": "the package is imported",
-    "script": "what else the script imports",
-    "group": "the process group",
-    "data": "the script's data",
-    "pipeline": "the pipeline",
-    "restored": "the checkpoint is restored",
-    "first": "the first minibatch",
-    "again": "the minibatch where the fault was",
+    "heard": "another rank knows",
+    "ended": "the last rank ended",
+    "started": "torchrun restarted all",
+    "torch": "Python and torch started",
+    "package": "package imported",
+    "script": "other imports of the script",
+    "group": "process group made",
+    "data": "data loaded",
+    "pipeline": "pipeline built",
+    "restored": "checkpoint restored",
+    "first": "first minibatch",
+    "again": "minibatch of the failure",
 }
 PER_TRAINING = 20
 _TMPFS = 8 * 2**20  # bytes

@@ -116,7 +116,6 @@ def faults_failed(results: Path) -> str:
 
 
 _UNDER_TORCHRUN = "2026-11-25-failures/campaign.json"
-_BEFORE = "2026-11-25-failures/before.json"
 _WITH_COPIES = "2026-11-25-failures/copies.json"
 
 
@@ -125,24 +124,11 @@ def restarts(results: Path) -> str:
     return bench_failures.report(read(results, _UNDER_TORCHRUN)["faults"])
 
 
-def restarts_before(results: Path) -> str:
-    """Seconds of a failure by kind, before and after a change of the package."""
-    lines = []
-    for name, path in (("before", _BEFORE), ("now", _UNDER_TORCHRUN)):
-        faults = [row for row in read(results, path)["faults"] if "again" in row["seconds"]]
-        by_kind = [
-            [sum(row["seconds"].values()) for row in faults if row["kind"] == kind]
-            for kind in bench_failures.KINDS
-        ]
-        lines.append([name, *(f"{median(seconds):.1f} ({len(seconds)})" for seconds in by_kind)])
-    return table("seconds, median (of how many)|>" + "|>".join(bench_failures.KINDS), lines)
-
-
 def restarts_brief(results: Path) -> str:
     """Medians of three rows of ``restarts``."""
     lines = restarts(results).splitlines()
     names = {
-        "another rank hears of it": "seconds until another rank knows",
+        "another rank knows": "seconds until another rank knows",
         "all": "seconds until training is past it",
         "minibatches lost": "minibatches lost",
     }
@@ -246,7 +232,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "races.even": races.even,
     "races.text": races.text_range,
     "restarts": restarts,
-    "restarts.before": restarts_before,
     "restarts.brief": restarts_brief,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,

@@ -1,4 +1,4 @@
-"""Tests bench/report/processes.py: ratios are taken round by round, and text matches figures."""
+"""Tests bench/report/processes.py: ratios are taken round by round; verdicts match figures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ DOCUMENTS = {
 
 def test_ratios_within_rounds(tmp_path: Path) -> None:
     given = {"spectrain_3": 0.99, "torch_1F1B_3": 0.9, "spectrain": 0.96, "torch_1F1B_2": 0.6}
-    text = processes.section(results(tmp_path, *DOCUMENTS, **given))
+    folder = results(tmp_path, *DOCUMENTS, **given)
+    text = processes.section(folder)
     # a ratio of medians would ignore that a slow round is slow for all
     assert "| `spectrain` | 96 % (96 to 96) | 96 % (96 to 96) | 96 % (96 to 96) |" in text
     row = "| `spectrain`, M = N | 80 % (80 to 80) | 99 % (99 to 99) | 80 % (80 to 80) |"
