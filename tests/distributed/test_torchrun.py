@@ -30,17 +30,40 @@ HERE = {
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
 }
 
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import spectrain_ext as st
+from spectrain_ext.checkpoint import ShuffledSampler
+from spectrain_ext.partitioning import cut_at
 
-def example():
-    """Return the documentation's script named train.py."""
-    text = (TESTS.parent / "docs" / "checkpoints.md").read_text()
-    (found,) = re.findall(r"```python\n(# train\.py: torchrun .*?)```", text, re.DOTALL)
-    return found
+rank, ranks = st.join_ranks()  # instead of init_process_group
+torch.manual_seed(0)  # the same on every rank
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4)))
+data = torch.utils.data.TensorDataset(torch.randn(60, 8), torch.randn(60, 8))
+sampler = ShuffledSampler(len(data), batch_size=6, seed=1)
+loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+
+pipe = st.DistributedPipeline(
+    cut_at(model, ends=[4 * (k + 1) // ranks for k in range(ranks)])[rank],
+    optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    loss_fn=nn.functional.mse_loss,
+    timeout=60,
+)
+manager = st.checkpoint.CheckpointManager("checkpoints", pipe, sampler=sampler, every_minibatches=5)
+manager.restore()
+while sampler.epoch < 3:
+    for result in manager.run(loader):
+        if rank == ranks - 1:
+            print(result.index, result.loss.item(), flush=True)
+dist.destroy_process_group()
+"""
 
 
 def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(example())
+    script.write_text(SCRIPT)
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
     command = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --max-restarts 1"
