@@ -70,9 +70,8 @@ def calls_of(method: str, microbatches: int) -> Counter[Function]:
         code = codes[key]
         path = Path(code.co_filename)
         if path.is_relative_to(PACKAGE):
-            # Before Python 3.11 a function does not know its class.
-            name = getattr(code, "co_qualname", code.co_name)
-            found[Function(str(path.relative_to(PACKAGE)), code.co_firstlineno, name)] += n
+            file = str(path.relative_to(PACKAGE))
+            found[Function(file, code.co_firstlineno, code.co_qualname)] += n
     return found
 
 
