@@ -227,7 +227,14 @@ def costs(events: Sequence[Event], faults: Sequence[Fault]) -> list[dict[str, An
     return found
 
 
-def report(found: Sequence[dict[str, Any]]) -> str:
+def whole_by_kind(found: Sequence[Fault]) -> dict[str, list[Fault]]:
+    """Return the faults that training got past, by their kinds, in the order of ``KINDS``."""
+    whole = [row for row in found if "again" in row.get("seconds", ())]
+    by_kind = {kind: [row for row in whole if row["kind"] == kind] for kind in KINDS}
+    return {kind: rows for kind, rows in by_kind.items() if rows}
+
+
+def report(found: Sequence[Fault]) -> str:
     """Print median and quartiles of each phase by kind of fault."""
 
     def cell(values: Sequence[float]) -> str:
@@ -236,9 +243,7 @@ def report(found: Sequence[dict[str, Any]]) -> str:
         )
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-    whole = [row for row in found if "again" in row.get("seconds", ())]
-    by_kind = {kind: [row for row in whole if row["kind"] == kind] for kind in KINDS}
-    by_kind = {kind: rows for kind, rows in by_kind.items() if rows}
+    by_kind = whole_by_kind(found)
     lines = [
         [words, *(cell([row["seconds"][name] for row in rows]) for rows in by_kind.values())]
         for name, words in PHASES.items()

@@ -125,19 +125,18 @@ def restarts(results: Path) -> str:
 
 
 def restarts_brief(results: Path) -> str:
-    """Medians of three rows of ``restarts``."""
-    lines = restarts(results).splitlines()
-    names = {
-        "another rank knows": "seconds until another rank knows",
-        "all": "seconds until training is past it",
-        "minibatches lost": "minibatches lost",
-    }
-    kinds = [cell.strip() for cell in lines[0].split("|")[2:-1]]
-    rows = {cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in lines[2:])}
-    return table(
-        "median|>" + "|>".join(kinds),
-        [[words, *(cell.split()[0] for cell in rows[name])] for name, words in names.items()],
-    )
+    """Medians of a failure under torchrun: when it is known, when it is past, what is lost."""
+    by_kind = bench_failures.whole_by_kind(read(results, _UNDER_TORCHRUN)["faults"])
+
+    def line(name: str, digits: int, value: Callable[[dict[str, Any]], float]) -> list[str]:
+        return [name, *(f"{median(map(value, rows)):.{digits}f}" for rows in by_kind.values())]
+
+    lines = [
+        line("seconds until another rank knows", 2, lambda row: row["seconds"]["heard"]),
+        line("seconds until training is past it", 2, lambda row: sum(row["seconds"].values())),
+        line("minibatches lost", 0, lambda row: row["lost"]),
+    ]
+    return table("|>".join(["median", *by_kind]), lines)
 
 
 def restarts_lost(results: Path) -> str:
