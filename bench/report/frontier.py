@@ -55,34 +55,35 @@ def section(results: Path) -> str:
     return table("|".join(["gap %, N = 8", *(f">{head}" for head in heads)]), lines)
 
 
-def text(results: Path) -> str:
-    """All rows of the transformer, and of nanoGPT's small setting."""
-    from .races import races
+def _sooner(results: Path, workload: str) -> dict[tuple[int, str, int], str]:
+    """Times to three quarters of synchronous training, by stages, method and microbatches."""
+    from .races import races  # which imports this module
 
-    sooner = {
+    return {
         (r.stages, r.method, r.microbatches): r.shown(0.75)
         for r in races(results)
-        if r.workload == "text"
+        if r.workload == workload
     }
+
+
+def text(results: Path) -> str:
+    """All rows of the transformer, and of nanoGPT's small setting."""
     rows = [r for r in rows_of(results, "text") if not _SCREENED.search(r["contender"])]
-    return compared(rows, sooner) + "\n" + _lines(compared(rows_of(results, "nanogpt"), {}))
+    return (
+        compared(rows, _sooner(results, "text"))
+        + "\n"
+        + _lines(compared(rows_of(results, "nanogpt"), {}))
+    )
 
 
 def field(results: Path) -> str:
     """All rows of digits, in eight stages."""
-    from .races import races
-
-    sooner = {
-        (r.stages, r.method, r.microbatches): r.shown(0.75)
-        for r in races(results)
-        if r.workload == "digits"
-    }
     alone = {
         (row["contender"], row["microbatches"]): row
         for folder, name in ((STUDY, "digits"), (FIELD, "late"), (FIELD, "one-late"))
         for row in rows_of(results, name, folder)
     }
-    return compared(alone.values(), sooner)
+    return compared(alone.values(), _sooner(results, "digits"))
 
 
 def _lines(of: str) -> str:
