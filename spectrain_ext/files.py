@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
 import os
@@ -14,6 +16,8 @@ from typing import Any, BinaryIO
 
 #: The index of a model whose weights are in several files, as in Hugging Face's tools.
 MODEL_INDEX = "model.safetensors.index.json"
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
@@ -75,7 +79,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically."""
+    """Replace a file's content atomically; FileExistsError for anything but a file or a link."""
+    if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
+        raise FileExistsError(errno.EEXIST, "expected a plain file", str(path))
     remove(partial(path))  # from a write that was interrupted
     try:
         with new_file(partial(path)) as file:
@@ -85,6 +91,38 @@ def replace_file(path: Path, content: bytes) -> None:
         remove(partial(path))
         raise
     sync_directory(path.parent)
+
+
+def replaced(path: Path) -> Path:
+    """Return where a directory is between the two renames that replace it."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def present(path: Path) -> Path:
+    """Return where a directory is that may have been left between these renames."""
+    old = replaced(path)
+    return old if not os.path.lexists(path) and old.is_dir() and not old.is_symlink() else path
+
+
+def replace_directory(path: Path) -> None:
+    """Rename the partial directory to ``path``; a directory that is there becomes the partial one.
+
+    At every moment, ``present(path)`` is one of the two.
+    """
+    if not os.path.lexists(path):
+        partial(path).rename(path)
+    elif not exchanged(partial(path), path):
+        remove(replaced(path))
+        path.rename(replaced(path))
+        partial(path).rename(path)
+        replaced(path).rename(partial(path))
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names atomically; return False if the system or the file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc 2.28
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and call(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0
 
 
 def sync_directory(path: Path) -> None:

@@ -163,15 +163,21 @@ def file_content(body: Json) -> bytes:
     return text.encode() + b"\n"
 
 
-def read(directory: Path) -> Json:
-    """Read a checkpoint's document, verify its digest and form, and return its body."""
+def content(directory: Path) -> bytes:
+    """Return the unverified bytes of a checkpoint's document."""
     path = directory / NAME
     try:
-        text = read_bounded(path, _LARGEST)
+        return read_bounded(path, _LARGEST)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def read(directory: Path) -> Json:
+    """Read a checkpoint's document, verify its digest and form, and return its body."""
+    path = directory / NAME
+    text = content(directory)
     try:
         whole = json.loads(text, object_pairs_hook=_unique)
         body, said = whole["checkpoint"], whole["sha256"]

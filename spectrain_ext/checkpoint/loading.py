@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import documents, storage
@@ -113,6 +114,7 @@ def load_from(
 ) -> Loaded:
     """Load a checkpoint; ``fetch`` gets each process's file names and supplies missing files."""
     doing = f"reading {directory.name}"
+    directory = present(directory)
     bodies: list[Json] = []
     parts: list[Part] = []
 

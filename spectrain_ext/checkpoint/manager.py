@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError, RankError
-from spectrain_ext.files import partial, read_bounded, remove, replace_file
+from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -25,7 +25,7 @@ from .loading import Loaded, load_from
 from .memory import NAME, Memory
 from .sampler import ShuffledSampler
 from .saving import PendingCheckpoint, Sampler, peers_of
-from .storage import replaced
+from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ class CheckpointManager:
         memory_every: after this many minibatches, keep a copy in the machines' memory
             (``/dev/shm``), for a restart on the same machines. Skipped while an asynchronous save
             is being written.
-        keep: number of checkpoints to keep. Older ones are removed once a newer one is complete.
+        keep: number of checkpoints to keep. Older ones are removed once a newer one is complete,
+            except those to which somebody has added files.
         asynchronous: write in a thread during training. This pays if writing takes longer than
             copying (slow disk, GPU), and needs CPU memory for a copy of all state.
         first_stage: as for ``save``.
@@ -202,15 +203,8 @@ class CheckpointManager:
         remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
-            if not NAME.fullmatch(path.name):
-                continue
-            if (
-                leftover == replaced(path)
-                and not os.path.lexists(path)
-                and not leftover.is_symlink()
-            ):
-                leftover.rename(path)
-            elif leftover in (partial(path), replaced(path)):
+            if NAME.fullmatch(path.name) and leftover in (partial(path), replaced(path)):
+                recover(path)
                 remove(leftover)
         return self.latest()
 
@@ -378,9 +372,14 @@ class CheckpointManager:
         replace_file(self.directory / LATEST, f"{path.name}\n".encode())
         self._log("checkpoint saved: %s", path)
         for old in self._whole()[: -self._keep]:
-            if old != path:
-                remove(old)
+            if old == path:
+                continue
+            reason = more_than_checkpoint(old)
+            if reason is None:
+                drop(old)
                 self._log("checkpoint removed: %s", old)
+            else:
+                _logger.warning("checkpoint kept: %s %s", old, reason)
 
     def _whole(self) -> list[Path]:
         """Return all complete checkpoints, oldest first; an incomplete one has another name."""

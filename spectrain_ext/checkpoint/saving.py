@@ -79,7 +79,7 @@ def save(
         minibatches: number of minibatches trained on; ``load`` returns it.
         sampler: object whose state is saved too.
         extra: a value of JSON types and tuples.
-        overwrite: replace a checkpoint at ``path``.
+        overwrite: replace a checkpoint at ``path``, which stays complete until the new one is.
         only_model: save only parameters and module buffers, without optimizers, schedulers and
             float32 masters. ``load(only_model=True)`` and any reader of ``model.safetensors`` or
             its index can read them.
@@ -89,7 +89,7 @@ def save(
 
     Raises:
         FileExistsError: the path exists; with ``overwrite``, it is a file, a link or a directory
-            that is not a checkpoint.
+            that is not a checkpoint or holds other files, too.
         RuntimeError: a run of the pipeline has not ended.
         TypeError: state that is neither a tensor nor a JSON value; the message says where.
         ValueError: two processes hold the same stage or parameter.
@@ -148,6 +148,7 @@ class PendingCheckpoint:
         hosts: Sequence[int] = (),  # machine of each rank, for a directory per machine; empty: one
     ) -> None:
         self._path = Path(path).absolute()
+        self._overwrite = overwrite
         self._peers = peers
         self._committed, self._within = committed, within or nullcontext()
         self._hosts = hosts or [0] * peers.size
@@ -208,7 +209,7 @@ class PendingCheckpoint:
             if self._first:
                 entries = {key: entry for each, _ in found for key, entry in each.items()}
                 files = {name: size for _, each in found for name, size in each.items()}
-                storage.commit(self._path, self._body, entries, files)
+                storage.commit(self._path, self._overwrite, self._body, entries, files)
             if peers.rank == 0 and self._committed is not None:
                 self._committed()
 

@@ -23,7 +23,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import MODEL_INDEX, new_file, partial, remove, sync_directory
+from spectrain_ext.files import (
+    MODEL_INDEX,
+    new_file,
+    partial,
+    present,
+    remove,
+    replace_directory,
+    replaced,
+    sync_directory,
+)
 
 from . import documents
 from .documents import Json
@@ -35,42 +44,69 @@ _METADATA = {"format": "pt"}  # Hugging Face's tools require it
 # The directory
 
 
-def replaced(path: Path) -> Path:
-    """Return the temporary path of a directory that is being replaced."""
-    return path.with_name(f".{path.name}.replaced")
-
-
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise FileExistsError unless ``path`` is free or a checkpoint that may be replaced."""
+    recover(path)
     if not os.path.lexists(path):
         return
     if not overwrite:
         raise FileExistsError(f"path: {path} exists; overwrite=True replaces it")
-    if path.is_symlink() or not path.is_dir() or not _holds_checkpoint(path):
-        raise FileExistsError(f"path: {path} is no checkpoint; overwrite=True replaces these")
+    reason = more_than_checkpoint(path)
+    if reason is not None:
+        raise FileExistsError(f"path: {path} {reason}; overwrite=True replaces only checkpoints")
 
 
-def _holds_checkpoint(path: Path) -> bool:
-    """Whether a directory has a document, or only other files of a checkpoint."""
-    names = os.listdir(path)
-    return documents.NAME in names or all(
-        documents.DATA.fullmatch(name) or name == MODEL_INDEX for name in names
-    )
+def more_than_checkpoint(path: Path) -> str | None:
+    """Return why a path is not only a checkpoint, which may be damaged, or an empty directory."""
+    if path.is_symlink() or not path.is_dir():
+        return "is no checkpoint"
+    entries = list(os.scandir(path))
+    if not entries:
+        return None
+    try:
+        document = documents.content(path)
+    except CheckpointError:
+        document = b""
+    if f'"{documents.FORMAT}"'.encode() not in document:
+        return "is no checkpoint"
+    for entry in entries:
+        named = documents.DATA.fullmatch(entry.name) and f'"{entry.name}"'.encode() in document
+        known = named or entry.name in (documents.NAME, MODEL_INDEX)
+        if not (known and entry.is_file(follow_symlinks=False)):
+            return f"holds {entry.name!r}, which is no file of the checkpoint"
+    return None
 
 
 def begin(path: Path) -> None:
     """Make a new partial directory, to be committed as ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove(partial(path))  # left by an interrupted save
+    remove(partial(path))  # left by an interrupted save, as is the other one
+    remove(replaced(path))
     partial(path).mkdir()
 
 
+def recover(path: Path) -> None:
+    """Give a checkpoint its name back if a save was stopped while replacing it."""
+    if present(path) != path:
+        present(path).rename(path)
+
+
 def discard(path: Path) -> None:
-    """Try to remove the partial directory of a failed save; the next save removes the rest."""
+    """Try to remove what a save leaves beside ``path``; the next save removes the rest."""
+    recover(path)
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
-def commit(path: Path, body: Json, tensors: Json, files: Mapping[str, int]) -> None:
+def drop(path: Path) -> None:
+    """Remove a checkpoint; while it is being removed, it has the name of a partial one."""
+    remove(partial(path))
+    path.rename(partial(path))
+    discard(path)
+
+
+def commit(
+    path: Path, overwrite: bool, body: Json, tensors: Json, files: Mapping[str, int]
+) -> None:
     """Write the document of all processes' files, and rename the directory to ``path``."""
     directory = partial(path)
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
@@ -79,12 +115,10 @@ def commit(path: Path, body: Json, tensors: Json, files: Mapping[str, int]) -> N
     content = documents.file_content({**body, "tensors": tensors, "files": files})
     _write(directory / documents.NAME, content)
     sync_directory(directory)
-    if os.path.lexists(path):
-        remove(replaced(path))
-        path.rename(replaced(path))
-    directory.rename(path)
+    check_free(path, overwrite)  # again: writing takes a while
+    replace_directory(path)
     sync_directory(path.parent)
-    remove(replaced(path))
+    discard(path)
 
 
 def _files(tensors: Json) -> set[str]:

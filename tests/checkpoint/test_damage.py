@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from safetensors import safe_open
 
-from spectrain_ext.checkpoint import CheckpointManager, documents, load, save
+from spectrain_ext.checkpoint import CheckpointManager, documents, load, save, storage
 from spectrain_ext.errors import CheckpointError
 
 
@@ -150,9 +150,78 @@ def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path, saved):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
-    (saved / documents.NAME).unlink()  # a damaged document can be missing
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", model(), overwrite=True)
+    load(tmp_path / "empty", model())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (documents.NAME, '{"format": "mine"}'),
+        (documents.NAME, ""),
+        (documents.NAME, None),  # a folder
+        ("model.safetensors", "mine"),
+    ],
+    ids=["json", "empty", "folder", "weights"],
+)
+def test_a_folder_with_the_name_of_a_checkpoints_file_is_none(tmp_path, name, content):
+    path = tmp_path / "c" / name
+    (path if content is None else path.parent).mkdir(parents=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(FileExistsError, match="c is no checkpoint; overwrite=True replaces only"):
+        save(tmp_path / "c", model(), overwrite=True)
+    assert content is None or path.read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00002.safetensors", "runs/1"])
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_checkpoint_with_something_else_is_not_replaced(saved, monkeypatch, name, moment):
+    other = saved / name
+
+    def put_there(*given):
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("mine")
+        return write_tensors(*given) if given else None
+
+    if moment == "before":
+        put_there()
+    else:
+        write_tensors = storage.write_tensors
+        monkeypatch.setattr(storage, "write_tensors", put_there)
+    match = rf"c holds '{name.partition('/')[0]}', which is no file of the checkpoint"
+    with pytest.raises((FileExistsError, CheckpointError), match=match):
+        save(saved, model(), overwrite=True)
+    assert other.read_text() == "mine"
+    load(saved, pipeline(2))
+    assert [path.name for path in saved.parent.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("damage", ["version", "cut"])
+def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved, damage):
+    document = saved / documents.NAME
+    if damage == "cut":
+        os.truncate(document, document.stat().st_size - 2)
+    else:
+        document.write_text(document.read_text().replace('"version": 2', '"version": 1'))
+    refused(saved, r"checkpoint\.json: ")
     save(saved, model(), overwrite=True)
     load(saved, model())
+
+
+def test_a_path_that_was_taken_during_the_save_is_not_replaced(tmp_path, monkeypatch):
+    def meanwhile(*given):
+        (tmp_path / "c").write_text("mine")
+        return write_tensors(*given)
+
+    write_tensors = storage.write_tensors
+    monkeypatch.setattr(storage, "write_tensors", meanwhile)
+    with pytest.raises(CheckpointError, match="c exists; overwrite=True replaces it"):
+        save(tmp_path / "c", model())
+    assert (tmp_path / "c").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_links_in_the_way_are_removed_and_not_followed(tmp_path, saved):
@@ -195,6 +264,9 @@ def test_the_pointer_is_no_pipe_and_not_long(tmp_path):
     os.mkfifo(tmp_path / "latest")
     with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
         manager.restore()
+    with pytest.raises(CheckpointError, match=r"expected a plain file: '.*latest'"):
+        manager.save()  # as root it would have replaced /dev/null
+    assert (tmp_path / "latest").is_fifo()
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").write_bytes(b"x" * 101)
     with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*at most 100 bytes"):
@@ -256,8 +328,11 @@ import torch
 torch.set_num_threads(1)  # before the first fork
 sys.path.insert(0, sys.argv[2])
 from helpers.checkpoint_cases import batches, model, pipeline, train
+from spectrain_ext import files
 from spectrain_ext.checkpoint import CheckpointManager, load
 base = Path(sys.argv[1])
+if sys.argv[3] == "renames":
+    files.exchanged = lambda *_: False
 pipe = pipeline(2)
 train(pipe, batches(2))
 CheckpointManager(base / "begin", pipe).save()
@@ -279,6 +354,7 @@ def save_and_die(directory, left):
     os.fsync = lambda _: None  # slow, and nothing to a process that is killed
     for name in ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink"):
         setattr(os, name, dying(getattr(os, name), counted))
+    files.exchanged = dying(files.exchanged, counted)
     manager.save()
 
 for left in range(100):
@@ -292,8 +368,10 @@ for left in range(100):
             os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     found = pipeline(3, seed=9)
+    load(directory / "minibatch-00000000", found)  # before a manager tidies up
+    weight = next(found.parameters()).clone()
     assert CheckpointManager(directory, found).restore() is not None
-    weight = next(found.parameters())
+    assert torch.equal(weight, next(found.parameters()))
     is_old = torch.equal(weight, old[0].linear.weight)
     assert is_old or torch.equal(weight, next(pipe.parameters()))
     names = sorted(path.name for path in directory.iterdir())
@@ -305,13 +383,14 @@ for left in range(100):
 
 
 @pytest.mark.processes
-def test_killed_anywhere_there_is_a_whole_checkpoint():
+@pytest.mark.parametrize("means", ["exchange", "renames"])
+def test_killed_anywhere_there_is_a_whole_checkpoint(means):
     # in memory if possible: the files of a killed process survive there too
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as d:
         run = subprocess.run(
-            [sys.executable, "-c", KILLED, d, str(Path(__file__).parents[1])],
+            [sys.executable, "-c", KILLED, d, str(Path(__file__).parents[1]), means],
             check=True,
             stdout=subprocess.PIPE,
             text=True,

@@ -268,6 +268,18 @@ def test_leftovers_are_tidied_up(tmp_path):
     assert names(tmp_path) == [".minibatch-notes", "latest", "minibatch-00000000"]
 
 
+def test_a_checkpoint_with_something_else_is_kept(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path, pipeline(2), every_minibatches=1, keep=1)
+    list(manager.run(batches(1)))
+    (tmp_path / "minibatch-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "minibatch-00000000").mkdir()
+    list(manager.run(batches(2)))
+    assert names(tmp_path) == ["latest", "minibatch-00000001", "minibatch-00000003"]
+    assert (tmp_path / "minibatch-00000001" / "notes.txt").read_text() == "mine"
+    assert "kept: " in caplog.text
+    assert "minibatch-00000001 holds 'notes.txt'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
