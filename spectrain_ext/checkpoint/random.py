@@ -15,6 +15,7 @@ from .documents import Json, Keep, tensors_in
 from .parts import Item, Part
 
 _DEVICE = re.compile(r"cpu|cuda[0-9]{1,4}")
+_LARGEST = 1 << 16  # bytes of a generator's state
 
 
 class Generators(Item):
@@ -93,7 +94,10 @@ def stage_states(part: Part) -> States:
 
 def _are_states(references: Any, body: Json) -> bool:
     entries = [body["tensors"][name] for name in tensors_in(references)]
-    return all(entry["dtype"] == "uint8" and len(entry["shape"]) == 1 for entry in entries)
+    return all(
+        entry["dtype"] == "uint8" and len(entry["shape"]) == 1 and entry["shape"][0] <= _LARGEST
+        for entry in entries
+    )
 
 
 def _set_process_states(states: Mapping[str, Tensor]) -> None:

@@ -219,22 +219,24 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
                 if opened.metadata() != _METADATA:
                     raise CheckpointError(f"{file}: damaged, its header has changed")
                 for key in own:
-                    # A copy, because a mapped tensor would change with the file.
-                    tensor = opened.get_tensor(key.removeprefix(WEIGHTS)).clone()
-                    yield key, _checked(f"{file}: ", key, tensor, body["tensors"][key])
+                    mapped = opened.get_tensor(key.removeprefix(WEIGHTS))  # nothing is read yet
+                    yield key, _checked(f"{file}: ", key, mapped, body["tensors"][key])
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{file}: damaged, {error}") from error
 
 
-def _checked(where: str, key: str, tensor: Tensor, entry: Json) -> Tensor:
-    """Verify a tensor from a file, and restore its dtype and strides."""
+def _checked(where: str, key: str, mapped: Tensor, entry: Json) -> Tensor:
+    """Return a verified copy of a tensor in a file, with its dtype and strides."""
+    dtype, shape = documents.dtype_of(entry["dtype"]), entry["shape"]
+    stored = (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (dtype, shape)
+    # before the copy: a file that takes no space may claim any number of zeros
+    if (mapped.dtype, list(mapped.shape)) != stored:
+        raise CheckpointError(f"{where}holds something else than the tensor {key!r}")
+    tensor = mapped.clone()  # a mapped tensor would change with the file
     if _sha256(tensor) != entry["sha256"]:
         raise CheckpointError(f"{where}damaged, the SHA-256 of {key!r} is not what was saved")
-    dtype = documents.dtype_of(entry["dtype"])
-    if dtype.is_complex and tensor.is_floating_point() and tensor.shape[-1:] == (2,):
+    if dtype.is_complex:
         tensor = torch.view_as_complex(tensor)
-    if tensor.dtype != dtype or list(tensor.shape) != entry["shape"]:
-        raise CheckpointError(f"{where}holds something else than the tensor {key!r}")
     order = entry.get("order")
     if order is None:
         return tensor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import resource
 
 import pytest
 import torch
 from helpers.checkpoint_cases import batches, everything, pipeline, same, train
-from helpers.forged_checkpoints import Evil, data_file, forge, nest, put, refused
+from helpers.forged_checkpoints import Evil, data_file, forge, grow, nest, put, refused
 
 from spectrain_ext.checkpoint import ShuffledSampler, documents, load, save
 from spectrain_ext.errors import CheckpointError
@@ -42,6 +43,31 @@ def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(tmp_path, saved, zipp
 def test_something_else_than_the_tensor(saved, tensor):
     put(saved, {"0.linear.weight": tensor})
     refused(saved, r"holds something else than the tensor 'model\.0\.linear\.weight'")
+
+
+@pytest.mark.parametrize("which", ["unused", "rest of a stage", "generator", "weight"])
+def test_a_small_file_that_claims_gigabytes_costs_none(saved, which):
+    size, name = 1 << 32, "0.linear.weight" if which == "weight" else "more"
+    path = data_file(saved, "model" if which == "weight" else "state")
+    grow(path, name, size)
+    entry = {"dtype": "uint8", "shape": [size], "file": path.name, "sha256": "0" * 64}
+
+    def change(body):
+        body["files"][path.name] = path.stat().st_size
+        if which != "weight":
+            body["tensors"][name] = entry
+        if which == "rest of a stage":
+            body["stages"][0]["optimizer"]["state"]["other"] = {"state": {"$tensor": name}}
+        if which == "generator":
+            body["processes"][0]["random"]["cpu"] = {"$tensor": name}
+
+    forge(saved, change)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if which == "weight":
+        refused(saved, r"holds something else than the tensor 'model\.0\.linear\.weight'")
+    else:
+        assert load(saved, pipeline(2)).random == (which != "generator")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < size >> 12  # KiB
 
 
 @pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [True, False], "01", [0, 1, 2], {}])

@@ -58,6 +58,20 @@ def put(directory, tensors):
     forge(directory, change)
 
 
+def grow(path, name, size):
+    """Add a tensor of zeros to a file, or replace one by it, without writing the zeros."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    data = len(content) - end
+    if name in header:  # the others' bytes stay where they are
+        header["rest"] = header.pop(name)
+    header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [data, data + size]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+    os.truncate(path, 8 + len(text) + data + size)
+
+
 def nest(value, depth):
     for _ in range(depth):
         value = [value]
