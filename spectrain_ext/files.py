@@ -101,7 +101,8 @@ def replaced(path: Path) -> Path:
 def present(path: Path) -> Path:
     """Return where a directory is that may have been left between these renames."""
     old = replaced(path)
-    return old if not os.path.lexists(path) and old.is_dir() and not old.is_symlink() else path
+    left = not os.path.lexists(path) and os.path.isdir(old) and not os.path.islink(old)
+    return old if left else path
 
 
 def replace_directory(path: Path) -> None:

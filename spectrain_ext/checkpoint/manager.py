@@ -233,7 +233,7 @@ class CheckpointManager:
             in flight, and saves if a save is due.
 
         Raises:
-            CheckpointError, OSError: a save failed (with ``asynchronous``, an earlier one). The
+            CheckpointError: a save failed (with ``asynchronous``, an earlier one). The
                 checkpoints before it are intact. Otherwise as ``pipe.run``.
         """
         begun: list[bool] = []
@@ -314,7 +314,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: a run has not ended; or the last one failed, and the stages may have made
                 different numbers of updates. In that case call ``restore`` first.
-            CheckpointError, OSError, TypeError: as for ``st.checkpoint.save``.
+            CheckpointError, FileExistsError, TypeError: as for ``st.checkpoint.save``.
         """
         self.pipe.check_drained("save")
         if self._failed:

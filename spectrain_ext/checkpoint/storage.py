@@ -46,12 +46,11 @@ _METADATA = {"format": "pt"}  # Hugging Face's tools require it
 
 def check_free(path: Path, overwrite: bool) -> None:
     """Raise FileExistsError unless ``path`` is free or a checkpoint that may be replaced."""
-    recover(path)
-    if not os.path.lexists(path):
+    if not os.path.lexists(present(path)):
         return
     if not overwrite:
         raise FileExistsError(f"path: {path} exists; overwrite=True replaces it")
-    reason = more_than_checkpoint(path)
+    reason = more_than_checkpoint(present(path))
     if reason is not None:
         raise FileExistsError(f"path: {path} {reason}; overwrite=True replaces only checkpoints")
 
@@ -60,7 +59,10 @@ def more_than_checkpoint(path: Path) -> str | None:
     """Return why a path is not only a checkpoint, which may be damaged, or an empty directory."""
     if path.is_symlink() or not path.is_dir():
         return "is no checkpoint"
-    entries = list(os.scandir(path))
+    try:
+        entries = list(os.scandir(path))
+    except OSError as error:
+        return f"cannot be read, {error.strerror}"
     if not entries:
         return None
     try:
@@ -79,10 +81,16 @@ def more_than_checkpoint(path: Path) -> str | None:
 
 def begin(path: Path) -> None:
     """Make a new partial directory, to be committed as ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove(partial(path))  # left by an interrupted save, as is the other one
-    remove(replaced(path))
-    partial(path).mkdir()
+    try:
+        recover(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial(path))  # left by an interrupted save, as is the other one
+        remove(replaced(path))
+        partial(path).mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"path: {path} cannot be written, {error.strerror}: {error.filename}"
+        ) from error
 
 
 def recover(path: Path) -> None:
@@ -130,7 +138,7 @@ def _index(weights: Json) -> Json:
         math.prod(entry["shape"]) * documents.dtype_of(entry["dtype"]).itemsize
         for entry in weights.values()
     )
-    places = {key.removeprefix(WEIGHTS): entry["file"] for key, entry in weights.items()}
+    places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
     return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
 
 
@@ -147,6 +155,11 @@ def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
     if len(owners) == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{owners.index(rank) + 1:05d}-of-{len(owners):05d}.safetensors"
+
+
+def _name_in_file(key: str) -> str:
+    name = key.removeprefix(WEIGHTS)
+    return key if name == "__metadata__" else name  # safetensors reserves it
 
 
 def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[Json, int]:
@@ -170,7 +183,7 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
             plain = plain.clone()
         places.add(plain.data_ptr())
         entries[key] = entry | {"file": name, "sha256": _sha256(plain)}
-        content[key.removeprefix(WEIGHTS)] = plain
+        content[_name_in_file(key)] = plain
     with new_file(file):
         mode = stat.S_IMODE(file.stat().st_mode)
     save_file(content, file, metadata=_METADATA)
@@ -219,7 +232,7 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
                 if opened.metadata() != _METADATA:
                     raise CheckpointError(f"{file}: damaged, its header has changed")
                 for key in own:
-                    mapped = opened.get_tensor(key.removeprefix(WEIGHTS))  # nothing is read yet
+                    mapped = opened.get_tensor(_name_in_file(key))  # nothing is read yet
                     yield key, _checked(f"{file}: ", key, mapped, body["tensors"][key])
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{file}: damaged, {error}") from error

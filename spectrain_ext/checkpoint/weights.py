@@ -70,11 +70,12 @@ class Weights(Item):
         masters = [
             saved.source(names[p], master.dtype)[0] for p, master in self._part.masters.items()
         ]
-        return [sources, masters]
+        # pairs, because a name may begin with "$"
+        return [[[key, source] for key, source in sources.items()], masters]
 
     def put(self, state: Any) -> None:
         weights, masters = state
-        self._part.module.load_state_dict(weights)
+        self._part.module.load_state_dict(dict(weights))
         for master, value in zip(self._part.masters.values(), masters, strict=True):
             master.copy_(value)
 

@@ -202,6 +202,39 @@ def test_stages_without_names_have_those_of_their_sequence(tmp_path):
     same(weights(other), weights(nn.Sequential(*saved)))
 
 
+class Odd(nn.Module):
+    """A module whose names mean something else in JSON documents or in files of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("$w", "$tensor", "$dict", "__metadata__", "model", "a'"):
+            self.register_parameter(name, nn.Parameter(torch.randn(4)))
+        self.register_buffer("$tuple", torch.randn(2))
+
+    def forward(self, x):
+        return x * sum(self.parameters())
+
+
+def test_any_name_of_a_parameter(tmp_path):
+    pipe, other = (st.Pipeline([nn.Linear(4, 4), Odd()], nadam, LOSS) for _ in range(2))
+    train(pipe, batches(2))
+    save(tmp_path / "c", pipe)
+    load(tmp_path / "c", other)
+    for found, expected in zip(other.optimizers, pipe.optimizers, strict=True):
+        same(found.state_dict()["state"][0], expected.state_dict()["state"][0])
+    same(other.state_dict(), pipe.state_dict())
+
+    plain, copy = Odd(), Odd()
+    optimizer, its = (torch.optim.Adam(each.parameters()) for each in (plain, copy))
+    plain(torch.ones(4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "plain", plain, optimizer=optimizer)
+    load(tmp_path / "plain", copy, optimizer=its)
+    same(copy.state_dict(), plain.state_dict())
+    for found, expected in zip(copy.parameters(), plain.parameters(), strict=True):
+        same(its.state[found], optimizer.state[expected])
+
+
 def test_frozen_parameters_and_groups(tmp_path):
     def grouped(params):
         return st.optim.SGD(

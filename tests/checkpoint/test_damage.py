@@ -284,6 +284,26 @@ def test_a_save_that_is_refused_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("x" * 250, "File name too long"), ("file/c", "File exists"), ("c", "Read-only file system")],
+    ids=["long", "file", "read-only"],
+)
+def test_a_place_where_nothing_can_be_written(tmp_path, monkeypatch, path, reason):
+    def refuse(path, *_):
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    (tmp_path / "file").touch()
+    if path == "c":
+        monkeypatch.setattr(os, "mkdir", refuse)
+    match = f"path: {tmp_path / path} cannot be written, {reason}: {tmp_path}"
+    with pytest.raises(CheckpointError, match=match):
+        save(tmp_path / path, model())
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(tmp_path / path, model())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_document_is_not_written_that_could_not_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_LARGEST", 10**4)
     with pytest.raises(CheckpointError, match="bytes, expected less than 10000"):
