@@ -92,6 +92,15 @@ class CheckpointError(RuntimeError):
     """
 
 
+def differing(one: str, other: str) -> str:
+    """Return the message for two names of one tensor to which a file gives different values."""
+    return (
+        f"{one!r} and {other!r} are one tensor of this model, which ties them, but have different "
+        "values; load into a model that does not tie them (for one of Hugging Face: "
+        "tie_word_embeddings=False in its configuration), or give both the same values"
+    )
+
+
 def make_all(calls: Iterable[Callable[[], object]]) -> None:
     """Make every call, even if one raises; then raise the first exception."""
     first: Exception | None = None

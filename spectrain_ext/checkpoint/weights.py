@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from spectrain_ext.errors import differing
 
 from .documents import Json, Keep, dtype_of
 from .parts import Item, Part
 from .storage import WEIGHTS
 
 _MASTERS = "master."
+
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a tensor in memory
 
 
 class Weights(Item):
@@ -49,26 +53,30 @@ class Weights(Item):
         """Check shapes and kinds of numbers, and choose between saved weights and masters."""
         saved = _Saved(body)
         sources: dict[str, Json] = {}  # by key of the module's state_dict
-        places: dict[tuple[int, torch.Size], list[str]] = {}  # the keys of one tensor
-        wide: dict[tuple[int, torch.Size], Json] = {}
+        places: dict[_Place, list[str]] = {}  # the keys of one tensor
+        aliases: dict[_Place, list[str]] = {}  # its names
+        wide: dict[_Place, Json] = {}
         for (name, tensor), key in zip(
             self._part.tensors(), self._part.module.state_dict(), strict=True
         ):
             if name not in saved.weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            aliases.setdefault(place, []).extend((*self._part.tied.get(name, ()), name))
             # Tied weights have one master, under the home's name.
             name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
             saved.check(name, tensor)
-            place = (tensor.data_ptr(), tensor.shape)
             sources[key], is_master = saved.source(name, tensor.dtype)
             places.setdefault(place, []).append(key)
             if is_master:
                 wide.setdefault(place, sources[key])
+        for names in aliases.values():
+            saved.check_alike(names)
         for place, source in wide.items():
             sources.update(dict.fromkeys(places[place], source))
-        names = self._part.parameter_names()
+        names_of = self._part.parameter_names()
         masters = [
-            saved.source(names[p], master.dtype)[0] for p, master in self._part.masters.items()
+            saved.source(names_of[p], master.dtype)[0] for p, master in self._part.masters.items()
         ]
         # pairs, because a name may begin with "$"
         return [[[key, source] for key, source in sources.items()], masters]
@@ -115,6 +123,15 @@ class _Saved:
                     f"{name!r} is {entry['dtype']}, which does not fit into "
                     f"{str(tensor.dtype).removeprefix('torch.')}"
                 )
+
+    def check_alike(self, names: Iterable[str]) -> None:
+        """Raise ValueError if the saved tensors with these names, or their masters, differ."""
+        for saved in (self.weights, self._masters):
+            entries = {n: self._tensors[saved[n]["$tensor"]] for n in names if n in saved}
+            first = next(iter(entries), "")
+            for name, entry in entries.items():
+                if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
+                    raise ValueError(differing(first, name))
 
     def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
         """Return a saved tensor and whether it is a master, used if the weight is too narrow."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.errors import CheckpointError, differing
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
 from .outline import is_pretrained
@@ -59,8 +59,9 @@ def materialize(
         strict: refuse files with tensors that the whole model does not have.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor is missing, unexpected, or of another
-            shape or kind of numbers. The message names it.
+        CheckpointError: a file cannot be read; a tensor is missing, unexpected, or of another shape
+            or kind of numbers; or two names of a tied parameter have different values. The message
+            names it.
         ValueError: nothing sets a parameter or buffer; the message names it.
 
     After an exception the stages are unchanged.
@@ -146,7 +147,7 @@ class _Filler:
     # From files
 
     def find(self, stored: Stored, strict: bool) -> None:
-        """Match tensors with the files' entries and check them; reads no values."""
+        """Match tensors with the files' entries and check them; reads only values of ties."""
         self._where = stored.path
         known = {name for held in self._tensors.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
@@ -154,11 +155,14 @@ class _Filler:
         pretrained = next(filter(is_pretrained, modules), None)
         sources, left = sources_of(stored, known, pretrained)
         for held in self._tensors.values():
-            held.source = next((sources[name] for name in held.names if name in sources), None)
-            if held.source is not None and len(held.source.names) == 1:
-                key = held.source.names[0]
-                _check(held, stored.files[key], key, *stored.look(key))
-            elif held.source is None and held.saved and self._init is None:
+            found = {sources[n].names: sources[n] for n in held.names if n in sources}
+            for (key, *more), source in found.items():
+                if not more:
+                    _check(held, stored.files[key], key, *stored.look(key))
+                first = held.source = held.source or source
+                if source is not first and not _alike(first, source, held.old.dtype):
+                    raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
+            if held.source is None and held.saved and self._init is None:
                 raise CheckpointError(
                     f"{stored.path}: has no {held.names[0]!r}, expected of shape "
                     f"{list(held.old.shape)}; init= initializes what files lack"
@@ -323,6 +327,10 @@ def _full_name(stage: nn.Module, name: str) -> str:
 def _called(stage: nn.Module) -> str:
     place = getattr(stage, "cut_place", None)
     return type(stage).__name__ if place is None else f"stage {place[0]}"
+
+
+def _alike(one: Source, other: Source, dtype: torch.dtype) -> bool:
+    return torch.equal(one.make().to(dtype), other.make().to(dtype))
 
 
 def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+
+from spectrain_ext.errors import differing
+
+if TYPE_CHECKING:
+    from .ties import Copy
 
 #: The prefix that ``torch.compile`` gives all names of a module.
 _COMPILED = "_orig_mod."
@@ -45,8 +51,14 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     return found if known else {key: key for key in found}
 
 
-def use_model_names(pipe: nn.Module, whole: bool) -> None:
-    """Make a pipeline save and load its state under the model's names."""
+def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Copy]) -> None:
+    """Make a pipeline save and load its state under the model's names.
+
+    Args:
+        pipe: a pipeline.
+        whole: whether all stages are here; else a state may have names of others.
+        copies: the parameters here that are tied to those of earlier stages.
+    """
     ends: list[Callable[[list[str]], None]] = []
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -72,6 +84,8 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
         for key, name in names.items():
             keys.setdefault(name, []).append(key)
         given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for p, alike in _names_by_parameter(stages, copies, names, prefix).items():
+            _check_alike(p, alike, given)
         for name, value in given.items():
             state.update(dict.fromkeys(keys.get(name, ()), value))
             if name not in keys and whole:  # if not whole, another process may have it
@@ -94,6 +108,35 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
     pipe.register_state_dict_post_hook(save)
     pipe.register_load_state_dict_pre_hook(begin_load)
     pipe.register_load_state_dict_post_hook(end_load)
+
+
+def _names_by_parameter(
+    stages: Mapping[str, nn.Module],
+    copies: Iterable[Copy],
+    model_names: Mapping[str, str],
+    prefix: str,
+) -> dict[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for k, stage in stages.items():
+        for key, p in stage.named_parameters(remove_duplicate=False):
+            found.setdefault(p, []).append(model_names[f"{prefix}{k}.{key}"])
+    for copy in copies:
+        if copy.original is None:  # in another process
+            found[copy.held] = [prefix + n for n in copy.names_elsewhere] + found[copy.held]
+        elif copy.held is not copy.original:
+            found[copy.held] = found[copy.original] + found[copy.held]
+    return found
+
+
+def _check_alike(p: nn.Parameter, names: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if a state has different values for the names of one parameter."""
+    values = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
+    first = next(iter(values), "")
+    for name, value in values.items():
+        if value.shape == values[first].shape:  # else torch says what does not fit
+            one, other = (each.to(value.device, p.dtype) for each in (values[first], value))
+            if not torch.equal(one, other):
+                raise ValueError(f"load_state_dict: {differing(first, name)}")
 
 
 def tensors_by_name(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

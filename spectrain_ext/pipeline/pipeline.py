@@ -198,7 +198,7 @@ class Pipeline(Loops):
             self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
-            use_model_names(self, whole=len(here) == replicas.stages)
+            use_model_names(self, len(here) == replicas.stages, self._copies)
             for weights in self._weights_of_all_phases():
                 weights.updater.order_by(self._executor.callers_turn)
 

@@ -14,6 +14,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
 from spectrain_ext.checkpoint.parts import parts_of
+from spectrain_ext.errors import CheckpointError
 from spectrain_ext.partitioning import cut_at
 
 
@@ -125,6 +126,22 @@ def test_masters_are_loaded_by_all_names(tmp_path):
     load(tmp_path / "c", cut)
     last = cut.get_submodule("2.1.0").weight
     assert torch.equal(last, master)
+
+
+def test_a_checkpoint_of_a_model_without_the_tie_is_refused(tmp_path):
+    untied = tied(seed=3)
+    untied[3][0].weight = nn.Parameter(untied[0][0].weight.detach().clone())
+    save(tmp_path / "same", untied)
+    with torch.no_grad():
+        untied[3][0].weight[0, 0] += 1
+    save(tmp_path / "other", untied)
+    for target in (tied(), pipeline([4]), pipeline([1, 3, 4])):
+        before = {name: value.clone() for name, value in target.state_dict().items()}
+        with pytest.raises(CheckpointError, match=r"'0\.0\.weight' and '3\.0\.weight' are one ten"):
+            load(tmp_path / "other", target, only_model=True)
+        same(target.state_dict(), before)
+        load(tmp_path / "same", target, only_model=True)
+        assert torch.equal(target.state_dict()["3.0.weight"], untied[0][0].weight)
 
 
 @pytest.mark.processes

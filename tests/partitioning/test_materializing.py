@@ -81,6 +81,23 @@ def test_a_pretrained_model_is_read_stage_by_stage(name, tmp_path):
     assert (name == "GPT2") == hasattr(parts.stages[2], "tied_parameters")
 
 
+def test_files_of_a_model_with_a_head_of_its_own(tmp_path):
+    real, model = decoder("GPT2"), on_meta(lambda: decoder("GPT2"))
+    state = {name: value.detach().clone() for name, value in real.state_dict().items()}
+    file, names = tmp_path / "model.safetensors", ("transformer.wte.weight", "lm_head.weight")
+    save_file(state, file)
+    parts = st.partition(model, 2)
+    st.materialize(parts, file)
+    assert torch.equal(parts.stages[1].model.lm_head.weight, state[names[0]])
+    state[names[1]][0, 0] += 1
+    save_file(state, file)
+    model = on_meta(lambda: decoder("GPT2"))
+    for whole in (model, *st.partition(model, 2)):
+        with pytest.raises(CheckpointError, match=f"'{names[0]}' and '{names[1]}' are one tensor"):
+            st.materialize(whole, file)
+        assert all(p.is_meta for p in whole.parameters())
+
+
 def test_files_of_the_model_without_its_head(tmp_path):
     real, model = decoder("Llama"), on_meta(lambda: decoder("Llama"))
     real.model.save_pretrained(tmp_path)

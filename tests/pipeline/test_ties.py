@@ -317,10 +317,35 @@ def test_changes_between_runs_are_the_copies_as_well():
     x = torch.randn(2, 5)
     expected = pipe(x)
     state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    state["0.0.weight"].fill_(0.5)  # but not the other one
-    pipe.load_state_dict(state)
+    state["0.0.weight"].fill_(0.5)
+    del state["2.0.weight"]
+    pipe.load_state_dict(state, strict=False)
     assert pipe.get_submodule("2.0").weight.eq(0.5).all()
     assert not torch.equal(pipe(x), expected)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "released"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_state_of_a_model_without_the_tie_is_refused(stages, bound):
+    def made():
+        model = nn.Sequential(*tied(3))
+        return st.Pipeline([model] if stages == 1 else [*model], sgd(), mse, "vanilla")
+
+    pipe = made()
+    losses(pipe, batches(3))
+    if not bound:
+        pipe.release()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    names = [name for name in before if name.endswith(("0.0.weight", "2.0.weight"))]
+    assert len(names) == 2
+    state = {name: value + 1 for name, value in before.items()}
+    state[names[1]][0, 0] += 1
+    with pytest.raises(ValueError, match=f"load_state_dict: '{names[0]}' and '{names[1]}' are one"):
+        pipe.load_state_dict(state)
+    assert all(torch.equal(pipe.state_dict()[name], value) for name, value in before.items())
+    state[names[1]] = state[names[0]].double().clone()
+    pipe.load_state_dict(state)
+    assert all(torch.equal(pipe.state_dict()[name], value + 1) for name, value in before.items())
 
 
 def test_changes_that_autograd_does_not_see():
