@@ -81,7 +81,11 @@ BY_DIFFERENCE = Definition(
     roomy=True,
 )
 
-PREDICTING = replace(SECOND_ORDER, backward="predict", backward_horizon=SECOND_ORDER.lead)
+PREDICTING = replace(
+    SECOND_ORDER,
+    backward="predict",
+    backward_horizon=lambda k, n, w, m: SECOND_ORDER.lead(k, n, w, m, n - 1),  # without windows
+)
 
 
 @pytest.mark.parametrize(
