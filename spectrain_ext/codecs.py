@@ -10,7 +10,8 @@ A codec is an object with two methods, which are called outside of autograd:
 
 If its attribute ``draws`` is true, it gets ``pack(tensor, backward, key)``: ``key`` is an integer
 that is different for each packed tensor in all runs. Random numbers seeded with it are the same in
-any number of processes and in a resumed run.
+any number of processes and in a resumed run. Under a flush, a minibatch that ``on_nonfinite`` skips
+leaves its keys to the next one.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class SamplerState(Item):
 
 
 class Training(Item):
-    """A pipeline's number of minibatches and the phase of its method."""
+    """A pipeline's numbers of minibatches, and the phase of its method."""
 
     what = "the progress of training"
 
@@ -101,14 +101,22 @@ class Training(Item):
         self._pipe = pipe
 
     def state(self) -> dict[str, int]:
-        return {"minibatches": self._pipe.minibatches, "phase": self._pipe.phase}
+        pipe, stage = self._pipe, self._pipe._executor.stages[0]
+        return {"minibatches": pipe.minibatches, "phase": pipe.phase, "undone": stage.undone}
 
     def match(self, body: Json) -> Any:
         """Return the progress; a module's checkpoint has only ``save``'s argument."""
-        return body.get("training") or {"minibatches": body["minibatches"], "phase": 0}
+        found = {"phase": 0, "undone": 0, "minibatches": body["minibatches"]}
+        found |= body.get("training") or {}
+        undone = found["undone"]  # older checkpoints have none
+        if type(undone) is not int or not 0 <= undone <= found["minibatches"]:
+            raise ValueError(f"training['undone']: expected a number of minibatches, got {undone!r}")
+        return found
 
     def put(self, state: Any) -> None:
         self._pipe.minibatches = state["minibatches"]
+        for stage in self._pipe._executor.stages:
+            stage.undone = state["undone"]
         self._pipe.phase = min(state["phase"], len(phases_of(self._pipe.method)) - 1)
 
 

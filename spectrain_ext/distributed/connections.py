@@ -232,11 +232,12 @@ class RankConnections(Connections):
         total, shared = self._total, self._shared.get(stage.index)
 
         def report(i: int, j: int) -> None:
-            value = nan if shared is None else shared.known.pop(i, nan)
-            if shared is not None and shared.dealt and stage.divisor is not None:
-                value = float(mean_of(torch.tensor(value), stage.divisor.cpu()))
+            told = None
+            if shared is not None:
+                told = torch.tensor(shared.known.pop(i, nan), dtype=torch.float64)
+                if shared.dealt and stage.divisor is not None:
+                    told = mean_of(told, stage.divisor.cpu())
             if stage is self._stages[0] and self._losses is None:
-                told = None if shared is None else torch.tensor(value, dtype=torch.float64)
                 self.results.append(Result(i, told))
 
         found = {**super().handlers(stage), Kind.REPORT: report}

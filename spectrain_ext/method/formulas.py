@@ -50,7 +50,7 @@ def rest_of_delay(place: Place) -> int:
     With it every stage predicts as far ahead as stage 0. All share one loss: the lag of early
     stages is damped by the lead of late ones.
     """
-    return -(-(place.window + place.stage - 1) // place.microbatches) - delay(place)
+    return max(0, place.latest - delay(place))
 
 
 def lead_in_deep_delays(place: Place) -> int:
@@ -77,8 +77,8 @@ def window_for_messages(k: int, n: int, m: int) -> int:
 
 def spectrain_forward(place: Place) -> int:
     """Return the rounds until the minibatch ends on stage 0 (arXiv 1809.02839), in updates."""
-    k, n, _, m = place
-    return _rounded(k // 2 + n - k - 1, m)
+    k, n = place.stage, place.stages
+    return _rounded(k // 2 + n - k - 1, place.microbatches)
 
 
 def spectrain_backward(place: Place) -> int:
@@ -88,13 +88,13 @@ def spectrain_backward(place: Place) -> int:
 
 def xpipe_forward(place: Place) -> int:
     """Return XPipe's forward horizon (Guan et al., 2019) for M microbatches per minibatch."""
-    k, n, _, m = place
-    return _rounded(n + m - k // 2 - 2, m)
+    n, m = place.stages, place.microbatches
+    return _rounded(n + m - place.stage // 2 - 2, m)
 
 
 def xpipe_backward(place: Place) -> int:
-    k, _, _, m = place
-    return _rounded(m + k // 2 - 1, m)
+    m = place.microbatches
+    return _rounded(m + place.stage // 2 - 1, m)
 
 
 def recipe_clip(place: Place) -> float:

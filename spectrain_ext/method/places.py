@@ -18,6 +18,7 @@ from spectrain_ext.schedule import (
     takes_window,
 )
 
+from .formulas import delay_under
 from .value import Method, WindowRule, at_least, named, phases_of
 
 #: A window setting: None (the method's), a name, one for all stages, or one per stage.
@@ -87,7 +88,8 @@ def places_of(
             raise kind(f"{named(method, 'schedule')}: {error}") from error
     elif not (replicas.dealt and flushes(method.schedule)):
         _check_windows(windows, replicas)
-    return places
+    latest = delay_under(method.schedule, places[0])
+    return [place._replace(latest=latest) for place in places]
 
 
 def microbatches_of(method: Method, stages: int, replicas: Replicas | None = None) -> int:
@@ -128,8 +130,7 @@ def delayed_places(method: Method, stages: int, delays: int | Sequence[int]) -> 
     """Return the places, in each phase, of stages with given delays and one microbatch.
 
     A stage that is late by d, where the latest is late by D, has the place of stage D - d in a
-    pipeline of D + 1: rules see its own delay, and the largest one as stage 0's. Phases that flush
-    have no delay.
+    pipeline of D + 1. Phases that flush have no delay.
     """
     given = [delays] * stages if isinstance(delays, int) else list(delays)
     if len(given) != stages:
@@ -151,7 +152,7 @@ def delayed_places(method: Method, stages: int, delays: int | Sequence[int]) -> 
             f"delays: method {method.name!r} has every stage as late as stage 0; expected no delay "
             f"above {given[0]}, got {latest}"
         )
-    own = [Place(latest - d, latest + 1, d + 1) for d in given]
+    own = [Place(latest - d, latest + 1, d + 1, latest=latest) for d in given]
     return [own if phase in late else places_of(phase, stages, 1) for phase in phases]
 
 

@@ -46,7 +46,7 @@ def second_order(
 
     Args:
         lead: a rule for the updates that a stage predicts beyond its own delay. Default: up to the
-            delay of stage 0, which is k more with one microbatch.
+            delay of stage 0, which is k more in classic windows with one microbatch.
         backward: ``"stash"``: the forward's weights; ``"predict"``: a linear prediction by ``lead``
             from the newest.
         clip: a rule for the largest norm of a stage's gradient; None: no clipping. ``recipe_clip``
@@ -186,7 +186,7 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
         return formulas.delay_under(schedule, place)
 
     def rest_of_delay(place: Place) -> int:
-        return formulas.delay_under(schedule, place._replace(stage=0)) - own_delay(place)
+        return place.latest - own_delay(place)
 
     return _like(
         second_order(lead=rest_of_delay),

@@ -17,7 +17,7 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .expressions import Program, lower
-from .laws import Horizons, Law, as_laws, needs_momentum, terms_of
+from .laws import Horizons, Law, after_first_step, as_laws, needs_momentum, terms_of
 from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
 
 # Arrays.
@@ -300,21 +300,24 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
 
 
 def step_arguments(
-    groups: Numbers, predict: Sequence[Horizons | None]
+    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
 ) -> tuple[Step, Program | None]:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
-    return lower(_step(groups, predict))
+    return lower(_step(groups, predict, first_step))
 
 
 def sgd_step_arguments(
-    row: SgdRow, n_groups: int, predict: Sequence[Horizons | None]
+    row: SgdRow,
+    n_groups: int,
+    predict: Sequence[Horizons | None],
+    first_step: bool | Sequence[bool] = False,
 ) -> tuple[Step, Program | None]:
     """Translate a step of SGD with the same hyperparameters for all groups."""
     if _PLAIN.issuperset(map(type, row)) and (
         len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
     ):
         return _remembered_step(row, tuple(predict), n_groups), None
-    return step_arguments([Sgd(*row)] * n_groups, predict)
+    return step_arguments([Sgd(*row)] * n_groups, predict, first_step)
 
 
 @lru_cache(maxsize=256)
@@ -323,7 +326,9 @@ def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> St
     return _step([Sgd(*row)] * n_groups, predict)
 
 
-def _step(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
+def _step(
+    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
+) -> Step:
     with_momentum = groups[0].has_momentum
     for numbers in groups:
         if numbers.has_momentum is not with_momentum:
@@ -334,5 +339,23 @@ def _step(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
             if not with_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
             laws = as_laws(steps, len(groups), f"predict[{j}]")
+            if first_step is not False:
+                laws = _after_first_step(laws, cast("Sequence[Sgd]", groups), first_step)
             predictions.append((j, list(map(terms_of, laws, groups))))
     return [numbers.setting() for numbers in groups], with_momentum, predictions
+
+
+def _after_first_step(
+    laws: Sequence[Law], groups: Sequence[Sgd], first_step: bool | Sequence[bool]
+) -> Sequence[Law]:
+    changed = list(map(after_first_step, laws, groups))
+    if first_step is True or changed == laws:
+        return changed
+    flags = set(first_step) if isinstance(first_step, Iterable) else {first_step}
+    if len(flags) > 1:
+        raise ValueError(
+            "first_step: expected the same for all tensors, since predict= has a second-order "
+            "prediction and the first step is without dampening and averaging; step the others "
+            "in a call of their own"
+        )
+    return changed if all(flags) else laws

@@ -255,7 +255,8 @@ def sgd_step_(
         nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
         maximize: maximize the objective instead of minimizing it.
         first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
-            there is no buffer yet. The old content of the buffer is not used.
+            there is no buffer yet. The old content of the buffer is not used. With dampening or
+            `ema`, a second-order prediction needs the same for all tensors.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
         correction: a correction of `spectrain_ext.corrections` that reads `stale`. It is applied
             after `clip_factor` and `grad_scale` and before the momentum. Weights must be float32
@@ -295,7 +296,9 @@ def sgd_step_(
     _add_stale(lists, stale, gap_averages)
     plan = lists.plan()
     row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
-    (settings, with_momentum, predictions), program = sgd_step_arguments(row, 1, horizons)
+    (settings, with_momentum, predictions), program = sgd_step_arguments(
+        row, 1, horizons, first_step
+    )
     correcting = None
     if correction is not None:
         correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)

@@ -154,8 +154,7 @@ class SecondOrder(Law):
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay; lead >= -D. After an update
     v - v_prev = (gain*d - (1 - mu)*v)/mu, so the law needs no extra state, but only the step, which
-    has the gradient, can write this prediction. On the first update v_prev is 0, or the gradient
-    with EMA momentum.
+    has the gradient, can write this prediction. On the first update v_prev is 0.
 
     Example:
         >>> weights, gradients, momentum = torch.ones(1), torch.ones(1), torch.zeros(1)
@@ -227,6 +226,13 @@ def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
     if len(terms) > 1:
         raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
     return terms
+
+
+def after_first_step(law: Law, numbers: Sgd) -> Law:
+    """Return the law for a prediction by a step that sets v to d, without the gain."""
+    if isinstance(law, SecondOrder) and numbers.gain != 1.0:  # v_prev is 0
+        return Linear(law.delay + law.lead + law.delay * (law.delay + 1.0) / 2.0)
+    return law
 
 
 def needs_momentum(law: Law) -> bool:

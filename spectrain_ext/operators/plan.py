@@ -229,12 +229,12 @@ class Plan:
             raise self._too_many(predict)
         row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
         if groups is None:
-            step, program = sgd_step_arguments(row, self._n_groups, predict)
+            step, program = sgd_step_arguments(row, self._n_groups, predict, first_step)
         elif row != _NO_NUMBERS:
             pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            step, program = step_arguments(self._checked(groups, Sgd), predict)
+            step, program = step_arguments(self._checked(groups, Sgd), predict, first_step)
         correcting = None
         if correction is not None:
             own = groups or [Sgd(*cast("SgdRow", row))] * self._n_groups

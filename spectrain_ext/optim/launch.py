@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
 from spectrain_ext.operators.corrections import StaleCorrection
-from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
+from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
@@ -181,6 +181,12 @@ class Launch:
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
+            elif not isinstance(numbers[0], Adam):
+                starts = self._starts(groups)
+                own = [
+                    after_first_step(law, n) if first else law
+                    for law, n, first in zip(own, numbers, starts, strict=True)
+                ]
             predict = (tuple(own),)
         if rule.is_for_matrices:  # `_make_updates` divides by the scale; skips were handled before
             self._scale, options = options.get("grad_scale"), {}
@@ -238,12 +244,15 @@ class Launch:
     def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
         if self._buffers is None:
             return False
-        # torch's first buffer is the undampened gradient; an EMA starts at 0.
-        pairs = zip(self.cohorts, groups, strict=True)
-        starts = [not cohort.started and not numbers.ema for cohort, numbers in pairs]
+        starts = self._starts(groups)
         if all(starts) or not any(starts):
             return starts[0]
         return [starts[n] for n in self._assignment]
+
+    def _starts(self, groups: Sequence[Sgd]) -> list[bool]:
+        # torch's first buffer is the undampened gradient; an EMA starts at 0.
+        pairs = zip(self.cohorts, groups, strict=True)
+        return [not cohort.started and not numbers.ema for cohort, numbers in pairs]
 
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that the step's kernel has not written."""

@@ -33,6 +33,7 @@ class Checks(Loads):
     _outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None
     join: Callable[[float], float] | None = None  # returns the largest origin of all replicas
     skipped = 0  # updates skipped, in all runs
+    undone = 0  # minibatches of all runs after which all is as if they had never come
 
     def forget(self) -> None:
         self.origin = 0.0
@@ -58,6 +59,7 @@ class Checks(Loads):
         exactly = self.global_norm is not None  # no later minibatch has begun
         if exactly:
             self.random.set_states(states)
+            self.undone += 1
         with self.computing(writes=(self.module_buffers,)), torch.no_grad():
             for each in reversed(buffers):  # the loss may contain the module
                 if exactly:

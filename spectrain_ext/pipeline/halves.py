@@ -65,7 +65,7 @@ def differentiate_inputs(
     }
     meetings[None] = [root for root in roots if root not in way]  # the second half may start there
     alone, at_once = _leaves(meetings)
-    layers: list[tuple[Node, _Arrived, Sequence[Tensor]]] = []
+    layers: list[tuple[Node, _Arrived, Sequence[GradientEdge]]] = []
     for node, leaves in alone.items():
         if node is None:
             continue
@@ -85,8 +85,8 @@ def differentiate_inputs(
 
 def _differentiate_rest(
     pairs: Pairs,
-    leaves: Sequence[Tensor],
-    layers: Sequence[tuple[Node, _Arrived, Sequence[Tensor]]],
+    leaves: Sequence[GradientEdge],
+    layers: Sequence[tuple[Node, _Arrived, Sequence[GradientEdge]]],
 ) -> None:
     """Run the second half: leaves off the inputs' way, then leaves that join it."""
     differentiate(pairs, leaves)
@@ -125,8 +125,12 @@ def _nodes_on_path(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[N
 
 def _leaves(
     meetings: dict[Node | None, list[Node]],
-) -> tuple[dict[Node | None, list[Tensor]], list[Tensor]]:
-    """Return the leaves below exactly one of the given nodes, by node, and those below several."""
+) -> tuple[dict[Node | None, list[GradientEdge]], list[GradientEdge]]:
+    """Return the leaves below exactly one of the given nodes, by node, and those below several.
+
+    As edges of this graph, not as tensors: a tensor whose ``data`` has had another dtype since the
+    forward belongs to other graphs, and autograd would leave its gradient out without an error.
+    """
     several: Any = object()
     owners: dict[Node, Any] = {}
     for owner, below in meetings.items():
@@ -138,9 +142,10 @@ def _leaves(
                 continue
             owners[node] = now = mine if known is mine else several
             left += [(child, now) for child, _ in node.next_functions if child is not None]
-    alone: dict[Node | None, list[Tensor]] = {}
-    shared: list[Tensor] = []
+    alone: dict[Node | None, list[GradientEdge]] = {}
+    shared: list[GradientEdge] = []
     for node, owner in owners.items():
-        if not node.next_functions and (leaf := getattr(node, "variable", None)) is not None:
-            (shared if owner is several else alone.setdefault(owner, [])).append(leaf)
+        if not node.next_functions and getattr(node, "variable", None) is not None:
+            leaves = shared if owner is several else alone.setdefault(owner, [])
+            leaves.append(GradientEdge(node, 0))
     return alone, shared

@@ -199,7 +199,8 @@ class Stage(Checks):
         if codec is not None:
             edges, trains = self.edges, self._mode is Mode.TRAIN
             key = (
-                *(backward, trains, self.index, i + (self.before if trains else 0)),
+                *(backward, trains, self.index),
+                i + (self.before - self.undone if trains else 0),
                 edges.replica + j * edges.count,
             )
             with self.computing(writes=(buffer,)):

@@ -243,7 +243,9 @@ def seeded(
     return pairs, count
 
 
-def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:
+def differentiate(
+    pairs: Pairs, leaves: Sequence[Tensor | GradientEdge] = (), keep: bool = False
+) -> None:
     """Add gradients to the leaves, or to all if none are given; ``keep`` retains the graph."""
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)

@@ -83,7 +83,7 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
     no gradient has arrived. The window, by default N on every stage, holds microbatches that await
     their ``b`` or their ``w``.
     """
-    stage, _, window, parts = place
+    stage, window, parts = place.stage, place.window, place.microbatches
     behind = min(stage, window - 1)
     ahead = min(parts, window - behind)
     for i in count():
@@ -200,7 +200,7 @@ class WPipe:
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
         """Yield a stage's endless instructions; the window of the place is ignored."""
-        k, n, _, m = place
+        k, n, m = place.stage, place.stages, place.microbatches
         if k >= n // 2:
             yield from flushing(place._replace(window=n - k))  # without an end
         ahead = min(m, n // 2 - k)

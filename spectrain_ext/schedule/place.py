@@ -17,17 +17,20 @@ class Place(NamedTuple):
         stages: the number of stages N.
         window: microbatches that the stage may have in flight, at least 1.
         microbatches: the number M of microbatches in a minibatch; one update follows the last.
+        latest: the most updates between a forward and its backward on stage 0, where forwards are
+            latest.
 
     Example:
         >>> from spectrain_ext.schedule import Place
-        >>> Place(stage=0, stages=4, window=4)
-        Place(stage=0, stages=4, window=4, microbatches=1)
+        >>> Place(stage=0, stages=4, window=4, latest=3)
+        Place(stage=0, stages=4, window=4, microbatches=1, latest=3)
     """
 
     stage: int
     stages: int
     window: int
     microbatches: int = 1
+    latest: int = 0
 
 
 class Replicas:

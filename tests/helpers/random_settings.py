@@ -48,12 +48,7 @@ def method_of(name):
 
 def otherwise(definition):
     """Return the definition with the difference law for the prediction of stage 0."""
-    return replace(
-        definition,
-        law="difference",
-        lead=lambda *place: 0,
-        forward=lambda *place: definition.forward(*place) + definition.lead(*place),
-    )
+    return replace(definition, law="difference")
 
 
 def definition_of(name, momentum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -27,7 +28,13 @@ from spectrain_ext.method import (
     xgrad,
 )
 from spectrain_ext.optim import SGD, AdamW
-from spectrain_ext.schedule import Place, count_stage
+from spectrain_ext.schedule import (
+    Place,
+    Replicas,
+    Rules,
+    count_stage,
+    takes_window,
+)
 
 
 def at(name, n=8, m=1, window=None):
@@ -198,8 +205,39 @@ def test_a_window_has_room_for_messages_where_that_makes_nothing_later(name):
                 assert max(count_stage(schedule, places[0], place, rule, False).delays) <= 1
 
 
+@pytest.mark.parametrize("name", ["second-order", "auto", "zb-h1-async", "interleaved-async"])
+def test_every_stage_predicts_as_far_as_the_schedule_makes_stage_0_late(name):
+    """Whatever the windows; auto less half of a stage's own delay."""
+    method = find_method(name)
+    half = name in ("auto", "zb-h1-async")
+
+    def check(places):
+        entry = places[0]
+        counts = [count_stage(method.schedule, entry, at, Rules(), False) for at in places]
+        delays = [max(count.delays) for count in counts]
+        for place, own in zip(places, delays, strict=True):
+            for optimizer in (SGD, torch.optim.SGD):  # by the momentum and by the difference
+                rules = rules_at(method, place, optimizer([torch.ones(1)], 0.1, 0.9))
+                assert rules.forward_horizon + rules.lead == delays[0] - half * (own // 2)
+
+    for n, m in itertools.product((2, 3, 4), (1, 2, 3, 4, 8)):
+        check(places_of(method, n, m))
+        check(places_of(method, n, 2 * m, replicas=Replicas([2] * n)))
+        if takes_window(method.schedule):
+            for window in ("wide", 3, [n + 2 - (k + 1) // 2 for k in range(n)]):
+                check(places_of(method, n, m, window))
+    if takes_window(method.schedule):
+        check(places_of(method, 3, 4, replicas=Replicas([4, 2, 1])))
+        assert [r.forward_horizon + r.lead for r in at("second-order", 3, window="wide")] == [4] * 3
+
+
+def test_no_stage_leads_where_stage_0_is_not_late():
+    flushing = dataclasses.replace(second_order(), name="own", schedule="1f1b")
+    assert [rule.lead for rule in at(flushing, 4, 4)] == [0] * 4
+
+
 def test_settings_of_methods():
-    rules = rules_at(second_order(), Place(2, 4, 2))
+    rules = rules_at(second_order(), Place(2, 4, 2, latest=3))
     assert (rules.forward_horizon, rules.lead, rules.backward) == (1, 2, "stash")
     other = second_order(lead=lambda place: 1, backward="predict", clip=recipe_clip)
     rules = rules_at(other, Place(2, 4, 2))

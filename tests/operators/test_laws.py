@@ -278,15 +278,9 @@ class TestSecondOrder:
     )
     def test_definition(self, numbers: Sgd, delay: float, share: float, first: bool) -> None:
         lead = max(-delay, share)
-        if first and numbers.dampening:
-            return  # a first buffer does not continue another one
         w, v = weights()
         g, out = torch.randn_like(w), torch.empty_like(w)
-        v_prev = v.clone()
-        if first:
-            # The buffer that would have become the gradient: 0 for a sum, itself for an average.
-            d = g if numbers.decoupled_weight_decay else g + numbers.weight_decay * w
-            v_prev = d if numbers.ema else torch.zeros_like(v)
+        v_prev = torch.zeros_like(v) if first else v.clone()
         plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
         plan.sgd_step_([numbers], first_step=first, predict=[SecondOrder(delay, lead)])
         change = delay * (delay + 1) / 2
@@ -295,20 +289,37 @@ class TestSecondOrder:
         close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
 
     def test_over_a_run(self) -> None:
-        """Including the first step, for a sum and for an average."""
-        for ema in (False, True):
+        """Including the first step, for a sum, with dampening, and for an average."""
+        for ema, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
             w, v, out = torch.randn(20).double(), torch.zeros(20).double(), torch.zeros(20).double()
             v_prev = v.clone()
             for i in range(10):
                 g = torch.randn(20).double()
                 st.sgd_step_(
-                    w, g, v, lr=0.1, momentum=0.9, ema=ema, first_step=i == 0,
+                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, ema=ema, first_step=i == 0,
                     predict=[(SecondOrder(3, 1), out)],
                 )  # fmt: skip
-                if i == 0 and ema:
-                    v_prev = v.clone()
                 close(out, w - 0.1 * (4 * v + 6 * (v - v_prev)), w, 10 * v, 10 * g)
                 v_prev = v.clone()
+
+    def test_first_steps_of_some_tensors(self) -> None:
+        """Fine where the gradient enters as on the first step, and refused elsewhere."""
+        numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        predict = [SecondOrder(3, 1)]
+        w, v, g, out = (list(torch.randn(2, 5).double()) for _ in range(4))
+        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+        v_prev = v[0].clone(), torch.zeros(5).double()
+        plan.sgd_step_(first_step=[False, True], predict=predict, **numbers)
+        for i, before in enumerate(v_prev):
+            close(out[i], w[i] - 0.1 * (4 * v[i] + 6 * (v[i] - before)), w[i], 10 * v[i], 10 * g[i])
+        plan.sgd_step_(first_step=[False, False], predict=predict, dampening=0.5, **numbers)
+        state = [t.clone() for t in (*w, *v, *out)]
+        with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
+            plan.sgd_step_(first_step=[False, True], predict=predict, dampening=0.5, **numbers)
+        with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
+            pairs = [(predict[0], out)]
+            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, ema=True, **numbers)
+        assert all(map(torch.equal, state, (*w, *v, *out)))
 
     def test_without_delay_it_is_linear_and_needs_no_gradient(self) -> None:
         w, v = weights()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from oracle.methods import METHODS, window_of
+from oracle.methods import METHODS, local, window_of
 from oracle.schedules import FLUSHING
 
 
@@ -67,7 +67,7 @@ class TanhChainOracle:
             return w - self.lr * v * (self.mu - self.mu ** (s + 1)) / (1 - self.mu)
         if law == "second-order":
             change = v - self.versions[k][max(0, u - 1)][1]
-            lead = self.method.lead(k, len(self.stages), self.windows[k], self.m)
+            lead = self.method.lead(*self.place(k), local(*self.place(0)))
             ahead = self.rate(k, u - 1) * ((s + lead) * v + s * (s + 1) / 2 * change)
             return w - ahead if u else w
         return w - s * self.rate(k, u) * v

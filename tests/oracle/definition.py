@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from oracle.corrections import Pace, Steps
 from oracle.laws import predict, rows_of
-from oracle.methods import METHODS, window_of
+from oracle.methods import METHODS, local, window_of
 from oracle.schedules import FLUSHING, order, updates_before
 
 
@@ -164,7 +164,8 @@ class Oracle:
         u = self.read_by_forward(i, j, k)
         rule = self.method.forward
         steps = i - u if rule == "counted" else rule(*self.place(k))
-        return self.ahead(k, self.method.law, u, steps, self.method.lead(*self.place(k)))
+        lead = self.method.lead(*self.place(k), local(*self.place(0)))
+        return self.ahead(k, self.method.law, u, steps, lead)
 
     def backward_weights(self, i, j, k):
         if self.method.backward == "stash":

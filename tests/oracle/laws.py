@@ -48,7 +48,7 @@ def predict(law, versions, u, steps, lead=0):
         before = versions[max(0, u - 1)][r]
         coming = [row.group["lr"]] * steps
         if law == "difference":
-            found.append(row.weight + steps * (row.weight - before.weight))
+            found.append(row.weight + (steps + lead) * (row.weight - before.weight))
         elif law == "average" and steps:
             found.append(row.weight - steps * average_change(versions[: u + 1], r, steps))
         elif not (steps or lead) or row.velocity is None or (law == "second-order" and u == 0):

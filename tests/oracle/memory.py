@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oracle.methods import METHODS
+from oracle.methods import METHODS, local
 from oracle.schedules import ends_of, order, updates_before
 
 
@@ -17,6 +17,7 @@ def most_versions(method, k, n, windows, m):
     orders = [list(order(definition.schedule, x, n, windows[x], m, parts)) for x in (0, k)]
     reads = updates_before(orders[0 if definition.reads == "entry" else 1], "F")
     place = (k, n, windows[k], m)
+    lead = definition.lead(*place, local(0, n, windows[0], m))
 
     def forward(i, j):
         if definition.reads == "previous":
@@ -24,7 +25,7 @@ def most_versions(method, k, n, windows, m):
         else:
             u = reads[i, 0 if definition.once else j]
         rule = definition.forward
-        s, lead = (i - u if rule == "counted" else rule(*place)), definition.lead(*place)
+        s = i - u if rule == "counted" else rule(*place)
         if definition.law == "second-order":
             return (u, s + lead) if u else (u, 0)
         if definition.law == "difference":  # nothing moves before the first update
@@ -53,7 +54,7 @@ def most_versions(method, k, n, windows, m):
         if what == "U":
             updates, met, last = updates + 1, None, {}
             if definition.law == "second-order":  # the step writes it for any reader
-                s = definition.forward(*place) + definition.lead(*place)
+                s = definition.forward(*place) + lead
                 kept = {forward(*microbatch) for microbatch in flying}
                 most = max(most, len({(updates, s), (updates, 0)} | kept))
             continue

@@ -1,7 +1,8 @@
 """Defines every method: the version its forward reads, the horizon, and its backward's weights.
 
 One row per method, from the papers' formulas. k is the stage, n the number of stages, w the
-microbatches that the stage may have in flight, m the microbatches of one update.
+microbatches that the stage may have in flight, m the microbatches of one update, and latest the
+updates by which stage 0 is late.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from oracle.schedules import CHUNKED, counted
 
 @dataclass(frozen=True)
 class Definition:
-    """A method: choices that hold for all stages, and rules ``(k, n, w, m) -> number``."""
+    """A method: choices that hold for all stages, and rules ``(k, n, w, m) -> number``.
+
+    ``lead``, the updates beyond ``forward``, has the argument ``latest`` as well.
+    """
 
     schedule: str = "1f1b-async"
     reads: str = "newest"  # or "entry": stage 0's version, "previous": one minibatch earlier
@@ -23,7 +27,7 @@ class Definition:
     forward: Callable | str = lambda k, n, w, m: 0  # or "counted": the updates up to the backward
     backward: str = "current"  # "predict", "stash"
     backward_horizon: Callable = lambda k, n, w, m: 0
-    lead: Callable = lambda k, n, w, m: 0
+    lead: Callable = lambda k, n, w, m, latest: 0
     once: bool = False  # a minibatch's microbatches share the weights of its first
     averaged: bool = False  # needs v = mu*v + (1 - mu)*g
     rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of update t
@@ -64,11 +68,10 @@ SPECTRAIN = Definition(
     backward_horizon=lambda k, n, w, m: nearest((k // 2) / m),
 )
 
-# Stage k's backward is k microbatches before that of stage 0, whose delay is larger by that.
 SECOND_ORDER = Definition(
     law="second-order",
     forward=local,
-    lead=lambda k, n, w, m: local(k, n, w + k, m) - local(k, n, w, m),
+    lead=lambda k, n, w, m, latest: latest - local(k, n, w, m),
     backward="stash",
 )
 
@@ -80,9 +83,9 @@ def interleaved_delay(k, n, w, m):
     return counted("interleaved-async", k, n, m)[1]
 
 
-def less_half(k, n, w, m):
+def less_half(k, n, w, m, latest):
     """Half of a stage's own delay, rounded down, is not predicted along the momentum."""
-    return SECOND_ORDER.lead(k, n, w, m) - local(k, n, w, m) // 2
+    return latest - local(k, n, w, m) - local(k, n, w, m) // 2
 
 
 AUTO = replace(
@@ -139,7 +142,7 @@ METHODS = {
         SECOND_ORDER,
         schedule="interleaved-async",
         forward=interleaved_delay,
-        lead=lambda k, n, w, m: interleaved_delay(0, n, w, m) - interleaved_delay(k, n, w, m),
+        lead=lambda k, n, w, m, _: interleaved_delay(0, n, w, m) - interleaved_delay(k, n, w, m),
     ),
     "wpipe": Definition("wpipe", backward="stash"),
     "zb-h1": Definition("zb-h1"),

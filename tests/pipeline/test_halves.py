@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.foreign_optimizers import FOREIGN
 from helpers.pipeline_cases import (
     Compared,
     batches,
@@ -191,6 +192,33 @@ def test_hooks_see_what_they_see_of_a_whole_backward():
     assert seen == all_seen == ["module", "parameter"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_parameter_whose_data_had_another_dtype_in_between(name):
+    """Torch then gives it a new gradient accumulator, which is not in the graph."""
+
+    def run(halves):
+        module = copy.deepcopy(CASES[name][0]).to(torch.float64)
+        torch.manual_seed(3)
+        x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+        out = module(x)
+        outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+        pairs = [(o, torch.ones_like(o)) for o in outputs]
+
+        def change():
+            for p in module.parameters():
+                data, p.data = p.data, p.data.half()
+                p.data = data
+
+        change()
+        rest = differentiate_inputs(pairs, [x]) if halves else differentiate(pairs)
+        change()
+        if rest is not None:
+            rest()
+        return [x.grad, *(p.grad for p in module.parameters())]
+
+    assert_same(run(True), run(False))
+
+
 def test_nothing_is_left_of_it():
     """It needs no garbage collection."""
     stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -239,6 +267,35 @@ def trained(method, n=3, m=1, make=tanh_stages, last=2, **more):
 @pytest.mark.parametrize(("halves", "whole"), [("zb-h1", "1f1b"), ("zb-h1-async", "auto")])
 def test_the_bits_of_whole_backwards(halves, whole, n, m):
     assert all(map(torch.equal, trained(halves, n, m), trained(whole, n, m)))
+
+
+def in_bfloat16(method, optimizer, m):
+    """Train bfloat16 stages with float32 masters; return all bits, and the gradients by stage."""
+    torch.manual_seed(5)
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(8, size=4)]
+    stages, counts = [stage.bfloat16() for stage in tanh_stages(4)], [0] * 4
+    for k, stage in enumerate(stages):
+
+        def count(_, k=k):
+            counts[k] += 1
+
+        stage[0].weight.register_post_accumulate_grad_hook(count)
+    pipe = st.Pipeline(stages, optimizer, mse, method, microbatches=m, master_dtype=torch.float32)
+    losses = [result.loss for result in pipe.run(data)]
+    return [*losses, *(p.detach() for p in pipe.parameters()), *pipe.masters().values()], counts
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Replacing"])
+def test_updates_between_the_halves_on_wider_masters(name, m):
+    """During a step of another package's optimizer, parameters have their masters' dtype."""
+    difference = st.spectrain(law="difference")
+    own = replace(difference, name="own", schedule="zb-h1-async")
+    for halves, whole in (("zb-h1-async", "auto"), (own, difference)):
+        found, counts = in_bfloat16(halves, FOREIGN[name], m)
+        expected, _ = in_bfloat16(whole, FOREIGN[name], m)
+        assert all(map(torch.equal, found, expected))
+        assert counts == [8 * m] * 4
 
 
 def dropping(n):
