@@ -207,9 +207,25 @@ def read(directory: Path) -> Json:
         for name in tensors_in([body["stages"], body["replicas"], body["processes"]]):
             if name not in body["tensors"]:
                 raise ValueError(f"has no tensor {name!r}, which it names")
+        for stage in (*body["stages"], *body["replicas"]):
+            _put_rates_back(stage)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return dict(body)
+
+
+def _put_rates_back(stage: Json) -> None:
+    """Version 0.2 saved rates times the method's factor, and the user's with the scheduler."""
+    scheduler, optimizer = stage.get("scheduler"), stage.get("optimizer")
+    if not isinstance(scheduler, dict) or "paced_from" not in scheduler:
+        return
+    rates = scheduler.pop("paced_from")
+    scheduler.pop("paced_updates", None)
+    if optimizer is None or type(rates) is not list or len(rates) != len(optimizer["groups"]):
+        raise ValueError(f"stage {stage['stage']}: paced_from: expected a rate per parameter group")
+    for group, rate in zip(optimizer["groups"], rates, strict=True):
+        group["options"]["lr"] = rate
+    stage["scheduler"] = scheduler or None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Json:

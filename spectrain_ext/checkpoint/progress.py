@@ -10,7 +10,6 @@ from torch import Tensor
 from spectrain_ext.method import phases_of
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.weights.rates import PacedRates
 
 from .documents import Json, decode_at
 from .parts import Item, Part, Stateful
@@ -58,8 +57,6 @@ class SchedulerState(Item):
             free = isinstance(key, str) and not hasattr(own, key)
             if not (alike(value, now[key]) if key in now else free):
                 raise ValueError(f"{where}: {key!r} does not fit {type(own).__name__}")
-        if isinstance(own, PacedRates):
-            own = own._scheduler or own
         torchs = type(own).__module__.startswith("torch.optim")
         _check_keys(where, state, now, type(own).__name__, exactly=torchs)
 
@@ -150,10 +147,6 @@ class AveragingState(Item):
         return self._averaged.undo()
 
 
-# Keys of a method with its own learning rates, which also loads a scheduler's state without them.
-_PACED = ("paced_updates", "paced_from")
-
-
 def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
     """Raise ValueError for nested dicts whose keys differ from this scheduler's."""
     if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
@@ -162,8 +155,7 @@ def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> N
     if not (isinstance(state, dict) and isinstance(now, dict)):
         return
     fixed = [  # keys with an underscore vary between versions of torch
-        {key for key in keys if isinstance(key, str) and key[:1] != "_" and key not in _PACED}
-        for keys in (state, now)
+        {key for key in keys if isinstance(key, str) and key[:1] != "_"} for keys in (state, now)
     ]
     # torch's own have exactly these keys; others may add some with their first step.
     missing, more = fixed[1] - fixed[0], fixed[0] - fixed[1] if exactly else set()

@@ -82,8 +82,9 @@ class Method:
         direction: the momentum that the method needs: None: any; ``"ema"``: an average
             (``SGD(ema=True)``).
         clip: a rule for the largest norm of a stage's gradient; None: no clipping.
-        rates: ``(place, t) -> factor`` on the stage's learning rates at update t of training, from
-            0; None: 1.
+        rates: ``(place, t) -> factor`` on the stage's learning rates in the update of minibatch t
+            of training, from 0, and in predictions before it; parameter groups keep their ``lr``.
+            None: 1.
         correction: a rule for how late gradients change updates: one of
             ``spectrain_ext.corrections``, an object with ``sgd`` and ``adam`` like these, or None.
         families: the optimizers that the method supports, of sgd, adam, adamw, nadam, muon. All of

@@ -355,7 +355,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 now = float(plain(group["lr"], "lr"))
             except ValueError as error:
                 raise ValueError(f"parameter group {index}: {by}: {error}") from error
-            rates.append(max(now, group.get("gap_rate", 0.0)))
+            rates.append(max(now * self.rate_factor, group.get("gap_rate", 0.0)))
             if group.get("gap_rate") != rates[-1]:
                 group["gap_rate"] = rates[-1]  # in the group, so that it is saved
         return by, rates
@@ -475,6 +475,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if isinstance(entry, dict):
                 entry.update(independent(entry, self._parameters.rule.all_keys))
         self._begin()
+
+    @property
+    def rate_factor(self) -> float:
+        """A factor on the groups' learning rates, in steps and predictions until `unbind`."""
+        return self._parameters.rate_factor
+
+    @rate_factor.setter
+    def rate_factor(self, factor: float) -> None:
+        self._parameters.scale_rates(factor)
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""

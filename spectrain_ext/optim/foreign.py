@@ -7,7 +7,7 @@ step their data is the true weights; afterwards it is the stage's working weight
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakMethod
 
@@ -34,6 +34,7 @@ class Foreign(Ordered):
     """
 
     buffer_keys = ()
+    rate_factor = 1.0  # on the groups' learning rates, while a step runs
 
     # Requirement: the optimizer reads its parameters and gradients again in each step, and changes
     # parameters in place or assigns data of the same shape.
@@ -104,13 +105,38 @@ class Foreign(Ordered):
             for place in places:
                 place.enter()
             try:
-                with versions_preserved(self._params):
+                with versions_preserved(self._params), self._scaled_rates():
                     self._optimizer.step()
             except BaseException as error:
                 _note(error, type(self._optimizer).__name__)
                 raise
         finally:
             self._leave(places)
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        if self.rate_factor == 1.0:
+            yield
+            return
+        scaled: dict[int, tuple[Any, Any]] = {}  # by group: the caller's rate, and the step's
+        groups = self._optimizer.param_groups
+
+        def scale(*_: object) -> None:
+            for index, group in enumerate(groups):
+                if index not in scaled or group["lr"] is not scaled[index][1]:
+                    scaled[index] = group["lr"], group["lr"] * self.rate_factor
+                    group["lr"] = scaled[index][1]
+
+        with ExitStack() as held:
+            with suppress(AttributeError):  # again after the caller's hooks, which may set rates
+                held.enter_context(self._optimizer.register_step_pre_hook(scale))
+            try:
+                scale()
+                yield
+            finally:
+                for index, (own, now) in scaled.items():
+                    if groups[index]["lr"] is now:
+                        groups[index]["lr"] = own
 
     def _leave(self, places: list[_Place]) -> None:
         for k in [k for k, place in enumerate(places) if not place.leave()]:

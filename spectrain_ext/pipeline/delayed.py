@@ -400,6 +400,8 @@ class Delayed:
             )
         ]
         for stage in self.stages:
+            if stage.weights is not None:
+                stage.weights.minibatches = self.minibatches
             stage.begin()
 
     def train_on(self, input: Any, target: Any = None) -> Tensor:

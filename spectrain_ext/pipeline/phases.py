@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, phases_of, rules_at
 from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind, Place, Rules, count_stage, flushes
-from spectrain_ext.weights import StageMemory, StageWeights, paced
+from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
 from .loads import Handler
@@ -67,15 +66,22 @@ class Training:
         """Make the optimizer of stage k; None: it has nothing to train."""
         return make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys(), held)
 
-    def paced(self, k: int, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        factor = factor_of([(phase, places[k]) for phase, places in self._phases])
-        return paced(partial(make_scheduler, self.scheduler, k=k), factor)(optimizer)
+    def _factor(self, k: int) -> Callable[[int], float] | None:
+        return factor_of([(phase, places[k]) for phase, places in self._phases])
 
     def rules(self, optimizer: torch.optim.Optimizer | None) -> list[list[Rules]]:
         """Return the rules of all stages for each phase, assuming optimizers like this."""
         return [[rules_at(p, place, optimizer) for place in places] for p, places in self._phases]
 
     def check(self, k: int, optimizer: torch.optim.Optimizer) -> None:
+        if self._factor(k) is not None:
+            for index, group in enumerate(optimizer.param_groups):
+                if group.get("lr") is None:
+                    raise ValueError(
+                        f"optimizer: parameter group {index} of the {type(optimizer).__name__} of "
+                        f"stages[{k}] has no 'lr' that method {self.method.name!r} could multiply; "
+                        "set it, or choose a method without rates"
+                    )
         for phase, places in self._phases:
             check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
 
@@ -99,6 +105,7 @@ class Training:
                 self.copies(k).keys(),
                 held,
                 self.offloads,
+                self._factor(k),
             )
             for phase, places in self._phases
         ]
@@ -115,11 +122,11 @@ class Training:
             for phase, places in phases
         ]
         made: dict[int, torch.optim.Optimizer] = {}
-        paces: dict[int, LRScheduler | None] = {}
+        schedulers: dict[int, LRScheduler | None] = {}
         for k in here:
             found = self.made(k)
             if found is not None:
-                made[k], paces[k] = found, self.paced(k, found)
+                made[k], schedulers[k] = found, make_scheduler(self.scheduler, found, k)
         unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
         if unmeasured and 0 in here and 0 not in made:
             raise ValueError(
@@ -129,7 +136,7 @@ class Training:
         weights: dict[int, Sequence[StageWeights | None]] = {k: [None] * len(phases) for k in here}
         for k, optimizer in made.items():
             self.check(k, optimizer)
-            weights[k] = self.weights(k, optimizer, paces[k])
+            weights[k] = self.weights(k, optimizer, schedulers[k])
         rules = self.rules(next(iter(made.values()), None))
         return [
             TrainingPhase(

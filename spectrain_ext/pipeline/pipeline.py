@@ -357,8 +357,10 @@ class Pipeline(Loops):
                         callers_stream(stage.device).lend(old.buffers())
                         old.hand_over(weights)
                 stage.weights = weights
-                if weights is not None and not weights.bound:
-                    weights.bind()
+                if weights is not None:
+                    weights.minibatches = self.minibatches
+                    if not weights.bound:
+                        weights.bind()
             for copy in self._copies:
                 copy.bind()
             if follow_homes(self._copies):

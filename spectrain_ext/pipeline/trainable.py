@@ -12,6 +12,7 @@ from torch import Tensor
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.weights import StageWeights
 
+from .arguments import make_scheduler
 from .names import bare
 from .phases import Training, TrainingPhase
 
@@ -58,7 +59,7 @@ def with_new(
         assert made is not None
         training.check(k, made)
         if now is None:
-            scheduler = _stepped(training.paced(k, made), minibatches)
+            scheduler = _stepped(make_scheduler(training.scheduler, made, k), minibatches)
             grown.append(_StageChange(n, training.weights(k, made, scheduler), (), (), {}))
             continue
         groups, more = _groups(now.optimizer, made, new.keys())

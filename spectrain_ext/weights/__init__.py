@@ -1,6 +1,5 @@
 """Holds one stage's weights: true, stashed and predicted versions."""
 
-from .rates import paced, rates_of
-from .stage_weights import StageMemory, StageWeights
+from .stage_weights import StageMemory, StageWeights, rates_of
 
-__all__ = ["StageMemory", "StageWeights", "paced", "rates_of"]
+__all__ = ["StageMemory", "StageWeights", "rates_of"]

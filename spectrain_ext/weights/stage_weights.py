@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim.foreign import Foreign, loose_state, updater_of
+from spectrain_ext.optim.foreign import Foreign, Updater, loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
-from .rates import rates_of
 from .storage import ON_DEVICE, Content, Storage, flat_nbytes, true_dtype
 from .versions import Update, Versions
 
@@ -57,11 +56,14 @@ class StageWeights:
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
         held: Set[Tensor] = frozenset(),  # held by the optimizer, frozen or not
         offloads: bool = False,  # moves versions that wait to CPU memory
+        factor: Callable[[int], float] | None = None,  # of a minibatch, on its learning rates
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
+        self._factor = factor
+        self.minibatches = 0  # of training so far
         self._names: dict[Tensor, str] = {
             p: name
             for name, p in module.named_parameters()
@@ -187,8 +189,9 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        storage, rates = self._bound, partial(rates_of, self.optimizer)
+        storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
         storage.begin()
+        self._scale_rates()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
         self.rates_move = False  # whether they probably change after each update
         self.drop_gradients()
@@ -196,6 +199,7 @@ class StageWeights:
     def end(self) -> None:
         """Put the true weights back into the parameters, and forget the microbatches in flight."""
         self.updater.write_with_next_step(None)
+        self.updater.rate_factor = 1.0
         self._bound.end()
         self.drop_gradients()
         # A graph that the caller made before the run must not use the new weights unnoticed.
@@ -246,12 +250,15 @@ class StageWeights:
             updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)
         updater.step()
         # A hook may have changed them. Asked only if needed: on a GPU it synchronizes.
-        after = rates_of(self.optimizer) if storage.predicts else ()
+        after = _rates(self.updater, self.optimizer) if storage.predicts else ()
         if written is not None and room is not None and written.rates not in (None, after):
             room.content = None  # the next forward will ask for other rates
+        self.minibatches += 1
         if self.scheduler is not None:
             self.scheduler.step()
-            self.rates_move = storage.predicts and rates_of(self.optimizer) != after
+        self._scale_rates()
+        if storage.predicts and (self.scheduler is not None or self._factor is not None):
+            self.rates_move = _rates(self.updater, self.optimizer) != after
         self.drop_gradients()
 
     def skip(self, update: Update) -> None:
@@ -266,4 +273,23 @@ class StageWeights:
                 storage.copy(before, room)
         if update.kept is not None:
             storage.keep_true(update.kept)
+        self.minibatches += 1
+        self._scale_rates()
         self.drop_gradients()
+
+    def _scale_rates(self) -> None:
+        if self._factor is not None:
+            self.updater.rate_factor = self._factor(self.minibatches)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Return the learning rate of every parameter group, 0 if it has none."""
+    try:
+        return tuple([float(group["lr"]) for group in optimizer.param_groups])
+    except (KeyError, TypeError):
+        return tuple([float(group.get("lr") or 0.0) for group in optimizer.param_groups])
+
+
+def _rates(updater: Updater, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Return what the rates of a prediction depend on."""
+    return updater.rate_factor, *rates_of(optimizer)

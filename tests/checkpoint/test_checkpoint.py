@@ -469,8 +469,7 @@ def test_the_state_of_another_scheduler(tmp_path, saved, here, change, match):
     train(pipe, batches(2))
 
 
-def test_what_versions_and_methods_add_to_a_scheduler(tmp_path):
-    """A method with its own rates counts them from the number in the other scheduler's state."""
+def test_what_versions_add_to_a_scheduler(tmp_path):
     plain, paced = (pipeline(2, scheduler=step, method=m) for m in ("vanilla", "pipemare"))
     for pipe, other in ((plain, paced), (paced, plain)):
         train(pipe, batches(2))
@@ -483,6 +482,34 @@ def test_what_versions_and_methods_add_to_a_scheduler(tmp_path):
         forge(tmp_path / pipe.method.name, older)
         load(tmp_path / pipe.method.name, other)
         train(other, batches(1))
+
+
+def test_rates_by_delay_are_not_saved(tmp_path):
+    """They load into another method and another cut; so do those of version 0.2, which were."""
+
+    def like_before(body):
+        for k, stage in enumerate(body["stages"]):
+            (group,) = stage["optimizer"]["groups"]
+            stage["scheduler"] |= {"paced_updates": 3, "paced_from": [group["options"]["lr"]]}
+            group["options"]["lr"] /= k + 2
+
+    pipe = pipeline(4, method="pipemare")
+    train(pipe, batches(3))
+    for change in (lambda body: None, like_before):
+        save(tmp_path / "c", pipe, overwrite=True)
+        forge(tmp_path / "c", change)
+        for n, method in ((4, "pipedream"), (2, "pipemare"), (1, "vanilla")):
+            other = pipeline(n, seed=1, method=method)
+            load(tmp_path / "c", other)
+            assert other.minibatches == 3
+            assert [group["lr"] for o in other.optimizers for group in o.param_groups] == [
+                0.025
+            ] * n
+            train(other, batches(1))
+    forge(tmp_path / "c", lambda body: body["stages"][1]["scheduler"].update(paced_from=[1, 2]))
+    untouched(
+        other, lambda: load(tmp_path / "c", other), CheckpointError, "stage 1: paced_from: expected"
+    )
 
 
 @pytest.fixture

@@ -1,20 +1,26 @@
-"""Tests learning rates with a factor."""
+"""Tests learning rates with a factor of the method, which the parameter groups never show."""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from helpers.pipeline_cases import (
+    batches,
+    close,
     float64,  # noqa: F401  # a fixture
     mse,
     sgd,
     tanh_stages,
+    torch_sgd,
 )
 from torch.optim import lr_scheduler
 
 import spectrain_ext as st
-from spectrain_ext.optim import SGD
-from spectrain_ext.weights.rates import PacedRates
+from spectrain_ext.method import find_method
 
 
 def test_a_scheduler_that_wants_a_metric():
@@ -26,87 +32,115 @@ def test_a_scheduler_that_wants_a_metric():
         )
 
 
-# T1: a factor on a stage's rates
+def without_rates(method):
+    """Return the method without its factors, and the factor of a stage and a minibatch."""
+    found = find_method(method)
+    return replace(found, rates=None), found.rates
 
 
-def paced(lr=1.0, factory=None, factor=lambda t: 1 / (4 - min(t, 3)), groups=1):
-    opt = SGD([{"params": [torch.zeros(1)], "lr": lr / (g + 1)} for g in range(groups)], lr=lr)
-    return opt, PacedRates(opt, factor, None if factory is None else factory(opt))
+def train(pipe, data):
+    return [result.loss.clone() for result in pipe.run(data)]
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        None,
-        lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
-        lambda opt: lr_scheduler.StepLR(opt, step_size=2, gamma=0.5),
-        lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=7),
-        lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, 40, cycle_momentum=False),
-    ],
-    ids=["none", "exponential", "steps", "cosine", "one cycle"],
-)
-def test_a_factor_leaves_the_schedulers_own_rates_alone(factory):
-    opt, pace = paced(factory=factory, groups=2)
-    other, _ = paced(factor=lambda t: 1.0, groups=2)
-    plain = None if factory is None else factory(other)
-    for t in range(8):
-        expected = [group["lr"] / (4 - min(t, 3)) for group in other.param_groups]
-        assert [group["lr"] for group in opt.param_groups] == pytest.approx(expected, rel=1e-15)
-        assert pace.get_last_lr() == [group["lr"] for group in opt.param_groups]
-        opt.step()
-        other.step()
-        pace.step()
-        if plain is not None:
-            plain.step()
-    if plain is not None:
-        assert pace.last_epoch == plain.last_epoch == 8
-        assert {**pace.state_dict(), **plain.state_dict()} == pace.state_dict()
-    with pytest.raises(AttributeError):
-        pace.no_such_thing  # noqa: B018
+MAKES = {
+    "own": sgd(),
+    "torch": torch_sgd(),
+    "Muon": partial(st.optim.Muon, lr=0.02, adamw={"lr": 0.01}),
+    "tensor": partial(torch.optim.Adam, lr=torch.tensor(0.05)),
+}
 
 
-def test_a_rate_in_a_tensor_stays_there():
-    lr = torch.tensor(1.0)
-    opt = torch.optim.SGD([torch.zeros(1)], lr=lr)
-    pace = PacedRates(opt, lambda t: 0.5 if t == 0 else 1.0, None)
-    assert opt.param_groups[0]["lr"].item() == 0.5
-    pace.step()
-    assert opt.param_groups[0]["lr"].item() == 1.0
-    assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_factor_is_as_good_as_other_rates(make):
+    """Bit for bit; the caller may set rates between runs, and sees only them."""
+    plain, factor = without_rates("auto")
+    stages = tanh_stages(4)
+    other = st.Pipeline(copy.deepcopy(stages), make, mse, plain, microbatches=1)
+    pipe = st.Pipeline(stages, make, mse, "auto", microbatches=1)
+    assert pipe.schedulers == []
+    for rate in (None, 0.01):
+        for place, mine, theirs in zip(pipe.places, pipe.optimizers, other.optimizers, strict=True):
+            for group, twin in zip(mine.param_groups, theirs.param_groups, strict=True):
+                group["lr"] = group["lr"] if rate is None else rate
+                twin["lr"] = group["lr"] * factor(place, 0)
+        before = [group["lr"] for each in pipe.optimizers for group in each.param_groups]
+        assert factor(pipe.places[0], 0) < 1
+        data = batches(8)
+        assert all(map(torch.equal, train(pipe, data), train(other, data)))
+        after = [group["lr"] for each in pipe.optimizers for group in each.param_groups]
+        assert all(a is b for a, b in zip(after, before, strict=True))
+    for p, q in zip(pipe.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
-def test_a_rate_that_somebody_sets_is_the_present_one():
-    opt, pace = paced()
-    pace.step()
-    opt.param_groups[0]["lr"] = 0.5
-    pace.step()  # from 1/3 of one and a half to a half of it
-    assert opt.param_groups[0]["lr"] == pytest.approx(0.75)
-    pace.step()
-    assert opt.param_groups[0]["lr"] == pytest.approx(1.5)
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+@pytest.mark.parametrize("decay", [None, lambda o: lr_scheduler.StepLR(o, 2, 0.5)])
+def test_a_factor_that_changes_counts_minibatches(make, decay):
+    """Schedulers, and what they report, are those of a method without a factor."""
+    method = st.pipemare(updates=7)
+    plain, factor = without_rates(method)
+
+    def by_hand(k, optimizer):
+        own = 1.0 if decay is None else 0.5
+        place = pipe.places[k]
+        return lr_scheduler.LambdaLR(optimizer, lambda t: own ** (t // 2) * factor(place, t))
+
+    stages, numbers = tanh_stages(3), iter(range(3))
+    others = copy.deepcopy(stages)
+    pipe = st.Pipeline(stages, make, mse, method, scheduler=decay)
+    other = st.Pipeline(others, make, mse, plain, scheduler=lambda o: by_hand(next(numbers), o))
+    for data in (batches(4), batches(3), batches(4)):
+        for found, expected in zip(train(pipe, data), train(other, data), strict=True):
+            close(found, expected)
+    for p, q in zip(pipe.parameters(), other.parameters(), strict=True):
+        close(p, q)
+    rate = 0.05 if decay is None else 0.05 / 32
+    assert {each.param_groups[0]["lr"] for each in pipe.optimizers} == {rate}
+    assert [each.get_last_lr() for each in pipe.schedulers] == [[rate]] * 3 * (decay is not None)
 
 
-def test_what_is_set_is_the_schedulers():
-    opt, pace = paced(factory=lambda opt: lr_scheduler.LambdaLR(opt, lambda t: 1 / (t + 1)))
-    pace.base_lrs = [8.0]
-    pace.step()
-    assert opt.param_groups[0]["lr"] == pytest.approx(8.0 / 2 / 3)
+def test_the_rate_comes_back_after_a_failed_step_and_hooks_may_set_it():
+    rates, fails = [], []
+
+    class Sgd(torch.optim.SGD):
+        def step(self):
+            rates.append(self.param_groups[0]["lr"])
+            if fails:
+                raise ArithmeticError
+            super().step()
+
+    def warm_up(optimizer, *_):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    pipe = st.Pipeline(tanh_stages(3), partial(Sgd, lr=0.25), mse, "auto", microbatches=1)
+    factors = [without_rates("auto")[1](place, 0) for place in pipe.places]
+    train(pipe, batches(2))
+    assert sorted(rates) == sorted(0.25 * factor for factor in factors * 2)
+    fails.append(True)
+    with pytest.raises(st.StageError):
+        train(pipe, batches(2))
+    assert [each.param_groups[0]["lr"] for each in pipe.optimizers] == [0.25] * 3
+    fails.clear()
+    rates.clear()
+    for each in pipe.optimizers:
+        each.register_step_pre_hook(warm_up)
+    train(pipe, batches(2))
+    assert sorted(rates) == sorted(0.5 * factor for factor in factors * 2)
+    assert [each.param_groups[0]["lr"] for each in pipe.optimizers] == [0.5] * 3
+    for each in pipe.optimizers:  # outside of a run nothing is divided
+        each.step()
+    assert set(rates[-3:]) == {0.5}
 
 
-def test_its_state_goes_on_in_another_one():
-    def factory(opt):
-        return lr_scheduler.ExponentialLR(opt, 0.9)
+def test_a_factor_needs_a_rate():
+    make = partial(torch.optim.SGD, lr=0.1)
 
-    opt, pace = paced(factory=factory)
-    for _ in range(2):
-        pace.step()
-    other, loaded = paced(lr=7.0, factory=factory)
-    loaded.load_state_dict(pace.state_dict())
-    for _ in range(3):
-        assert other.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
-        pace.step()
-        loaded.step()
-    begun, _ = paced()
-    plain = lr_scheduler.ExponentialLR(begun, 0.9)
-    _, later = paced(factory=factory)
-    later.load_state_dict(plain.state_dict())  # from a run without a factor
-    assert later.state_dict()["paced_updates"] == 0
+    def bare(params):
+        made = make(params)
+        made.param_groups[0]["lr"] = None
+        return made
+
+    with pytest.raises(
+        ValueError, match=r"group 0 of the SGD of stages\[0\] has no 'lr' that method 'auto' could"
+    ):
+        st.Pipeline(tanh_stages(3), bare, mse, "auto", microbatches=1)
