@@ -93,12 +93,24 @@ def paced(
     """Return a factory of schedulers with this factor; None: the same factory."""
     if factor is None:
         return factory
-    return lambda optimizer: PacedRates(optimizer, factor, factory(optimizer))
+
+    def made(optimizer: Any) -> LRScheduler:
+        for index, group in enumerate(optimizer.param_groups):
+            if group.get("lr") is None:
+                raise ValueError(
+                    f"optimizer: group {index} of a {type(optimizer).__name__} has no learning "
+                    "rate (lr), and this method divides it by the delay; give it one, or take more "
+                    "microbatches or another method"
+                )
+        return PacedRates(optimizer, factor, factory(optimizer))
+
+    return made
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
-    """Return the current learning rate of every parameter group, 0 if an optimizer has none."""
+    """Return the current learning rate of every parameter group, 0 if it has none or None."""
     try:
         return tuple(map(float, map(_lr, optimizer.param_groups)))
-    except KeyError:
-        return tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+    except (KeyError, TypeError):  # TypeError: Adafactor's None, which it computes itself
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        return tuple(0.0 if rate is None else float(rate) for rate in rates)
