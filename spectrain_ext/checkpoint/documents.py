@@ -260,21 +260,24 @@ def digest(body: Json) -> str:
     ).hexdigest()
 
 
-# The form of a body: (type,), (form, None) if optional, lists, and dicts with at least these keys;
-# the key _ANY allows any keys.
+# The form of a body: (type,), (form, None) if it may be None, lists, and dicts with at least these
+# keys; the key _ANY allows any keys, and a key with "?" may be missing.
 _ANY = ""
 _NAMES = [(str,)]
 _REFERENCE = {"$tensor": (str,)}
 _REFERENCES = [_REFERENCE]
 _TENSORS = {_ANY: _REFERENCE}
+_SHARED = {"options": {_ANY: (object,)}, "on_device?": _NAMES}
 _OPTIMIZER = {
     "class": (str,),
-    "groups": [{"params": _NAMES, "options": {_ANY: (object,)}}],
+    "groups": [{"params": _NAMES, **_SHARED}],
+    "shared?": _SHARED,
     "state": {_ANY: {_ANY: (object,)}},
 }
 _STAGE = {
     "stage": (int,),
     "parameters": _NAMES,
+    "left_out?": _NAMES,
     "weights": _TENSORS,
     "masters": _TENSORS,
     "optimizer": (_OPTIMIZER, None),
@@ -308,9 +311,11 @@ def _check_form(where: str, found: Any, form: Any) -> None:
             _check_form(f"{where}[{k}]", member, form[0])
     elif isinstance(form, dict):
         for key in found if _ANY in form else form:
-            if key not in found:
+            name = key if _ANY in form else key.removesuffix("?")
+            if name in found:
+                _check_form(f"{where}[{name!r}]", found[name], form.get(key, form.get(_ANY)))
+            elif name == key:
                 raise ValueError(f"{where}: has no {key!r}")
-            _check_form(f"{where}[{key!r}]", found[key], form.get(key, form.get(_ANY)))
 
 
 def _check_entry(where: str, entry: Json, files: Json) -> None:

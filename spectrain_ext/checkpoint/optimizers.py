@@ -105,12 +105,9 @@ class OptimizerState(Item):
         states: dict[str, Json] = {}
         for optimizer in (s["optimizer"] for s in body["stages"] if s["optimizer"] is not None):
             states |= optimizer["state"]
-            its = optimizer.get("shared", _NOTHING)
-            if not isinstance(its, dict) or not isinstance(its.get("options"), dict):
-                raise ValueError("optimizer: 'shared' has no dict of options")
             for group in optimizer["groups"]:
                 options |= dict.fromkeys(group["params"], group)
-                shared |= dict.fromkeys(group["params"], its)
+                shared |= dict.fromkeys(group["params"], optimizer.get("shared", _NOTHING))
         if not options.keys() & set(self._names.values()):
             raise ValueError(
                 f"has no optimizer for stage {self._part.stage}; only_model=True loads without"
