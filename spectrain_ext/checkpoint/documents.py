@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 import reprlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ NAME = "checkpoint.json"
 DATA = re.compile(r"(model|state)(-[0-9]{5,9}-of-[0-9]{5,9})?\.safetensors")  # files of tensors
 _LARGEST = 1 << 28  # bytes of a document
 _DEEPEST = 100  # nested containers
+_NUMPY = [np.dtype(kind).name for kind in "?bBhHiIqQefd"]  # dtypes of NumPy's scalars
 
 Json = dict[str, Any]
 #: Stores a tensor under a name, which may get a suffix; returns its reference for the document.
@@ -37,19 +39,26 @@ def encode(
     ``keep`` stores tensors, under ``key`` and their path in the containers. Without it, only
     one-element tensors are allowed, which are encoded as numbers.
     """
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
+        return {"$numpy": [value.dtype.name, value.item()]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Tensor) and _is_dense(value):
         if keep is not None:
             return keep(key, value)
-        if value.numel() == 1:
-            number = encode(value.item(), where)
-            return {"$scalar": [str(value.dtype).removeprefix("torch."), number]}
-    if not isinstance(value, (list, tuple, Mapping)):
+        if value.numel() == 1 and not value.is_complex():
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), value.tolist()]}
+    named = isinstance(value, tuple) and type(value) not in (tuple, torch.Size)
+    if named or not isinstance(value, (list, tuple, deque, Mapping)):
+        tensor = ""
+        if isinstance(value, Tensor):
+            tensor = f" of {value.numel()} elements" if _is_dense(value) else " that is not dense"
         raise TypeError(
             f"{where}: a checkpoint cannot hold a {type(value).__module__}."
-            f"{type(value).__qualname__}; numbers, strings, None, and lists, tuples and dicts of "
-            "them can be saved"
+            f"{type(value).__qualname__}{tensor}; numbers, strings, dtypes, None, and lists, "
+            "tuples, deques and dicts of them can be saved"
         )
     if depth == 0:
         raise TypeError(f"{where[:80]}...: more than {_DEEPEST} containers in one another")
@@ -59,7 +68,11 @@ def encode(
 
     if not isinstance(value, Mapping):
         members = [member(each, f"[{k}]") for k, each in enumerate(value)]
-        return members if isinstance(value, list) else {"$tuple": members}
+        if isinstance(value, deque):
+            return {"$deque": [members, value.maxlen]}
+        if isinstance(value, tuple):
+            return {"$size" if isinstance(value, torch.Size) else "$tuple": members}
+        return members
     plain = all(isinstance(name, str) and not name.startswith("$") for name in value)
     if plain and not isinstance(value, Counter):
         return {name: member(each, f".{name}") for name, each in value.items()}
@@ -68,6 +81,10 @@ def encode(
         for name, each in value.items()
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
@@ -90,6 +107,8 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
         return {name: member(each) for name, each in value.items()}
     if len(value) == 1 and tag == "$tensor" and type(held) is str and held in (tensors or ()):
         return (tensors or {})[held]
+    if len(value) == 1 and tag == "$dtype" and isinstance(held, str):
+        return dtype_of(held)
     if len(value) == 1 and isinstance(held, list):
         if tag == "$tuple":
             return tuple(member(each) for each in held)
@@ -97,6 +116,14 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
             return (Counter if tag == "$counter" else dict)(_pairs(held, member))
         if tag == "$scalar":
             return _scalar(held)
+        if tag == "$numpy":
+            return _numpy_scalar(held)
+        if tag == "$size" and all(type(each) is int and 0 <= each < 1 << 62 for each in held):
+            return torch.Size(held)
+        if tag == "$deque" and len(held) == 2 and isinstance(held[0], list):
+            longest = held[1]
+            if longest is None or (type(longest) is int and len(held[0]) <= longest < 1 << 62):
+                return deque((member(each) for each in held[0]), longest)
     raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
 
 
@@ -121,11 +148,24 @@ def _pairs(held: list[Any], member: Callable[[Any], Any]) -> dict[Any, Any]:
 
 
 def _scalar(held: list[Any]) -> Tensor:
-    if len(held) != 2 or type(held[0]) is not str or type(held[1]) not in (bool, int, float):
+    """Return a tensor with one element, which lies in as many lists as it has dimensions."""
+    number = held[1] if len(held) == 2 and type(held[0]) is str else None
+    while isinstance(number, list) and len(number) == 1:
+        (number,) = number
+    if type(number) not in (bool, int, float):
         raise ValueError(f"expected a dtype and a number, got {reprlib.repr(held)}")
     try:
         return torch.tensor(held[1], dtype=dtype_of(held[0]))
-    except (RuntimeError, OverflowError, TypeError) as error:
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{reprlib.repr(held)}: {error}") from None
+
+
+def _numpy_scalar(held: list[Any]) -> Any:
+    if len(held) != 2 or held[0] not in _NUMPY or type(held[1]) not in (bool, int, float):
+        raise ValueError(f"expected a NumPy dtype and a number, got {reprlib.repr(held)}")
+    try:
+        return np.dtype(held[0]).type(held[1])
+    except (OverflowError, ValueError) as error:
         raise ValueError(f"{reprlib.repr(held)}: {error}") from None
 
 
@@ -207,25 +247,9 @@ def read(directory: Path) -> Json:
         for name in tensors_in([body["stages"], body["replicas"], body["processes"]]):
             if name not in body["tensors"]:
                 raise ValueError(f"has no tensor {name!r}, which it names")
-        for stage in (*body["stages"], *body["replicas"]):
-            _put_rates_back(stage)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return dict(body)
-
-
-def _put_rates_back(stage: Json) -> None:
-    """Version 0.2 saved rates times the method's factor, and the user's with the scheduler."""
-    scheduler, optimizer = stage.get("scheduler"), stage.get("optimizer")
-    if not isinstance(scheduler, dict) or "paced_from" not in scheduler:
-        return
-    rates = scheduler.pop("paced_from")
-    scheduler.pop("paced_updates", None)
-    if optimizer is None or type(rates) is not list or len(rates) != len(optimizer["groups"]):
-        raise ValueError(f"stage {stage['stage']}: paced_from: expected a rate per parameter group")
-    for group, rate in zip(optimizer["groups"], rates, strict=True):
-        group["options"]["lr"] = rate
-    stage["scheduler"] = scheduler or None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Json:
@@ -242,21 +266,24 @@ def digest(body: Json) -> str:
     ).hexdigest()
 
 
-# The form of a body: (type,), (form, None) if optional, lists, and dicts with at least these keys;
-# the key _ANY allows any keys.
+# The form of a body: (type,), (form, None) if it may be None, lists, and dicts with at least these
+# keys; the key _ANY allows any keys, and a key with "?" may be missing.
 _ANY = ""
 _NAMES = [(str,)]
 _REFERENCE = {"$tensor": (str,)}
 _REFERENCES = [_REFERENCE]
 _TENSORS = {_ANY: _REFERENCE}
+_SHARED = {"options": {_ANY: (object,)}, "on_device?": _NAMES}
 _OPTIMIZER = {
     "class": (str,),
-    "groups": [{"params": _NAMES, "options": {_ANY: (object,)}}],
+    "groups": [{"params": _NAMES, **_SHARED}],
+    "shared?": _SHARED,
     "state": {_ANY: {_ANY: (object,)}},
 }
 _STAGE = {
     "stage": (int,),
     "parameters": _NAMES,
+    "left_out?": _NAMES,
     "weights": _TENSORS,
     "masters": _TENSORS,
     "optimizer": (_OPTIMIZER, None),
@@ -290,9 +317,11 @@ def _check_form(where: str, found: Any, form: Any) -> None:
             _check_form(f"{where}[{k}]", member, form[0])
     elif isinstance(form, dict):
         for key in found if _ANY in form else form:
-            if key not in found:
+            name = key if _ANY in form else key.removesuffix("?")
+            if name in found:
+                _check_form(f"{where}[{name!r}]", found[name], form.get(key, form.get(_ANY)))
+            elif name == key:
                 raise ValueError(f"{where}: has no {key!r}")
-            _check_form(f"{where}[{key!r}]", found[key], form.get(key, form.get(_ANY)))
 
 
 def _check_entry(where: str, entry: Json, files: Json) -> None:

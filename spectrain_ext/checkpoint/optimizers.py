@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
@@ -21,6 +24,7 @@ from .weights import weights_of
 # These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _NOT_OPTIONS = frozenset(("params", "param_names"))
+_NOTHING: Json = {"options": {}}
 _RATES = ("initial_lr", "gap_rate")  # options that a scheduler and a correction add to groups
 # State of known optimizers that must have the parameter's shape; a scalar would be broadcast.
 _ELEMENTWISE = frozenset(
@@ -54,8 +58,9 @@ class OptimizerState(Item):
         given = self._state_dict(where)
         indices = (index for group in given["param_groups"] for index in group["params"])
         state: Json = {}
+        shared = dict(given["state"])  # without what belongs to a parameter
         for p, index in zip(self._params(), indices, strict=True):
-            name, entry = self._names[p], given["state"].get(index, {})
+            name, entry = self._names[p], shared.pop(index, {})
             if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
                 raise TypeError(
                     f"{where}: {name}: its state is not a dict with names as keys; it cannot be "
@@ -69,18 +74,18 @@ class OptimizerState(Item):
             }
             if found:
                 state[name] = found
+        more = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+        more |= {"state": shared} if shared else {}
+        at = f"optimizer.stage{self._part.stage}."
         groups = [
             {
                 "params": [self._names[p] for p in group["params"]],
-                "options": {
-                    key: encode(value, f"{where}: group {g}: {key}")
-                    for key, value in group.items()
-                    if key not in _NOT_OPTIONS
-                },
+                **_encoded(group, f"{where}: group {g}: ", keep, f"{at}group{g}."),
             }
             for g, group in enumerate(self._optimizer.param_groups)
         ]
-        return {"class": type(self._optimizer).__name__, "groups": groups, "state": state}
+        found = {"class": type(self._optimizer).__name__, "groups": groups, "state": state}
+        return found | ({"shared": _encoded(more, f"{where}: ", keep, at)} if more else {})
 
     def _state_dict(self, where: str) -> Json:
         optimizer = self._optimizer
@@ -91,43 +96,42 @@ class OptimizerState(Item):
                 f"{where}: the state_dict() of a {type(optimizer).__name__} has not the form of "
                 "torch.optim.Optimizer's, in which state belongs to parameters; it cannot be saved"
             )
-        known = {index for group in groups for index in group["params"]}
-        for key in state["state"]:
-            if key not in known:
-                raise TypeError(
-                    f"{where}: its state has {key!r}, which is no parameter's; it cannot be saved"
-                )
         return dict(state)
 
-    def match(self, body: Json) -> list[Json]:
+    def match(self, body: Json) -> Json:
         self._check_kind(body)
-        saved = [s["optimizer"] for s in body["stages"] if s["optimizer"] is not None]
-        options = {
-            name: group["options"]
-            for optimizer in saved
-            for group in optimizer["groups"]
-            for name in group["params"]
-        }
-        states = {name: found for optimizer in saved for name, found in optimizer["state"].items()}
+        options: dict[str, Json] = {}
+        shared: dict[str, Json] = {}
+        states: dict[str, Json] = {}
+        for optimizer in (s["optimizer"] for s in body["stages"] if s["optimizer"] is not None):
+            states |= optimizer["state"]
+            for group in optimizer["groups"]:
+                options |= dict.fromkeys(group["params"], group)
+                shared |= dict.fromkeys(group["params"], optimizer.get("shared", _NOTHING))
         if not options.keys() & set(self._names.values()):
             raise ValueError(
                 f"has no optimizer for stage {self._part.stage}; only_model=True loads without"
             )
-        self._groups: list[Json] = []
-        count = 0
+        groups = []
         for number, group in enumerate(self._optimizer.param_groups):
             mine = [self._names[p] for p in group["params"]]
             where = f"group {number} of {self.what}"
-            taken = _options(group, mine, options, where)
-            self._groups.append({**group, **taken, "params": list(range(count, count + len(mine)))})
-            count += len(mine)
+            remedy = "give them groups of their own, or load into the saved stages"
+            found = _common(mine, options, body, where, remedy)
+            groups.append(_checked(found, group if self._is_known else None, where))
         params = self._params()
-        found = [states.get(self._names[p], {}) for p in params]
-        for p, state in zip(params, found, strict=True):
-            for key, value in state.items():
-                self._check_entry(f"{self.key}{self._names[p]}.{key}", key, value, p, body)
+        mine = [self._names[p] for p in params]
+        where = f"the state of {self.what}"
+        remedy = "it belongs to stages, not to parameters: load into the saved stages"
+        common = _NOTHING if self._is_ours else _common(mine, shared, body, where, remedy)
+        common = _checked(common, None, where)
         self._as_saved = self._kept_as_saved(body)
-        return found
+        entries = [states.get(name, {}) for name in mine]
+        for p, entry, as_saved in zip(params, entries, self._as_saved, strict=True):
+            for key, value in entry.items():
+                where = f"{self.key}{self._names[p]}.{key}"
+                self._check_entry(where, key, value, p, body, as_saved)
+        return {"groups": groups, "shared": common, "state": entries}
 
     def _kept_as_saved(self, body: Json) -> list[bool]:
         """Return, per parameter, whether its dtype and that of its master are as saved."""
@@ -141,7 +145,9 @@ class OptimizerState(Item):
             kept.append(alike and (name in masters) == (p in self._part.masters))
         return kept
 
-    def _check_entry(self, where: str, key: str, value: Any, p: Tensor, body: Json) -> None:
+    def _check_entry(
+        self, where: str, key: str, value: Any, p: Tensor, body: Json, as_saved: bool
+    ) -> None:
         entries = [body["tensors"][name] for name in tensors_in(value)]
         whole = isinstance(value, dict) and isinstance(value.get("$tensor"), str)
         shape = entries[0]["shape"] if whole else None
@@ -154,7 +160,7 @@ class OptimizerState(Item):
             raise ValueError(f"{where!r} has shape {shape}, expected {list(p.shape)}")
         if shape is None and entries and self._is_ours:
             raise ValueError(f"{where!r} holds tensors, expected one")
-        if not p.is_complex():
+        if not p.is_complex() and (self._is_known or not as_saved):
             for entry in entries:
                 if dtype_of(entry["dtype"]).is_complex:
                     raise ValueError(
@@ -174,16 +180,33 @@ class OptimizerState(Item):
                 )
 
     def put(self, state: Any) -> None:
-        laid_out = {
-            index: tree_map(partial(laid_out_as, p), entry)
-            for index, (p, entry) in enumerate(zip(self._params(), state, strict=True))
+        params = self._params()
+        entries: dict[Any, Any] = {
+            index: _mapped(partial(laid_out_as, p), entry)
+            for index, (p, entry) in enumerate(zip(params, state["state"], strict=True))
             if entry
         }
-        self._load({"state": laid_out, "param_groups": self._groups}, self._as_saved)
+        groups, count = [], 0
+        for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
+            options, now = _on_device(saved, group["params"]), group
+            if self._is_known:
+                options = {key: _like(value, group.get(key)) for key, value in options.items()}
+            elif options:  # without those that a step of this optimizer has added
+                defaults = getattr(self._optimizer, "defaults", group)
+                known = {*defaults, *_RATES, *_IMPLEMENTATION, *_NOT_OPTIONS}
+                now = {key: value for key, value in group.items() if key in known}
+            indices = list(range(count, count + len(group["params"])))
+            groups.append({**now, **options, "params": indices})
+            count += len(indices)
+        more = _on_device(state["shared"], params)
+        entries |= more.get("state", {})
+        self._load({**more, "state": entries, "param_groups": groups}, self._as_saved)
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
-        """Load a state_dict, and undo torch's casts to a parameter's narrower dtype."""
-        self._optimizer.load_state_dict(given)
+        """Load a state_dict, and undo torch's casts to a parameter's dtype."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values to real")
+            self._optimizer.load_state_dict(given)
         if self._is_ours:
             return
         held = getattr(self._optimizer, "state", {})
@@ -207,47 +230,101 @@ def _as_given(loaded: Any, given: Any) -> Any:
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(given, Mapping):
         return {key: _as_given(value, given.get(key)) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple) and type(given) is type(loaded):
-        return type(loaded)(map(_as_given, loaded, given))
-    return loaded
+    if type(loaded) in (list, tuple, deque) and type(given) is type(loaded):
+        members = map(_as_given, loaded, given)
+        return deque(members, given.maxlen) if type(given) is deque else type(given)(members)
+    return given if isinstance(given, str) else loaded  # torch makes strings of generators
 
 
-def _options(
-    group: Mapping[str, Any], names: list[str], saved_options: Mapping[str, Json], where: str
+def _encoded(values: Mapping[str, Any], where: str, keep: Keep, key: str) -> Json:
+    """Encode values that several parameters share, and list those with tensors on a device."""
+
+    def kept(name: str, tensor: Tensor) -> Json:
+        is_number = tensor.numel() == 1 and not tensor.is_complex()
+        found: Json = encode(tensor, where) if is_number else keep(name, tensor)
+        return found
+
+    options = {
+        name: encode(value, where + name, kept, key + name)
+        for name, value in values.items()
+        if name not in _NOT_OPTIONS
+    }
+    on_device = [
+        name
+        for name in options
+        if any(isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in tree_leaves(values[name]))
+    ]
+    return {"options": options} | ({"on_device": on_device} if on_device else {})
+
+
+def _common(
+    names: list[str], saved: Mapping[str, Json], body: Json, where: str, remedy: str
 ) -> Json:
-    """Return a group's saved options, which must be the same for all its parameters."""
-    known = [(name, saved_options[name]) for name in names if name in saved_options]
+    """Return the values that were saved for parameters, which must be the same for all of them."""
+    known = [(name, saved[name]) for name in names if name in saved]
     if not known:
-        return {}
-    first, options = known[0]
-    for name, other in known[1:]:
+        return _NOTHING
+    first, found = known[0]
+    options = _resolved(found["options"], body["tensors"])
+    for name, its in known[1:]:
+        other = options if its is found else _resolved(its["options"], body["tensors"])
         if other != options:
             differ = (k for k in {**options, **other} if options.get(k) != other.get(k))
             key = next(differ, next(iter(options.keys() ^ other.keys()), ""))
             raise ValueError(
-                f"{where}: holds {first!r}, saved with {_shown(key)}={options.get(key)!r}, and "
-                f"{name!r}, saved with {_shown(key)}={other.get(key)!r}; give them groups of their "
-                "own"
+                f"{where}: holds {first!r}, saved with {_shown(key)}="
+                f"{reprlib.repr(options.get(key))}, and {name!r}, saved with {_shown(key)}="
+                f"{reprlib.repr(other.get(key))}; {remedy}"
             )
+    return found
+
+
+def _resolved(encoded: Any, tensors: Json) -> Any:
+    """Replace references to tensors by what identifies their content."""
+    if isinstance(encoded, list):
+        return [_resolved(member, tensors) for member in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if isinstance(encoded.get("$tensor"), str):
+        return {**tensors[encoded["$tensor"]], "file": ""}
+    return {key: _resolved(value, tensors) for key, value in encoded.items()}
+
+
+def _on_device(saved: Json, params: Sequence[Tensor]) -> Json:
+    """Return decoded values, those that were on a device on that of the parameters."""
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(params[0].device) if isinstance(leaf, Tensor) and params else leaf
+
+    names = saved.get("on_device", ())
+    return {k: _mapped(moved, v) if k in names else v for k, v in saved["options"].items()}
+
+
+def _mapped(of: Callable[[Any], Any], value: Any) -> Any:
+    return tree_map(of, value, is_leaf=lambda leaf: isinstance(leaf, torch.Size))
+
+
+def _checked(saved: Json, group: Mapping[str, Any] | None, where: str) -> Json:
+    """Return the saved values that a group takes; all if None, as torch does."""
     taken = {}
-    for key, value in options.items():
+    for key, value in saved["options"].items():
         if key in _IMPLEMENTATION:
             continue
-        found = decode_at(f"{where}: {key!r}", value)
-        if key in group or key in _RATES:
-            now = group.get(key, group["lr"] if key in _RATES else None)
+        found = decode_at(f"{where}: {key!r}", value, dict.fromkeys(tensors_in(value)))
+        if group is None or key in group or key in _RATES:
+            now = None if group is None else group.get(key, group.get("lr"))
             if not alike(found, now):
                 raise ValueError(
                     f"{where}: was saved with {_shown(key)}={found!r}, expected something like "
                     f"{now!r}"
                 )
-            taken[key] = _like(found, group.get(key))
+            taken[key] = value
         elif found:
             raise ValueError(
                 f"{where}: was saved with {_shown(key)}={found!r}, which this optimizer does not "
                 "know"
             )
-    return taken
+    return {**saved, "options": taken}
 
 
 def _shown(name: str) -> str:
@@ -257,8 +334,7 @@ def _shown(name: str) -> str:
 
 def _like(value: Any, current: Any) -> Any:
     """Convert a number to a tensor, or back, to match the current value."""
-    if isinstance(current, Tensor) and not isinstance(value, Tensor):
-        return torch.full_like(current, value)
-    if isinstance(value, Tensor) and not isinstance(current, Tensor):
-        return value.item()
-    return value
+    if isinstance(current, Tensor):
+        is_tensor = isinstance(value, Tensor)
+        return value.to(current.device) if is_tensor else torch.full_like(current, value)
+    return value.item() if isinstance(value, Tensor) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -179,7 +180,7 @@ def alike(value: Any, current: Any) -> bool:
     """Whether both are numbers, strings, sequences or mappings; None is like anything."""
     if value is None or current is None:
         return True
-    for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):
+    for kinds in ((Real, Tensor), (str,), (list, tuple), (Mapping,)):
         if isinstance(value, kinds) or isinstance(current, kinds):
             return isinstance(value, kinds) and isinstance(current, kinds)
     return type(value) is type(current)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain_ext.errors import differing
 
@@ -15,6 +16,7 @@ from .parts import Item, Part
 from .storage import WEIGHTS
 
 _MASTERS = "master."
+_EXTRA = "_extra_state"  # of get_extra_state
 
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # of a tensor in memory
 
@@ -42,16 +44,32 @@ class Weights(Item):
         return {WEIGHTS: weights, _MASTERS: masters}
 
     def saved(self, keep: Keep) -> Json:
-        found = self.state()
+        found, left = self.state(), self._not_taken_back()
+        if left:
+            warnings.warn(
+                f"{self.what}: {listed(left)} are not saved: they are frozen, and their modules "
+                "refuse to load them; load keeps the values of the model that it loads into",
+                stacklevel=2,
+            )
+        weights = {name: tensor for name, tensor in found[WEIGHTS].items() if name not in left}
         return {
+            "left_out": left,
             "parameters": list(self._part.parameter_names().values()),
-            "weights": {k: keep(WEIGHTS + k, tensor) for k, tensor in found[WEIGHTS].items()},
+            "weights": {k: keep(WEIGHTS + k, tensor) for k, tensor in weights.items()},
             "masters": {k: keep(_MASTERS + k, tensor) for k, tensor in found[_MASTERS].items()},
         }
 
     def match(self, body: Json) -> list[Any]:
         """Check shapes and kinds of numbers, and choose between saved weights and masters."""
         saved = _Saved(body)
+        left = {*saved.left_out, *self._not_taken_back()}
+        self._keeps = [name for name, _ in self._part.tensors() if name in left]
+        if self._keeps:
+            warnings.warn(
+                f"{self.what}: {listed(self._keeps)} keep their present values: they are frozen, "
+                "and their modules refuse to load them",
+                stacklevel=2,
+            )
         sources: dict[str, Json] = {}  # by key of the module's state_dict
         places: dict[_Place, list[str]] = {}  # the keys of one tensor
         aliases: dict[_Place, list[str]] = {}  # its names
@@ -59,6 +77,8 @@ class Weights(Item):
         for (name, tensor), key in zip(
             self._part.tensors(), self._part.module.state_dict(), strict=True
         ):
+            if name in left:
+                continue
             if name not in saved.weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
@@ -83,9 +103,13 @@ class Weights(Item):
 
     def put(self, state: Any) -> None:
         weights, masters = state
-        self._part.module.load_state_dict(dict(weights))
+        self._part.module.load_state_dict(dict(weights), strict=not self._keeps)
         for master, value in zip(self._part.masters.values(), masters, strict=True):
             master.copy_(value)
+
+    def _not_taken_back(self) -> list[str]:
+        names = self._part.names
+        return [names[key] for key in _not_taken_back(self._part.module, self.what)]
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores CPU copies directly, without the module's hooks."""
@@ -106,6 +130,7 @@ class _Saved:
     def __init__(self, body: Json) -> None:
         self._tensors = body["tensors"]
         self.weights = weights_of(body)
+        self.left_out = [name for s in body["stages"] for name in s.get("left_out", ())]
         self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
 
     def _entries(self, name: str) -> list[Json]:
@@ -152,3 +177,57 @@ def _domain(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "floating point"
     return "bool" if dtype is torch.bool else "integer"
+
+
+def _not_taken_back(module: nn.Module, where: str) -> list[str]:
+    """Return keys of frozen tensors that a part of the module gives but refuses to load.
+
+    Quantized layers do so: what they give is packed, with its scales under more names.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parts: dict[str, list[str]] = {}
+    given = module.state_dict()
+    for key in given:
+        path = key.rpartition(".")[0]
+        while path not in modules:  # such as "0.weight" of "0.weight.absmax"
+            path = path.rpartition(".")[0]
+        parts.setdefault(path, []).append(key)
+    found = []
+    for path, keys in parts.items():
+        part = modules[path]
+        held = {**part._parameters, **part._buffers}
+        names = [key[len(path) + 1 if path else 0 :] for key in keys]
+        unusual = [
+            key
+            for key, name in zip(keys, names, strict=True)
+            if name != _EXTRA and not _fits(held.get(name), given[key])
+        ]
+        if not unusual or _takes_back(part):
+            continue
+        own = list(part.parameters(recurse=False))
+        trained = {name for name, p in part.named_parameters() if p.requires_grad}
+        if own and all(p.requires_grad for p in own):
+            raise TypeError(
+                f"{where}: {type(part).__name__} refuses to load {unusual[0]!r}, which its "
+                "state_dict() has, and its weights are trained; it cannot be saved"
+            )
+        found += [key for key, name in zip(keys, names, strict=True) if name not in trained]
+    return found
+
+
+def _fits(held: Tensor | None, given: Tensor) -> bool:
+    return held is not None and held.shape == given.shape and held.dtype == given.dtype
+
+
+def _takes_back(part: nn.Module) -> bool:
+    """Return whether a module loads its own state, which does not change it."""
+    try:
+        part.load_state_dict(part.state_dict())
+    except Exception:  # of any kind, as the module may be anybody's
+        return False
+    return True
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers.checkpoint_cases import (
     LOSS,
     adamw,
     batches,
+    ends,
     everything,
     halving,
     model,
@@ -27,6 +29,7 @@ from torch.optim import lr_scheduler as schedules
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
+from spectrain_ext.checkpoint.documents import NAME
 from spectrain_ext.checkpoint.random import Generators
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
@@ -485,31 +488,16 @@ def test_what_versions_add_to_a_scheduler(tmp_path):
 
 
 def test_rates_by_delay_are_not_saved(tmp_path):
-    """They load into another method and another cut; so do those of version 0.2, which were."""
-
-    def like_before(body):
-        for k, stage in enumerate(body["stages"]):
-            (group,) = stage["optimizer"]["groups"]
-            stage["scheduler"] |= {"paced_updates": 3, "paced_from": [group["options"]["lr"]]}
-            group["options"]["lr"] /= k + 2
-
+    """They load into another method and another cut."""
     pipe = pipeline(4, method="pipemare")
     train(pipe, batches(3))
-    for change in (lambda body: None, like_before):
-        save(tmp_path / "c", pipe, overwrite=True)
-        forge(tmp_path / "c", change)
-        for n, method in ((4, "pipedream"), (2, "pipemare"), (1, "vanilla")):
-            other = pipeline(n, seed=1, method=method)
-            load(tmp_path / "c", other)
-            assert other.minibatches == 3
-            assert [group["lr"] for o in other.optimizers for group in o.param_groups] == [
-                0.025
-            ] * n
-            train(other, batches(1))
-    forge(tmp_path / "c", lambda body: body["stages"][1]["scheduler"].update(paced_from=[1, 2]))
-    untouched(
-        other, lambda: load(tmp_path / "c", other), CheckpointError, "stage 1: paced_from: expected"
-    )
+    save(tmp_path / "c", pipe)
+    for n, method in ((4, "pipedream"), (2, "pipemare"), (1, "vanilla")):
+        other = pipeline(n, seed=1, method=method)
+        load(tmp_path / "c", other)
+        assert other.minibatches == 3
+        assert [o.param_groups[0]["lr"] for o in other.optimizers] == [0.025] * n
+        train(other, batches(1))
 
 
 @pytest.fixture
@@ -609,3 +597,82 @@ def test_the_generator_of_a_device_is_found_again():
     assert generators.all_found
     process["process1"] = {"$tensor": "cpu"}
     assert generators.match(body) == {}
+
+
+class Quantized(nn.Module):
+    """Gives its frozen weight with a scale under another name, as layers of bitsandbytes do."""
+
+    takes_back = False
+
+    def __init__(self, seed):
+        super().__init__()
+        dense = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        self.scale = dense.abs().max() / 127
+        packed = (dense / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale) + self.bias
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.scale"] = self.scale
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if self.takes_back:
+            self.scale = state_dict.pop(prefix + "weight.scale")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Restored(Quantized):
+    takes_back = True
+
+
+def quantized(n, kind=Quantized, seed=0):
+    torch.manual_seed(seed)
+    blocks = [layer for k in range(3) for layer in (kind(k), nn.Linear(4, 4), nn.Tanh())]
+    return st.Pipeline(cut_at(nn.Sequential(*blocks), ends(9, n)), adamw, LOSS, "sync")
+
+
+def test_frozen_weights_that_a_module_refuses_to_load(tmp_path):
+    kept = quantized(3)
+    train(kept, batches(2))
+    with pytest.warns(UserWarning, match=r"stage 1: 3\.weight, 3\.weight\.scale are not saved"):
+        save(tmp_path / "c", kept)
+    body = json.loads((tmp_path / "c" / NAME).read_text())["checkpoint"]
+    assert [stage["left_out"] for stage in body["stages"]] == [
+        [f"{k}.weight", f"{k}.weight.scale"] for k in (0, 3, 6)
+    ]
+    expected = train(kept, batches(2, seed=1))
+    for n in (3, 2):
+        other = quantized(n, seed=9)
+        with pytest.warns(UserWarning, match=r"stage 0: 0\.weight, .* keep their present values"):
+            load(tmp_path / "c", other)
+        assert train(other, batches(2, seed=1)) == expected
+
+
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_packed_weights_that_are_saved(tmp_path, monkeypatch, takes_back):
+    """Those of a module that loads them, and those of an earlier version of this package."""
+    kept = quantized(3, Restored)
+    train(kept, batches(2))
+    save(tmp_path / "c", kept)
+    expected = train(kept, batches(2, seed=1))
+    monkeypatch.setattr(Restored, "takes_back", takes_back)
+    other = quantized(1, Restored, seed=9)
+    with nullcontext() if takes_back else pytest.warns(UserWarning, match="keep their present"):
+        load(tmp_path / "c", other)
+    assert train(other, batches(2, seed=1)) == expected
+
+
+def test_trained_weights_that_a_module_refuses_to_load(tmp_path):
+    class Scaled(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "scale"] = torch.ones(())
+
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(4, 4))
+    with pytest.raises(TypeError, match=r"Scaled refuses to load '1\.scale'.* trained"):
+        save(tmp_path / "c", model)
+    assert not (tmp_path / "c").exists()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 
 import pytest
 import torch
 from helpers.checkpoint_cases import LOSS, batches, everything, model, pipeline, train
-from helpers.foreign_optimizers import FOREIGN, Lion, Whitened
+from helpers.foreign_optimizers import FOREIGN, PECULIAR, Counting, Lion, Projecting, Whitened
 from helpers.forged_checkpoints import forge
 from torch import nn
 
@@ -29,12 +30,22 @@ def same(found, expected, where=""):
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
             same(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)):
         assert len(found) == len(expected), where
+        assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None), where
         for k, value in enumerate(expected):
             same(found[k], value, f"{where}[{k}]")
     else:
         assert found == expected, where
+
+
+def states(pipe):
+    """Return the state of every parameter by its name in the model."""
+    return {
+        stage.full_name(k): o.state[p]
+        for stage, o in zip(pipe.children(), pipe.optimizers, strict=True)
+        for k, p in stage.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("method", ["vanilla", "lwp-w"])
@@ -50,6 +61,59 @@ def test_stopped_and_continued_is_never_stopped(tmp_path, name, method):
     assert train(other, batches(5, seed=1)) == train(kept, batches(5, seed=1))
 
 
+@pytest.mark.parametrize("method", ["sync", "lwp-w"])
+@pytest.mark.parametrize("name", PECULIAR)
+def test_what_torchs_load_state_dict_takes(tmp_path, name, method):
+    """Options of a first step, state of no parameter, deques, dtypes, no learning rate."""
+
+    def made(n, seed=0):
+        return pipeline(n, seed, optimizer=PECULIAR[name], method=method, scheduler=None)
+
+    def options(pipe):
+        groups = [group for o in pipe.optimizers for group in o.param_groups]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    kept, fresh, used = made(2), made(2, 9), made(2, 9)
+    train(kept, batches(3))
+    save(tmp_path / "c", kept)
+    train(used, batches(4, seed=4))
+    others = [made(n, 9) for n in (1, 3)] if method == "sync" else []
+    for pipe in (fresh, used, *others):
+        load(tmp_path / "c", pipe)
+    same(everything(fresh), everything(kept))
+    same(options(fresh), options(kept))
+    same(options(used), options(kept))
+    for pipe in others:
+        same(states(pipe), states(kept))
+        same(options(pipe), options(kept)[:1] * len(pipe.optimizers))
+        train(pipe, batches(1, seed=1))
+    expected = train(kept, batches(5, seed=1))
+    assert train(fresh, batches(5, seed=1)) == train(used, batches(5, seed=1)) == expected
+
+
+def test_values_of_one_stage_do_not_load_into_parts_of_two(tmp_path):
+    kept, other = (pipeline(n, optimizer=Counting, method="sync") for n in (2, 1))
+    train(kept, batches(1))
+    kept.optimizers[0].state["total"] = 7
+    save(tmp_path / "state", kept)
+    kept.optimizers[0].param_groups[0]["powers"] = torch.zeros(3)
+    save(tmp_path / "group", kept)
+    before = copy.deepcopy(everything(other))
+    for name, match in (("state", "the state of .* with state="), ("group", "with powers=")):
+        with pytest.raises(CheckpointError, match=f"{match}.*load into the saved stages"):
+            load(tmp_path / name, other)
+    same(everything(other), before)
+
+
+def test_an_option_of_a_later_step_does_not_stay(tmp_path):
+    kept, used = (pipeline(1, optimizer=Counting, method="sync") for _ in range(2))
+    save(tmp_path / "c", kept)
+    train(used, batches(2))
+    load(tmp_path / "c", used)
+    assert train(used, batches(2)) == train(kept, batches(2))
+    assert used.optimizers[0].param_groups[0]["step"] == 2
+
+
 @pytest.mark.parametrize("name", ["Muon", "Whitened", "Adafactor"])
 def test_any_cut_loads_into_any_other(tmp_path, name):
     saved = pipeline(3, optimizer=FOREIGN[name], method="lwp-w")
@@ -60,16 +124,10 @@ def test_any_cut_loads_into_any_other(tmp_path, name):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
     load(tmp_path / "c", plain, optimizer=optimizer, scheduler=scheduler)
     load(tmp_path / "c", alone)
-    expected = {
-        stage.full_name(k): o.state[p]
-        for stage, o in zip(saved.children(), saved.optimizers, strict=True)
-        for k, p in stage.named_parameters()
-    }
+    expected = states(saved)
     for key, p in plain.named_parameters():
         same(optimizer.state[p], expected[key], key)
-    (stage,) = alone.children()
-    for key, p in stage.named_parameters():
-        same(alone.optimizers[0].state[p], expected[stage.full_name(key)], key)
+    same(states(alone), expected)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "Whitened"])
@@ -185,14 +243,17 @@ def test_what_cannot_be_kept(tmp_path, monkeypatch, kept, match):
     assert not (tmp_path / "c").exists()
 
 
-def test_state_that_is_no_parameters(tmp_path):
+def test_an_object_in_the_state(tmp_path):
+    pipe = pipeline(2, optimizer=Projecting, method="vanilla")
+    train(pipe, batches(1))
+    with pytest.raises(TypeError, match=r"0\.linear\.weight\.projector: .*\.Projecting\.Projector"):
+        save(tmp_path / "c", pipe)
+
+
+def test_state_without_names(tmp_path):
     pipe = pipeline(2, optimizer=Lion, method="vanilla")
     train(pipe, batches(1))
     state = pipe.optimizers[1].state
-    state["all"] = {"count": 3}
-    with pytest.raises(TypeError, match="stage 1: its state has 'all', which is no parameter's"):
-        save(tmp_path / "c", pipe)
-    del state["all"]
     first = next(iter(state))
     state[first] = {1: 2}
     with pytest.raises(TypeError, match=r"stage 1: 2\.linear\.weight: its state is not a dict"):

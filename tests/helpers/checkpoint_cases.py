@@ -74,7 +74,8 @@ def everything(pipe):
         found.update((stage.full_name(k), v) for k, v in stage.state_dict().items())
     for k, optimizer in enumerate(pipe.optimizers):
         for index, entry in optimizer.state_dict()["state"].items():
-            found.update((f"state.{k}.{index}.{key}", v) for key, v in entry.items())
+            members = entry if isinstance(entry, dict) else {"": entry}
+            found.update((f"state.{k}.{index}.{key}", v) for key, v in members.items())
     for k, stage in enumerate(pipe.random):
         found.update((f"random.{k}.{j}", state) for j, state in enumerate(stage.states()))
     return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import numpy as np
+import pytest
 import torch
 
 
@@ -78,6 +82,80 @@ class Whitened(torch.optim.Optimizer):
                 p.add_(moved + last + state["projected"].sum(), alpha=-group["lr"] / state["count"])
 
 
+class Counting(torch.optim.Optimizer):
+    """Its first step adds options to groups; it also has state that belongs to no parameter."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": np.float32(lr), "dtype": torch.float64})
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.updates += 1
+        self.state["total"] = self.state.get("total", 0) + 1
+        self.state["mixing"] = torch.full((2, 2), 0.5 ** self.state["total"])
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("scale", torch.ones(1)).mul_(0.9)
+            group.setdefault("powers", torch.ones(2, 3).T).mul_(0.5)
+            group.setdefault("recent", deque(maxlen=2)).append(torch.tensor(0.1 * group["step"]))
+            rate = group["lr"] * np.float32(self.updates) / np.float32(self.state["total"])
+            factor = group["scale"].item() + sum(group["recent"]) + group["powers"].sum()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= (factor * float(rate) * self.state["mixing"].sum()) * p.grad
+
+    def state_dict(self):
+        return super().state_dict() | {"updates": self.updates}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.updates = state_dict["updates"]
+
+
+class Queued(torch.optim.Optimizer):
+    """A group without a learning rate, and state of kinds that torch's classes do not have."""
+
+    def __init__(self, params):
+        super().__init__(params, {"decay": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["rule"] = ("sum", "ij->ji")
+                    state["name"], state["shape"] = "queued", p.shape
+                    state["dtype"] = torch.float64
+                    state["rate"] = np.float32(0.01)
+                    state["gradients"] = deque([torch.zeros_like(p)], maxlen=2)
+                    state["spectrum"] = torch.zeros_like(p, dtype=torch.complex64)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                assert state["name"] == "queued"
+                state["count"] += 1
+                state["gradients"].append(p.grad.clone())
+                state["spectrum"] += 1j * p.grad
+                wide = [g.to(state["dtype"]) for g in state["gradients"]]
+                moved = sum(wide) / len(wide) + state["spectrum"].imag / state["count"]
+                p -= (moved * float(state["rate"])).to(p.dtype).view(state["shape"])
+
+
+class Projecting(Lion):
+    """Its state has an object that a checkpoint cannot hold, as that of GaLore."""
+
+    class Projector:
+        pass
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["projector"] = self.Projector()
+
+
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, with their groups and one state."""
 
@@ -128,6 +206,11 @@ def muon_and_adamw(params):
     return Together(*parts)
 
 
+def adafactor(params):
+    """Return an optimizer whose groups have ``lr=None``, as it computes its rates."""
+    return pytest.importorskip("transformers").Adafactor(params)
+
+
 FOREIGN = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
@@ -138,3 +221,5 @@ FOREIGN = {
     "Whitened": lambda p: Whitened(p, lr=0.02),
     "Muon": muon_and_adamw,
 }
+
+PECULIAR = {"Counting": Counting, "Queued": Queued, "relative steps": adafactor}

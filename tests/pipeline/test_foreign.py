@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.foreign_optimizers import (
     FOREIGN,
+    PECULIAR,
     Bare,
     Lion,
     Replacing,
@@ -441,3 +442,17 @@ def test_an_optimizer_without_a_learning_rate(tmp_path):
     list(pipe.run(batches(3), trace=st.Metrics(pipe, tmp_path / "m", errors_every=1)))
     for p, start in zip(pipe.parameters(), before, strict=True):
         assert torch.equal(p, start / 8)
+
+
+@pytest.mark.parametrize("name", ["Queued", "relative steps"])
+def test_groups_without_a_learning_rate(tmp_path, name):
+    """Only a method that divides rates needs them."""
+    stages, data = tanh_stages(3), [(x.float(), y.float()) for x, y in batches(4)]
+    for method in ("auto", "vanilla", DIFFERENCE[0]):
+        modules = [copy.deepcopy(stage).float() for stage in stages]
+        pipe = st.Pipeline(modules, PECULIAR[name], mse, method)
+        with st.Metrics(pipe, tmp_path / "metrics.jsonl", every=2) as metrics:
+            assert len([*pipe.run(data, trace=metrics)]) == 4
+    for method, more in (("auto", {"microbatches": 1}), ("pipemare", {})):
+        with pytest.raises(ValueError, match=r"group 0 of a .* has no learning rate"):
+            st.Pipeline(stages, PECULIAR[name], mse, method, **more)
