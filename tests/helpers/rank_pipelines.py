@@ -537,7 +537,7 @@ def interrupted(rank, ranks, path, method, update):
 
 
 class Twice(nn.Module):
-    """Not a sequence; uses one module twice, and another one's weight."""
+    """Not a sequence; uses one module twice, another one's weight, and a buffer in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -545,9 +545,12 @@ class Twice(nn.Module):
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.middle.weight
+        self.register_buffer("scale", torch.rand(WIDTH))
 
     def forward(self, x):
-        return self.first(torch.tanh(self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+        for layer in (self.first, self.middle, self.last):
+            x = torch.tanh(layer(x)) * self.scale
+        return self.first(x)
 
 
 def tied_and_cut(rank, ranks, folder):
@@ -588,6 +591,8 @@ def tied_and_cut(rank, ranks, folder):
         other = make(name)
         for _ in other.run(data(2)):
             pass
+        for buffer in other.buffers():
+            buffer.zero_()
         st.checkpoint.load(f"{folder}/{name}", other)
         loaded = state(other)
         for _ in other.run(data(3)):
