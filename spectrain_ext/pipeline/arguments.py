@@ -15,10 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Place, Replicas, flushes
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+    from spectrain_ext.weights import StageWeights
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -370,6 +373,38 @@ def make_optimizer(
             f"stage's {len(params)} trainable ones; freeze others with requires_grad_(False)"
         )
     return made
+
+
+def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
+    """Count the trainable matrices in ``hidden`` of Muon and SOAP, and those that are trained.
+
+    The last value describes one that is not.
+    """
+    hidden: set[Tensor] = set()
+    held: set[Tensor] = set()
+    for optimizer in (each.optimizer for each in weights if each is not None):
+        if isinstance(optimizer, PredictingOptimizer):
+            hidden.update(getattr(optimizer, "hidden", None) or ())
+        held.update(p for group in optimizer.param_groups for p in group["params"])
+    wanted = {p for p in hidden if p.requires_grad or not isinstance(p, nn.Parameter)}
+    left = [f"shape {tuple(p.shape)} on {p.device}" for p in wanted - held]
+    return len(wanted), len(wanted) - len(left), min(left, default="")
+
+
+def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
+    """Refuse matrices in ``hidden`` that no stage has, by each process's ``hidden_use``.
+
+    ``firsts`` are the processes that hold each stage's first replica. A process may know the
+    matrices of all stages, or only its own.
+    """
+    trained = sum(use[r][1] for r in set(firsts))
+    for wanted, used, left in use:
+        if used < wanted and trained != wanted:
+            raise ValueError(
+                f"optimizer: stages train {trained} of the {wanted} matrices in hidden, and no "
+                f"stage has the others, one of them of {left}; AdamW would train what they stand "
+                "for. materialize makes new parameters: call hidden_matrices(model) after it"
+            )
 
 
 def make_scheduler(

@@ -6,6 +6,7 @@ import re
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from time import sleep
 
@@ -339,9 +340,19 @@ def disagreeing(rank, ranks):
     attempt("codec", lambda: small(rank, ranks, codec=st.codecs.Int8(block=64 + rank)))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
+    attempt("hidden", lambda: with_muon(rank, stages(ranks), stages(ranks)))
+    with_muon(rank, whole := stages(ranks), whole)
+    with_muon(rank, whole, whole[rank : rank + 1])
     pipe = small(rank, ranks)
     attempt("no batches", lambda: pipe.run())
     return found
+
+
+def with_muon(rank, parts, known):
+    """Make a pipeline whose optimizer gets the matrices of ``known`` stages."""
+    hidden = [p for part in known for p in part.parameters() if p.dim() == 2]
+    make = partial(st.optim.Muon, hidden=hidden)
+    st.DistributedPipeline(parts[rank], make, nn.functional.mse_loss, timeout=20.0)
 
 
 def refusing(rank, ranks):
