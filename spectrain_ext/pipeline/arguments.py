@@ -52,9 +52,16 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "as well; stages may share parameters: give each a module of its own, and the "
                     "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
+            where = f"stages[{k}]: {f'its module {name!r}' if name else 'it'}"
+            if (wrapper := _data_parallel(part)) is not None:
+                raise TypeError(
+                    f"{where} is wrapped in {wrapper}, whose replicas would drift apart: it waits "
+                    "for gradients in backwards of its own; give the module without it, and "
+                    "DistributedPipeline(..., replicas=...) for replicas of a stage"
+                )
             if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
                 raise ValueError(
-                    f"stages[{k}]: {f'its module {name!r}' if name else 'it'} was captured in CUDA "
+                    f"{where} was captured in CUDA "
                     "graphs, as by torch.cuda.make_graphed_callables, which replay the weights' "
                     "addresses of then; in a pipeline weights have several; give it uncaptured"
                 )
@@ -66,13 +73,30 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "module first"
                 )
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            if _is_named(tensor, "DTensor"):
+                raise TypeError(
+                    f"stages[{k}]: {kind} {name!r} is a DTensor, as fully_shard (FSDP) and tensor "
+                    "parallelism make; a stage needs ordinary tensors: give the module before it "
+                    "is sharded, and DistributedPipeline(..., replicas=...) for data parallelism"
+                )
             if tensor.is_meta:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise ValueError(
                     f"stages[{k}]: {kind} {name!r} is on the meta device and has no value; "
                     "materialize(stage, folder) gives it one"
                 )
     return modules
+
+
+def _data_parallel(module: nn.Module) -> str | None:
+    names = ("DistributedDataParallel", "FullyShardedDataParallel")
+    return next((name for name in names if _is_named(module, name)), None)
+
+
+def _is_named(thing: object, name: str) -> bool:
+    """Whether one of its classes is torch's of that name, without importing torch.distributed."""
+    classes = type(thing).__mro__
+    return any(c.__name__ == name and c.__module__.startswith("torch.") for c in classes)
 
 
 #: A module's index among the stages of a cut, and their number; None: it is not from a cut.
