@@ -77,15 +77,16 @@ class Part:
     # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names."""
-        for key, value in self.module.state_dict().items():
+        # Without keep_vars a model warns if other processes have trained stages of it.
+        for key, value in self.module.state_dict(keep_vars=not saved).items():
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"stage {self.stage}: {key!r} in its state_dict is a {type(value).__name__}; a "
                     "checkpoint holds tensors only"
                 )
-            yield self.names[key], value
+            yield self.names[key], value.detach()
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the model's name of every parameter, the first one if it has several."""
@@ -174,5 +175,5 @@ def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]
 
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    keys += module.state_dict().keys()
+    keys += module.state_dict(keep_vars=True).keys()
     return full_names(module, keys, prefix)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -85,6 +87,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}; {REMEDY}")
     stages = slices_of(named, ends)
     _mark(stages)
+    _refer(stages, model)
     return stages
 
 
@@ -130,6 +133,51 @@ def _mark(stages: Sequence[Any]) -> None:
     for stage in stages:
         stage.cut_names = names
         stage.tied_names = {n: tied[t] for n, t in _named_tensors(stage) if len(tied[t]) > 1}
+
+
+class _Uncut:
+    """The model that stages were cut from, while it exists; copies of stages refer to none.
+
+    Warns of the model's state_dict after other processes have trained some stages.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model: Callable[[], nn.Module | None] = _none if model is None else ref(model)
+        self._elsewhere: Sequence[int] | None = None  # None: the model has no hooks yet
+
+    def trained_elsewhere(self, stages: Sequence[int]) -> None:
+        model = self._model()
+        if model is not None and self._elsewhere is None:
+            model.register_state_dict_post_hook(self)
+            model.register_load_state_dict_post_hook(self.loaded)
+        self._elsewhere = stages
+
+    def loaded(self, model: nn.Module, keys: Any = None) -> None:
+        if model is self._model() and not (keys and keys.missing_keys):
+            self._elsewhere = ()
+
+    def __call__(self, model: nn.Module, state: Mapping[str, Any], *_: object) -> None:
+        kept = any(isinstance(value, nn.Parameter) for value in state.values())  # by keep_vars
+        if self._elsewhere and model is self._model() and not kept:
+            warnings.warn(
+                f"state_dict: other processes have trained stages {list(self._elsewhere)} of this "
+                "model, which has their weights of before; spectrain_ext.checkpoint.save(path, "
+                "pipe, only_model=True), called by all ranks, saves the whole model",
+                stacklevel=3,
+            )
+
+    def __reduce__(self) -> Any:
+        return _Uncut, ()
+
+
+def _none() -> None:
+    return None
+
+
+def _refer(stages: Sequence[Any], model: object) -> None:
+    uncut = _Uncut(model) if isinstance(model, nn.Module) else None
+    for stage in stages if uncut is not None else ():
+        stage.uncut = uncut
 
 
 def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -324,6 +372,7 @@ def partition(
     if ties and planned is None:
         _log_ties(ties, found, best(()))
     stages = source.make(found.ends)
+    _refer(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
     if planned is None:
