@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.pipeline.averaging import Averaged
-from spectrain_ext.pipeline.names import full_names
+from spectrain_ext.pipeline.names import bare, copied_buffers, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
@@ -74,18 +74,19 @@ class Part:
     replica: int = 0  # the first replica's weights are saved
     replicas: int = 1
     averaged: Averaged | None = None  # averages its weights over replicas
-    # names of parameters that an earlier stage trains, with their names there
+    # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names."""
-        for key, value in self.module.state_dict().items():
+        # Without keep_vars a model warns if other processes have trained stages of it.
+        for key, value in self.module.state_dict(keep_vars=not saved).items():
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"stage {self.stage}: {key!r} in its state_dict is a {type(value).__name__}; a "
                     "checkpoint holds tensors only"
                 )
-            yield self.names[key], value
+            yield self.names[key], value.detach()
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the model's name of every parameter, the first one if it has several."""
@@ -110,7 +111,8 @@ def parts_of(
     """Return the parts of a pipeline, or a module as the only part."""
     if not isinstance(target, Pipeline):
         names = _names(target, "")
-        return [Part(first_stage or 0, target, names, optimizer, scheduler, None)]
+        tied = _copied(target, names) if first_stage else {}
+        return [Part(first_stage or 0, target, names, optimizer, scheduler, None, tied=tied)]
     if optimizer is not None or scheduler is not None:
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
@@ -154,7 +156,8 @@ def parts_of(
                 replica,
                 replicas,
                 averaged.get(k),
-                {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names},
+                {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names}
+                | _copied(module, names),
             )
         )
     return parts
@@ -164,7 +167,13 @@ def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 
+def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of buffers that an earlier stage saves."""
+    copied = copied_buffers(module)
+    return {name: [name] for key, name in names.items() if bare(key) in copied}
+
+
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    keys += module.state_dict().keys()
+    keys += module.state_dict(keep_vars=True).keys()
     return full_names(module, keys, prefix)

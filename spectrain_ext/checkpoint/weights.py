@@ -32,8 +32,8 @@ class Weights(Item):
         """Return weights and masters by name; masters follow parameters changed since a run."""
         names, tied = self._part.parameter_names(), self._part.tied
         weights = {
-            name: tensor.detach()
-            for name, tensor in self._part.tensors()
+            name: tensor
+            for name, tensor in self._part.tensors(saved=True)
             if name not in tied.get(name, ())  # an earlier stage saves it under this name
         }
         masters = {}
@@ -75,7 +75,7 @@ class Weights(Item):
         aliases: dict[_Place, list[str]] = {}  # its names
         wide: dict[_Place, Json] = {}
         for (name, tensor), key in zip(
-            self._part.tensors(), self._part.module.state_dict(), strict=True
+            self._part.tensors(), self._part.module.state_dict(keep_vars=True), strict=True
         ):
             if name in left:
                 continue

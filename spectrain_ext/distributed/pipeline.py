@@ -205,7 +205,15 @@ class DistributedPipeline(Pipeline):
 
         The pipeline cannot run again after a failure.
         """
+        elsewhere = sorted(set(range(len(self.replicas))).difference(self._connections.indices))
+        for uncut in self._uncut() if elsewhere else ():
+            uncut.trained_elsewhere(elsewhere)
         return super().run(self._own_batches(batches), trace=trace, keep=keep)
+
+    def _uncut(self) -> list[Any]:
+        """Return what ``partition`` noted about the model that was cut."""
+        noted = (getattr(stage, "uncut", None) for stage in self.children())
+        return [uncut for uncut in noted if uncut is not None]
 
     def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if self.rank:
@@ -246,6 +254,8 @@ class DistributedPipeline(Pipeline):
             self._board.set_action(what)
             own = self.state_dict(keep_vars=True)
             write_back({} if self.replica else own, own, model, Peers(hosts, self._board))
+            for uncut in self._uncut() if model is not None else ():
+                uncut.loaded(model)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

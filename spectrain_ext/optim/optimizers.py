@@ -292,7 +292,7 @@ class _OfMatrices(PredictingOptimizer):
     """Base of ``Muon`` and ``SOAP``: parameter groups of matrices, and AdamW's for the rest."""
 
     _rest: dict[str, Any]
-    _hidden: Collection[Tensor] | None = None
+    hidden: frozenset[Tensor] | None = None  # pipelines check that stages have all of them
 
     def _make(
         self,
@@ -303,7 +303,7 @@ class _OfMatrices(PredictingOptimizer):
     ) -> None:
         key = self._rule.kind
         self._rest = {**AdamW([torch.empty(0)], **adamw).defaults, key: False}
-        self._hidden = None if hidden is None else set(hidden)
+        self.hidden = None if hidden is None else _checked_hidden(hidden)
         # Not the constructor of torch's Muon, which refuses the rest.
         torch.optim.Optimizer.__init__(self, params, {**defaults, key: True})
 
@@ -338,11 +338,11 @@ class _OfMatrices(PredictingOptimizer):
 
     def _is_hidden(self, p: Any) -> bool:
         is_matrix = isinstance(p, Tensor) and p.dim() == 2
-        return is_matrix and (self._hidden is None or p in self._hidden)
+        return is_matrix and (self.hidden is None or p in self.hidden)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of ``PredictingOptimizer`` and the settings for later groups."""
-        return {**super().__getstate__(), "_rest": self._rest, "_hidden": self._hidden}
+        return {**super().__getstate__(), "_rest": self._rest, "hidden": self.hidden}
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError: no correction is defined for updates of matrices."""
@@ -350,6 +350,19 @@ class _OfMatrices(PredictingOptimizer):
             raise ValueError(
                 f"{correction} is not defined for the updates of {type(self).__name__}"
             )
+
+
+def _checked_hidden(hidden: Collection[Tensor]) -> frozenset[Tensor]:
+    for n, p in enumerate(hidden):
+        if not isinstance(p, Tensor):
+            raise TypeError(
+                f"hidden[{n}]: expected a parameter, got {p!r}; hidden_matrices(model) returns them"
+            )
+        if p.dim() != 2:
+            raise ValueError(
+                f"hidden[{n}]: expected matrices alone, got a parameter of shape {tuple(p.shape)}"
+            )
+    return frozenset(hidden)
 
 
 class Muon(_OfMatrices, torch.optim.Muon):
@@ -373,15 +386,16 @@ class Muon(_OfMatrices, torch.optim.Muon):
         adjust_lr_fn: ``"original"`` (or None) multiplies the update by ``sqrt(max(1, rows /
             columns))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``.
         hidden: the hidden matrices, usually ``hidden_matrices(model)``; None: all parameters with
-            two dimensions.
+            two dimensions. Those of other optimizers may be in it; a pipeline refuses trainable
+            ones that no stage has.
         adamw: options of ``AdamW`` for the rest. Its ``lr`` defaults to Muon's with
             ``adjust_lr_fn="match_rms_adamw"``, which makes updates as large as AdamW's, else 1e-3.
         momentum_dtype: dtype of all state, as in ``SGD``.
 
     Raises:
-        ValueError: a number out of range, ``use_muon`` for a parameter that is not a matrix, or a
-            mixed group with options but without ``use_muon``.
-        TypeError: as in ``SGD``; an option that ``AdamW`` does not have.
+        ValueError: a number out of range, a parameter in ``hidden`` or with ``use_muon`` that is
+            not a matrix, or a mixed group with options but without ``use_muon``.
+        TypeError: as in ``SGD``; an option that ``AdamW`` does not have; a name in ``hidden``.
 
     A matrix has the state ``momentum_buffer`` and ``update_buffer``, its last adjusted update U:
     ``W <- (1 - lr*weight_decay)*W - lr*U``. The prediction ``steps`` updates ahead is
@@ -454,16 +468,16 @@ class SOAP(_OfMatrices):
         weight_decay: decoupled decay of matrices (>= 0).
         precondition_frequency: steps between updates of the basis.
         max_dimension: longer sides of a matrix are not rotated.
-        hidden: the matrices to rotate; None: all parameters with two dimensions, which was better
-            with stale gradients than ``hidden_matrices(model)``.
+        hidden: the matrices to rotate, as in ``Muon``; None: all parameters with two dimensions,
+            which was better with stale gradients than ``hidden_matrices(model)``.
         adamw: options of ``AdamW`` for the rest; ``lr`` and ``betas`` default to the same values.
         momentum_dtype: dtype of first moment and update, as in ``SGD``; other state is float32, or
             float64 for a float64 parameter.
 
     Raises:
-        ValueError: a number out of range, ``rotated`` for a parameter that is not a matrix, or a
-            mixed group with options but without ``rotated``.
-        TypeError: as in ``SGD``; an option that ``AdamW`` does not have.
+        ValueError: a number out of range, a parameter in ``hidden`` or with ``rotated`` that is not
+            a matrix, or a mixed group with options but without ``rotated``.
+        TypeError: as in ``SGD``; an option that ``AdamW`` does not have; a name in ``hidden``.
 
     A matrix has the state ``exp_avg``, ``exp_avg_sq`` (in the basis), ``left``, ``right``,
     ``left_basis``, ``right_basis`` and ``update_buffer``, its last update U with bias corrections:
@@ -508,7 +522,8 @@ def hidden_matrices(model: nn.Module) -> set[Tensor]:
 
     These are all parameters with two dimensions, except those of ``nn.Embedding``,
     ``nn.EmbeddingBag`` and the last module with such a parameter, assumed to be the head
-    (https://kellerjordan.github.io/posts/muon).
+    (https://kellerjordan.github.io/posts/muon). Call it after ``materialize``, which makes new
+    parameters.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))

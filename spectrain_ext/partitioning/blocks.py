@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import eq
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
 from .columns import Call
 from .outline import SPLIT_HINT, evaluated
-from .profile import Tie
+from .profile import Tie, untouched
 from .traced import TracedStage, split
 
 
@@ -114,14 +114,20 @@ def ties_of(
     blocks: Sequence[nn.Module],
     kinds: str = "blocks",
     found: Callable[[nn.Module], Iterable[tuple[object, str, str]]] | None = None,
+    is_constant: Callable[[Tensor], bool] = lambda _: False,
 ) -> tuple[Tie, ...]:
-    """Return the modules and module buffers that blocks share, which stages cannot share."""
+    """Return the modules and module buffers that blocks share, which stages cannot share.
+
+    Stages can share buffers that are constant: each has a copy.
+    """
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
         for part, name, kind in (found or _parts)(block):
             first, its_name = owners.setdefault(part, (index, name))
             if first != index and (first, index) not in ties:
+                if isinstance(part, Tensor) and kind == "buffer" and is_constant(part):
+                    continue
                 if callable(known := getattr(block, "full_name", None)):
                     what = f"{kind} {known(name)!r}, which {kinds} {first} and {index} use"
                 else:
@@ -196,7 +202,7 @@ def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]
 
     handles = [module.register_forward_pre_hook(called) for module in model.modules()]
     try:
-        with evaluated(model):
+        with evaluated(model), untouched(model):
             args, kwargs = call(example if isinstance(example, tuple) else (example,))
             model(*args, **kwargs)
     finally:

@@ -19,6 +19,12 @@ StageCount = Callable[[int, int], int]
 _NEVER = float("inf")
 _LARGEST = 1 << 24  # bytes of a plan's file
 
+#: What to do about something that blocks share.
+REMEDY = (
+    "give each its own; partition copies buffers if an example_input shows that no forward writes "
+    "to them"
+)
+
 #: The only format of a plan's document that is accepted.
 PLAN_FORMAT = 1
 
@@ -287,7 +293,7 @@ def _places(profile: Profile, n: int) -> list[int]:
         shared = "; ".join(tie.what for tie in profile.ties)
         raise ValueError(
             f"n_stages: {n} stages need {n - 1} places to cut, and blocks that share something "
-            f"leave {len(inner)}: {shared}"
+            f"leave {len(inner)}: {shared}; {REMEDY}"
         )
     return [0, *inner, blocks]
 

@@ -116,12 +116,11 @@ class DecoderStage(nn.Module):
         self._hand = _Inbox()
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = copy_sharing(model, dict(self._stand_ins(model, valueless, start, end)))
-        if not self._first:  # the first stage saves the module buffers outside the list
+        if not self._first:  # copies, because this stage may be on another device
             names = outline.path.split(".")
             for count in range(len(names)):
                 around = self.model.get_submodule(".".join(names[:count]))
                 vars(around)["_buffers"] = copy.deepcopy(around._buffers)
-                _save_no_buffers(around)
         self.training = model.training
 
     def full_name(self, name: str) -> str:
@@ -151,10 +150,8 @@ class DecoderStage(nn.Module):
             elif not self._first:
                 # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
-                copied = nn.Identity() if isinstance(module, nn.Dropout) else copy.deepcopy(module)
-                for part in copied.modules():
-                    _save_no_buffers(part)
-                yield name, copied
+                is_dropout = isinstance(module, nn.Dropout)
+                yield name, nn.Identity() if is_dropout else copy.deepcopy(module)
         count = len(outline.members)
         first, last = max(start - 1, 0), min(end - 1, count)
         blocks = list(members_of(model.get_submodule(outline.path)))
@@ -240,10 +237,6 @@ def _leave(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
 
 def _leave_before(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise _EndOfStage(hand, hidden_of(args, kwargs))
-
-
-def _save_no_buffers(module: nn.Module) -> None:
-    vars(module)["_non_persistent_buffers_set"] = set(module._buffers)
 
 
 def copy_sharing(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, tensors_of
 
-from .provenance import Provenance, is_valueless
+from .provenance import Provenance, Writes, is_valueless, storage_of
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -179,9 +179,7 @@ def measure(
     if is_valueless(*blocks):
         return Profile(tuple(_estimated(blocks, value)), ties)
     found: list[BlockProfile] = []
-    devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
-    cuda = sorted(index for index in devices if index is not None)
-    with RNG_LOCK, torch.random.fork_rng(devices=cuda):
+    with _forked_rng(blocks):
         for index, block in enumerate(blocks):
             with untouched(block):
                 last = index == len(blocks) - 1
@@ -352,6 +350,55 @@ def _forget(value: Value) -> None:
     if any(tensor.device.type == "cpu" for tensor in tensors_of(value)):
         torch.zeros(_CACHE // 4).add_(1.0)
     _wait(value)
+
+
+@contextmanager
+def _forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
+    cuda = sorted(index for index in devices if index is not None)
+    with RNG_LOCK, torch.random.fork_rng(devices=cuda):
+        yield
+
+
+def written_buffers(
+    model: nn.Module, run: Callable[[Any], object], example: object, blocks: Sequence[nn.Module]
+) -> set[int]:
+    """Return the storages of module buffers that a forward writes to, in training or evaluation.
+
+    They are those of all buffers if ``example`` is None or a forward fails.
+
+    Args:
+        model: contains all modules that ``run`` calls.
+        run: runs it on the example.
+        example: a microbatch.
+        blocks: may hold further buffers, such as constants of the code.
+    """
+    storages = {storage_of(b) for module in (model, *blocks) for b in module.buffers()}
+    if example is None:
+        return storages
+    modes = [(module, module.training) for module in model.modules()]
+    provenance = Provenance(model) if is_valueless(model) else None
+    try:
+        value = as_value(example, "example_input")
+        with untouched(model), _forked_rng([model]), ExitStack() as inside:
+            if provenance is not None:
+                value = provenance.given(value)
+                inside.enter_context(provenance.kept())
+            inside.enter_context(writes := Writes())
+            inside.enter_context(torch.no_grad())
+            for training in (True, False):
+                for module, _ in modes:
+                    module.training = training
+                run(_entered(value, 0))
+    except Exception:
+        return storages
+    finally:
+        for module, training in modes:
+            module.training = training
+    found = writes.storages
+    if provenance is not None:
+        found |= provenance.originals(found)
+    return storages & found
 
 
 @contextmanager

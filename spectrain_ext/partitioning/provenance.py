@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -87,6 +87,28 @@ class Provenance:
     def same(self, a: Tensor, b: Tensor) -> bool:
         return self._maker.origin(a) == self._maker.origin(b)
 
+    def originals(self, storages: Container[int]) -> set[int]:
+        """Return the storages of the model's tensors whose stand-ins have these storages."""
+        known = self._known.values()
+        return {storage_of(t) for _, _, t, stand_in in known if storage_of(stand_in) in storages}
+
+
+class Writes(TorchDispatchMode):
+    """Records the storages that operations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Normalizations do not declare that they write their running statistics.
+        written = _written(func, args, kwargs, undeclared="running_")
+        self.storages.update(storage_of(leaf) for leaf in tree_leaves(written) if _is_tensor(leaf))
+        return func(*args, **kwargs)
+
 
 class _Maker(TorchDispatchMode):
     """Gives each storage a number for the operations that made its contents."""
@@ -105,7 +127,7 @@ class _Maker(TorchDispatchMode):
         self._set(tensor, self._number(name), first=True)
 
     def origin(self, tensor: Tensor) -> int:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage not in self._contents:
             # A small tensor from outside, such as 2.0, is identified by its values.
             content: Any = ("given", storage)
@@ -121,8 +143,8 @@ class _Maker(TorchDispatchMode):
 
     def _set(self, tensor: Tensor, number: int, first: bool = False) -> None:
         self._alive.append(tensor)
-        if not first or _storage(tensor) not in self._contents:
-            self._contents[_storage(tensor)] = number
+        if not first or storage_of(tensor) not in self._contents:
+            self._contents[storage_of(tensor)] = number
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor that replaces a tensor from outside."""
@@ -144,15 +166,10 @@ class _Maker(TorchDispatchMode):
         name = str(func)
         looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         made = func(*args, **kwargs)
-        schema = func._schema.arguments
-        written = [
-            (args[place] if place < len(args) else kwargs.get(argument.name))
-            for place, argument in enumerate(schema)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        fresh = [t for t in tree_leaves(made) if _is_tensor(t) and _storage(t) not in given]
+        written = _written(func, args, kwargs)
+        fresh = [t for t in tree_leaves(made) if _is_tensor(t) and storage_of(t) not in given]
         for index, tensor in enumerate(chain(filter(_is_tensor, tree_leaves(written)), fresh)):
             self._set(tensor, self._number((number, index)))
         return made
@@ -171,10 +188,22 @@ class _Maker(TorchDispatchMode):
         return repr(value)
 
 
+def _written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], undeclared: str | None = None
+) -> list[Any]:
+    """Return the arguments that an operation writes to, also those whose names begin so."""
+    return [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (undeclared is not None and argument.name.startswith(undeclared))
+    ]
+
+
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     found: int = tensor.untyped_storage()._cdata
     return found

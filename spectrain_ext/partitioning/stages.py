@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
 from .blocks import block_names, blocks_of, finest_cut, shared_of, slices_of, ties_of
 from .columns import BY_POSITION, Columns, columns_in
-from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
+from .cut import (
+    REMEDY,
+    Cut,
+    HasDocument,
+    PlannedCut,
+    StageCount,
+    classic_window,
+    cut,
+    planned_cut,
+)
 from .decoders import Decoder
 from .outline import adapted, is_pretrained, outline_columns, takes_ids
 from .own_loss import OwnLoss, own_loss
-from .profile import Profile, Tie, measure, measure_on_rank_0, profile_by_parameters
-from .provenance import is_valueless, without_values
+from .profile import (
+    Profile,
+    Tie,
+    measure,
+    measure_on_rank_0,
+    profile_by_parameters,
+    written_buffers,
+)
+from .provenance import is_valueless, storage_of, without_values
 from .traced import TracedStage, split
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
+
+_logger = logging.getLogger(__name__)
 
 
 def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Module]:
@@ -62,9 +84,10 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
     for tie in ties_of(blocks):
         for end in ends[:-1]:
             if tie.first < end <= tie.last:
-                raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
+                raise ValueError(f"ends: a cut before block {end} separates {tie.what}; {REMEDY}")
     stages = slices_of(named, ends)
     _mark(stages)
+    _refer(stages, model)
     return stages
 
 
@@ -89,25 +112,77 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
 
 
 def _mark(stages: Sequence[Any]) -> None:
-    """Record in every stage its place in the cut and the whole model's names.
+    """Record in every stage its place in the cut, the model's names, and copies of buffers.
 
     Pipelines check the places with ``check_order``. ``materialize`` uses the names to tell which
-    tensors a file may hold, and under which names a tied parameter may be stored.
+    tensors a file may hold, and under which names a tied tensor may be stored. A buffer that an
+    earlier stage holds under the same name is a copy: the earlier stage saves it, and both load it.
     """
     mark_ties(stages)
-    tied: dict[nn.Parameter, list[str]] = {}
-    everything: set[str] = set()
+    tied: dict[Tensor, list[str]] = {}
+    buffers: set[str] = set()
     for k, stage in enumerate(stages):
         stage.cut_place = (k, len(stages))
-        for name, p in stage.named_parameters(remove_duplicate=False):
-            tied.setdefault(p, []).append(stage.full_name(name))
-        buffers = stage.named_buffers(remove_duplicate=False)
-        everything.update(stage.full_name(name) for name, _ in buffers)
-    names = frozenset(everything.union(*tied.values()))
+        full = {name: stage.full_name(name) for name, _ in _named_tensors(stage)}
+        for name, tensor in _named_tensors(stage):
+            tied.setdefault(tensor, []).append(full[name])
+        own = [name for name, _ in stage.named_buffers(remove_duplicate=False)]
+        stage.copied_buffers = frozenset(name for name in own if full[name] in buffers)
+        buffers.update(full[name] for name in own)
+    names = frozenset(chain.from_iterable(tied.values()))
     for stage in stages:
         stage.cut_names = names
-        own = stage.named_parameters(remove_duplicate=False)
-        stage.tied_names = {name: tied[p] for name, p in own if len(tied[p]) > 1}
+        stage.tied_names = {n: tied[t] for n, t in _named_tensors(stage) if len(tied[t]) > 1}
+
+
+class _Uncut:
+    """The model that stages were cut from, while it exists; copies of stages refer to none.
+
+    Warns of the model's state_dict after other processes have trained some stages.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model: Callable[[], nn.Module | None] = _none if model is None else ref(model)
+        self._elsewhere: Sequence[int] | None = None  # None: the model has no hooks yet
+
+    def trained_elsewhere(self, stages: Sequence[int]) -> None:
+        model = self._model()
+        if model is not None and self._elsewhere is None:
+            model.register_state_dict_post_hook(self)
+            model.register_load_state_dict_post_hook(self.loaded)
+        self._elsewhere = stages
+
+    def loaded(self, model: nn.Module, keys: Any = None) -> None:
+        if model is self._model() and not (keys and keys.missing_keys):
+            self._elsewhere = ()
+
+    def __call__(self, model: nn.Module, state: Mapping[str, Any], *_: object) -> None:
+        kept = any(isinstance(value, nn.Parameter) for value in state.values())  # by keep_vars
+        if self._elsewhere and model is self._model() and not kept:
+            warnings.warn(
+                f"state_dict: other processes have trained stages {list(self._elsewhere)} of this "
+                "model, which has their weights of before; spectrain_ext.checkpoint.save(path, "
+                "pipe, only_model=True), called by all ranks, saves the whole model",
+                stacklevel=3,
+            )
+
+    def __reduce__(self) -> Any:
+        return _Uncut, ()
+
+
+def _none() -> None:
+    return None
+
+
+def _refer(stages: Sequence[Any], model: object) -> None:
+    uncut = _Uncut(model) if isinstance(model, nn.Module) else None
+    for stage in stages if uncut is not None else ():
+        stage.uncut = uncut
+
+
+def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from stage.named_parameters(remove_duplicate=False)
+    yield from stage.named_buffers(remove_duplicate=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +336,7 @@ def partition(
     if planned is not None:
         planned.check(source.names, n_stages)
     _check_stages(n_stages, len(blocks))
-    ties = ties_of(blocks)
+    ties = source.ties(blocks)
     if profile == "parameters":
         profile = source.with_block_names(profile_by_parameters(blocks, ties))
     elif profile is None and planned is not None:
@@ -294,14 +369,33 @@ def partition(
             narrow = best((*ties, *source.narrow))
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
+    if ties and planned is None:
+        _log_ties(ties, found, best(()))
     stages = source.make(found.ends)
+    _refer(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
     if planned is None:
         return Partition(stages, found, profile, source.finish(stages))
-    if shared := ties_of(stages, "stages"):
-        raise ValueError(f"plan: it separates {shared[0].what}")
+    if shared := source.ties(stages, "stages"):
+        raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
     return Partition(stages, found, profile, source.finish(stages), planned.settings)
+
+
+def _log_ties(ties: Sequence[Tie], found: Cut, free: Cut) -> None:
+    """Log what blocks share if stages would be much more even without it."""
+    if found.slowest <= 1.1 * free.slowest:
+        return
+    inner = free.ends[:-1]
+    first, *others = [t for t in ties if any(t.first < end <= t.last for end in inner)]
+    _logger.warning(
+        "the slowest stage takes %.3g times as long as if all blocks could be separated; these "
+        "share %s%s; %s",
+        found.slowest / free.slowest,
+        first.what,
+        f" (and {len(others)} more)" * bool(others),
+        REMEDY,
+    )
 
 
 def profile_of(
@@ -331,8 +425,8 @@ def profile_of(
         [288, 0, 72]
     """
     source = _source(model, 1, example_input, None, before, after)
-    measured = source.with_block_names(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
-    return replace(measured, shared=shared_of(source.blocks))
+    measured = source.measure(repeats=repeats, ties=source.ties(source.blocks))
+    return replace(source.with_block_names(measured), shared=shared_of(source.blocks))
 
 
 @dataclass(frozen=True)
@@ -343,10 +437,22 @@ class _Source:
     blocks: Sequence[nn.Module]  # between all places to cut
     make: Callable[[Sequence[int]], list[nn.Module]]  # makes stages that end before these blocks
     measure: Callable[..., Profile]
+    # returns the storages of buffers that a forward writes to
+    written: Callable[[Sequence[nn.Module]], set[int]]
     narrow: tuple[Tie, ...] = ()  # allow only cuts that a single tensor crosses
     # checks the stages, and returns the model's own loss or why there is none
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
     columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
+
+    def ties(self, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
+        """Return what blocks or stages share and cannot have copies of."""
+        written: list[set[int]] = []
+
+        def is_constant(buffer: Tensor) -> bool:
+            written[:] = written or [self.written(parts)]
+            return storage_of(buffer) not in written[0]
+
+        return ties_of(parts, kinds, is_constant=is_constant)
 
     def with_block_names(self, profile: Profile) -> Profile:
         pairs = zip(profile.blocks, self.names, strict=True)
@@ -383,10 +489,16 @@ def _source(
                 decoder.model, decoder.outline, decoder.example, decoder.output, decoder.provenance
             )
 
+        columns, fixed = decoder.outline.columns, decoder.outline.fixed
+
+        def whole(given: Mapping[str, Any]) -> object:
+            return decoder.model(**given, **fixed)
+
         return _Source(
             *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
+            partial(written_buffers, decoder.model, whole, columns.of(decoder.example)),
             finish=finish,
-            columns=decoder.outline.columns,
+            columns=columns,
         )
     in_order = listed and split_points is None
     own = blocks_of(model, before, after) if in_order else {}
@@ -407,7 +519,9 @@ def _source(
             def measured(repeats: int, ties: tuple[Tie, ...]) -> Profile:
                 return profile_by_parameters(parts, ties)
 
-        return _Source(list(own), parts, partial(slices_of, own), measured)
+        in_turn = partial(reduce, lambda value, block: block(value), parts)
+        written = partial(written_buffers, nn.ModuleList(parts), in_turn, example)
+        return _Source(list(own), parts, partial(slices_of, own), measured, written)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if is_valueless(model):
@@ -452,8 +566,14 @@ def _source(
         first.columns = taken
         return _NO_LOSS if outline is None else own_loss(model, outline, example, output)
 
-    measured = partial(measure, blocks, value)
-    return _Source(block_names(names), blocks, make, measured, narrow, finish_traced, taken)
+    def run(value: Value) -> None:
+        args, kwargs = call(value if isinstance(value, tuple) else (value,))
+        model(*args, **kwargs)
+
+    return _Source(
+        *(block_names(names), blocks, make, partial(measure, blocks, value)),
+        *(partial(written_buffers, model, run, value), narrow, finish_traced, taken),
+    )
 
 
 def _check_stages(n_stages: int, most: int) -> None:

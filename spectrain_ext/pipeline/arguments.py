@@ -15,10 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Place, Replicas, flushes
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+    from spectrain_ext.weights import StageWeights
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -49,9 +52,16 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "as well; stages may share parameters: give each a module of its own, and the "
                     "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
+            where = f"stages[{k}]: {f'its module {name!r}' if name else 'it'}"
+            if (wrapper := _data_parallel(part)) is not None:
+                raise TypeError(
+                    f"{where} is wrapped in {wrapper}, whose replicas would drift apart: it waits "
+                    "for gradients in backwards of its own; give the module without it, and "
+                    "DistributedPipeline(..., replicas=...) for replicas of a stage"
+                )
             if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
                 raise ValueError(
-                    f"stages[{k}]: {f'its module {name!r}' if name else 'it'} was captured in CUDA "
+                    f"{where} was captured in CUDA "
                     "graphs, as by torch.cuda.make_graphed_callables, which replay the weights' "
                     "addresses of then; in a pipeline weights have several; give it uncaptured"
                 )
@@ -63,13 +73,30 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "module first"
                 )
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            if _is_named(tensor, "DTensor"):
+                raise TypeError(
+                    f"stages[{k}]: {kind} {name!r} is a DTensor, as fully_shard (FSDP) and tensor "
+                    "parallelism make; a stage needs ordinary tensors: give the module before it "
+                    "is sharded, and DistributedPipeline(..., replicas=...) for data parallelism"
+                )
             if tensor.is_meta:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise ValueError(
                     f"stages[{k}]: {kind} {name!r} is on the meta device and has no value; "
                     "materialize(stage, folder) gives it one"
                 )
     return modules
+
+
+def _data_parallel(module: nn.Module) -> str | None:
+    names = ("DistributedDataParallel", "FullyShardedDataParallel")
+    return next((name for name in names if _is_named(module, name)), None)
+
+
+def _is_named(thing: object, name: str) -> bool:
+    """Whether one of its classes is torch's of that name, without importing torch.distributed."""
+    classes = type(thing).__mro__
+    return any(c.__name__ == name and c.__module__.startswith("torch.") for c in classes)
 
 
 #: A module's index among the stages of a cut, and their number; None: it is not from a cut.
@@ -370,6 +397,38 @@ def make_optimizer(
             f"stage's {len(params)} trainable ones; freeze others with requires_grad_(False)"
         )
     return made
+
+
+def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
+    """Count the trainable matrices in ``hidden`` of Muon and SOAP, and those that are trained.
+
+    The last value describes one that is not.
+    """
+    hidden: set[Tensor] = set()
+    held: set[Tensor] = set()
+    for optimizer in (each.optimizer for each in weights if each is not None):
+        if isinstance(optimizer, PredictingOptimizer):
+            hidden.update(getattr(optimizer, "hidden", None) or ())
+        held.update(p for group in optimizer.param_groups for p in group["params"])
+    wanted = {p for p in hidden if p.requires_grad or not isinstance(p, nn.Parameter)}
+    left = [f"shape {tuple(p.shape)} on {p.device}" for p in wanted - held]
+    return len(wanted), len(wanted) - len(left), min(left, default="")
+
+
+def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
+    """Refuse matrices in ``hidden`` that no stage has, by each process's ``hidden_use``.
+
+    ``firsts`` are the processes that hold each stage's first replica. A process may know the
+    matrices of all stages, or only its own.
+    """
+    trained = sum(use[r][1] for r in set(firsts))
+    for wanted, used, left in use:
+        if used < wanted and trained != wanted:
+            raise ValueError(
+                f"optimizer: stages train {trained} of the {wanted} matrices in hidden, and no "
+                f"stage has the others, one of them of {left}; AdamW would train what they stand "
+                "for. materialize makes new parameters: call hidden_matrices(model) after it"
+            )
 
 
 def make_scheduler(

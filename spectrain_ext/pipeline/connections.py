@@ -18,6 +18,7 @@ from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
+from .arguments import check_hidden, hidden_use
 from .averaging import Averaged
 from .batch import SplitDim, is_pair, microbatches_in
 from .edges import Source, StageEdges, Traffic
@@ -73,6 +74,7 @@ class Connections:
         copies: Sequence[Copy],  # of other stages' weights, in these stages
     ) -> None:
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
+        check_hidden([hidden_use(stage.weights for stage in stages)])
         self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))

@@ -33,6 +33,12 @@ def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, 
     return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
 
 
+def copied_buffers(stage: nn.Module) -> Container[str]:
+    """Return which buffers copy those of an earlier stage of a cut with the same full name."""
+    found: Container[str] = getattr(stage, "copied_buffers", ())
+    return found
+
+
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the names in a pipeline's state dict, by the keys of its stages."""
     found: dict[str, str] = {}
@@ -42,10 +48,12 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
         tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
+        buffers = copied_buffers(stage)
         for key, full in full_names(stage, state, f"{k}.").items():
             found[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
             home, name = tied.get(bare(key), (k, key))
             copied = home != k and homes.get(f"{home}.{name}") == full
+            copied = copied or (bare(key) in buffers and full in held)
             known = known and (copied or held.setdefault(full, state[key]) is state[key])
     # Fall back to nn.Sequential's names if a stage does not know its own, or names collide.
     return found if known else {key: key for key in found}

@@ -36,9 +36,12 @@ def test_cuts_are_rank_0s_or_nobodys():
 def test_a_decoder_as_in_one_process(tied):
     pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    losses, state = model_programs.decoder(0, 1, tied)
+    losses, state, said = model_programs.decoder(0, 1, tied)
+    assert not said
     found = {}
-    for others, part in run_ranks(model_programs.decoder, 3, tied):
+    for rank, (others, part, said) in enumerate(run_ranks(model_programs.decoder, 3, tied)):
+        assert len(said) == 1
+        assert f"trained stages {[k for k in range(3) if k != rank]} of this model" in said[0]
         assert others == pytest.approx(losses, rel=1e-6)
         found.update(part)
     assert found.keys() == state.keys()

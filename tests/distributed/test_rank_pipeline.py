@@ -150,6 +150,7 @@ def test_what_ranks_must_agree_on():
     assert "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64," in found[0]["codec"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
+    assert all("stages train 0 of the 2 matrices in hidden" in each["hidden"] for each in found)
     assert found[0]["no batches"] == "batches: rank 0 needs them, got None"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from collections import OrderedDict
 
 import torch
@@ -66,7 +68,10 @@ def cuts(rank, ranks):
 
 
 def decoder(rank, ranks, tied):
-    """Cut and train a decoder on every rank; return losses and weights by the model's names."""
+    """Cut and train a decoder on every rank.
+
+    Return losses, weights by the model's names, and warnings of the uncut model's state_dict.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -80,7 +85,19 @@ def decoder(rank, ranks, tied):
             stage, sgd, parts.loss_fn, microbatches=3, share_loss=True, dynamic_shapes=True
         )
     losses = [result.loss.item() for result in pipe.run(batches())]
-    return losses, dict(pipe.state_dict())
+    said = warnings_of(model.state_dict)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    model.load_state_dict(model.state_dict(keep_vars=True))
+    assert not warnings_of(pipe.state_dict, copied.state_dict, model.state_dict)
+    return losses, dict(pipe.state_dict()), said
+
+
+def warnings_of(*calls):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    return [str(each.message) for each in found]
 
 
 def batches():

@@ -6,6 +6,7 @@ import re
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from time import sleep
 
@@ -339,9 +340,19 @@ def disagreeing(rank, ranks):
     attempt("codec", lambda: small(rank, ranks, codec=st.codecs.Int8(block=64 + rank)))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
+    attempt("hidden", lambda: with_muon(rank, stages(ranks), stages(ranks)))
+    with_muon(rank, whole := stages(ranks), whole)
+    with_muon(rank, whole, whole[rank : rank + 1])
     pipe = small(rank, ranks)
     attempt("no batches", lambda: pipe.run())
     return found
+
+
+def with_muon(rank, parts, known):
+    """Make a pipeline whose optimizer gets the matrices of ``known`` stages."""
+    hidden = [p for part in known for p in part.parameters() if p.dim() == 2]
+    make = partial(st.optim.Muon, hidden=hidden)
+    st.DistributedPipeline(parts[rank], make, nn.functional.mse_loss, timeout=20.0)
 
 
 def refusing(rank, ranks):
@@ -537,7 +548,7 @@ def interrupted(rank, ranks, path, method, update):
 
 
 class Twice(nn.Module):
-    """Not a sequence; uses one module twice, and another one's weight."""
+    """Not a sequence; uses one module twice, another one's weight, and a buffer in each stage."""
 
     def __init__(self):
         super().__init__()
@@ -545,9 +556,12 @@ class Twice(nn.Module):
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.middle.weight
+        self.register_buffer("scale", torch.rand(WIDTH))
 
     def forward(self, x):
-        return self.first(torch.tanh(self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+        for layer in (self.first, self.middle, self.last):
+            x = torch.tanh(layer(x)) * self.scale
+        return self.first(x)
 
 
 def tied_and_cut(rank, ranks, folder):
@@ -588,6 +602,8 @@ def tied_and_cut(rank, ranks, folder):
         other = make(name)
         for _ in other.run(data(2)):
             pass
+        for buffer in other.buffers():
+            buffer.zero_()
         st.checkpoint.load(f"{folder}/{name}", other)
         loaded = state(other)
         for _ in other.run(data(3)):

@@ -140,7 +140,7 @@ def test_a_group_is_of_one_kind() -> None:
     optimizer = muon([("a", params[0]), ("b", params[3])], adjust_lr_fn="original")
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
     assert [group["param_names"] for group in optimizer.param_groups] == [["a"], ["b"]]
-    optimizer = muon(params[:2], hidden=params[1:])
+    optimizer = muon(params[:2], hidden=params[1:3])
     assert [group["params"] for group in optimizer.param_groups] == [params[1:2], params[:1]]
     assert "momentum" not in optimizer.param_groups[1]
     assert optimizer.param_groups[1]["lr"] == REST["lr"]
@@ -186,6 +186,42 @@ def test_hidden_matrices_lie_between_embeddings_and_head() -> None:
     assert st.optim.hidden_matrices(model) == matrices
     model[3].weight = model[0].weight  # tied
     assert st.optim.hidden_matrices(model) == matrices
+
+
+@BOTH
+def test_what_hidden_takes(make: Any) -> None:
+    params = made()
+    for wrong, error, message in (
+        (["0.weight"], TypeError, r"hidden\[0\]: expected a parameter, got '0.weight'"),
+        (params[:2] + params[4:], ValueError, r"hidden\[2\]: .* of shape \(2, 3, 2\)"),
+    ):
+        with pytest.raises(error, match=message):
+            make(params, hidden=wrong)
+
+
+@BOTH
+def test_a_pipeline_refuses_hidden_matrices_that_no_stage_has(make: Any) -> None:
+    def network() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def pipe_of(parts: Any, hidden: Any) -> st.Pipeline:
+        return st.Pipeline(parts, lambda params: make(params, hidden=hidden), mse)
+
+    with torch.device("meta"):
+        model = network()
+    stages = st.partitioning.cut_at(model, [2, 4])
+    early = st.optim.hidden_matrices(model)
+    st.materialize(stages)
+    with pytest.raises(ValueError, match=r"train 0 of the 3 .* shape \(4, 4\) on meta"):
+        pipe_of(stages, early)
+    hidden = st.optim.hidden_matrices(model)
+    for foreign in (nn.Parameter(torch.zeros(4, 4)), model[1].weight.detach()):
+        with pytest.raises(ValueError, match=r"train 3 of the 4 matrices in hidden, .* on cpu"):
+            pipe_of(stages, {*hidden, foreign})
+    model[1].weight.requires_grad_(False)  # LoRA's frozen matrices may be in it
+    first, second = pipe_of(stages, hidden).optimizers
+    assert [len(group["params"]) for group in first.param_groups] == [1, 2]
+    assert [len(group["params"]) for group in second.param_groups] == [1, 3]
 
 
 @BOTH

@@ -115,7 +115,7 @@ def test_without_a_basis_it_is_adamw() -> None:
 
 def test_a_group_is_of_one_kind() -> None:
     params = made()
-    optimizer = st.optim.SOAP(params, 0.3, (0.5, 0.6), hidden=params[1:], adamw={"eps": 0.1})
+    optimizer = st.optim.SOAP(params, 0.3, (0.5, 0.6), hidden=params[1:3], adamw={"eps": 0.1})
     assert [group["rotated"] for group in optimizer.param_groups] == [True, False]
     assert [group["params"] for group in optimizer.param_groups] == [
         params[1:3],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import rank_programs, value_programs
 from helpers.ranks import run_ranks
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
@@ -227,18 +228,126 @@ def test_blocks_with_one_buffer_stay_together():
         cut_at(model, [2, 4])
 
 
-def test_a_traced_buffer_in_several_blocks_is_named_as_in_the_model():
-    class Scales(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.register_buffer("scale", torch.ones(4))
+class Rotates(nn.Module):
+    """Reads a table that other blocks read too, as rotary embeddings do."""
 
-        def forward(self, x):
-            return self.last(torch.tanh(self.first(x) * self.scale)) * self.scale
+    def __init__(self, table):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", table)
 
-    with pytest.raises(ValueError, match=r"buffer 'scale', which blocks 0 and 1 use"):
-        st.partition(Scales(), 2, torch.randn(5, 4))
+    def forward(self, x):
+        return self.linear(x) * self.table[: x.shape[1]] + x
+
+
+class Rotary(nn.Module):
+    """Has blocks and the table in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        table = torch.rand(9, 4)
+        self.way = way
+        if way == "blocks'":
+            self.blocks = nn.ModuleList(Rotates(table) for _ in range(6))
+        else:
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        if way == "model's":
+            self.register_buffer("table", table)
+        elif way == "unsaved":
+            self.register_buffer("table", table, persistent=False)
+        elif way == "plain":
+            self.table = table
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.way != "blocks'":
+                x = x * self.table[: x.shape[1]] + x
+        return x
+
+
+def rotating(way):
+    if way != "list":
+        return Rotary(way)
+    table = torch.rand(9, 4)
+    return nn.Sequential(*(Rotates(table) for _ in range(6)))
+
+
+@pytest.mark.parametrize("way", ["list", "blocks'", "model's", "unsaved", "plain"])
+def test_constant_buffers_are_copied_to_the_stages_that_read_them(way, tmp_path):
+    model, example = rotating(way), torch.randn(2, 7, 4)
+    state = copy.deepcopy(model.state_dict())
+    parts = st.partition(model, 3, example, profile="parameters")
+    assert parts.cut.balance > 0.99 and parts.profile.ties == ()
+    # As on several devices: each stage has tensors of its own.
+    stages = [move(stage) for stage in parts]
+    pipe = st.Pipeline(stages, sgd, LOSS, "sync")
+    assert pipe.state_dict().keys() == state.keys()
+    changed = {name: value + 1 for name, value in state.items()}
+    pipe.load_state_dict(changed)
+    model.load_state_dict(changed)
+    torch.testing.assert_close(pipe(example), model(example))
+    st.checkpoint.save(tmp_path / "c", pipe)
+    fewer = [move(stage) for stage in st.partition(rotating(way), 2, example, repeats=1)]
+    other = st.Pipeline(fewer, sgd, LOSS, "sync")
+    if way != "unsaved" and way != "plain":
+        st.checkpoint.load(tmp_path / "c", other)
+        torch.testing.assert_close(other(example), model(example))
+    again = rotating(way)
+    st.checkpoint.load(tmp_path / "c", again, only_model=True)
+    assert all(torch.equal(again.state_dict()[name], changed[name]) for name in changed)
+
+
+def move(stage):
+    """Give a stage tensors of its own, as ``stage.to(device)`` does."""
+    return stage._apply(torch.clone)
+
+
+@pytest.mark.parametrize("way", ["list", "blocks'", "model's"])
+def test_constant_buffers_on_the_meta_device(way, tmp_path):
+    model, example = rotating(way), torch.randn(2, 7, 4)
+    save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        parts = st.partition(rotating(way), 3, example)
+    assert parts.cut.balance > 0.99
+    for stage in reversed(parts.stages):
+        st.materialize(stage, tmp_path)
+    assert torch.equal(st.Pipeline(parts, sgd, LOSS)(example), model(example))
+
+
+class Counts(Rotary):
+    """Writes into the table, in one mode only."""
+
+    def __init__(self, mode):
+        super().__init__("model's")
+        self.mode = mode
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.training == self.mode:
+                self.table[0] += 1
+            x = x * self.table[0]
+        return x
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_buffers_that_a_forward_writes_to_bind_blocks_together(mode, caplog):
+    model, example = Counts(mode), torch.randn(2, 7, 4)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"buffer 'table', which blocks 0 and 1 use.* give each"):
+        st.partition(model, 2, example, profile="parameters")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    blocks = [nn.BatchNorm1d(4) for _ in range(6)]
+    for block in blocks[:4]:
+        block.running_mean = blocks[0].running_mean
+    st.partition(blocks, 3, torch.randn(2, 4), profile="parameters")
+    (record,) = (r for r in caplog.records if r.name.startswith("spectrain_ext"))
+    assert record.levelname == "WARNING" and record.getMessage() == (
+        "the slowest stage takes 2 times as long as if all blocks could be separated; these share "
+        "buffer '0.running_mean', which is '2.running_mean' too (and 1 more); give each its own; "
+        "partition copies buffers if an example_input shows that no forward writes to them"
+    )
 
 
 def test_blocks_with_one_parameter_may_be_cut():

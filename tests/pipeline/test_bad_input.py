@@ -9,8 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.functional import mse_loss
 
 import spectrain_ext as st
@@ -58,6 +61,31 @@ def test_a_captured_module():
     module[1].forward = lambda x: replay(x)
     module[1].forward.__module__ = "torch.cuda.graphs"
     refused(ValueError, r"stages\[0\]: its module '1' was captured in CUDA graphs", [module])
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_modules_that_other_data_parallelism_wraps_or_shards(group):
+    def linear():
+        return nn.Linear(5, 5)
+
+    wrapped = nn.parallel.DistributedDataParallel
+    for stage, where in (
+        (wrapped(linear()), "it"),
+        (nn.Sequential(linear(), wrapped(linear())), "its module '1'"),
+        (torch.compile(wrapped(linear())), "its module '_orig_mod'"),
+    ):
+        why = rf"stages\[1\]: {where} is wrapped in DistributedDataParallel, .*replicas=\.\.\."
+        refused(TypeError, why, [linear(), stage])
+    sharded = fully_shard(nn.Sequential(linear()), mesh=group)
+    normalized = distribute_module(nn.Sequential(nn.BatchNorm1d(5, affine=False)), group)
+    for stage, what in ((sharded, "parameter '0.weight'"), (normalized, "buffer '0.running_mean'")):
+        refused(TypeError, rf"stages\[1\]: {what} is a DTensor, as fully_shard", [linear(), stage])
 
 
 def test_uninitialized_parameters():

@@ -44,6 +44,19 @@ class Net(nn.Module):
         return self.body(x)
 
 
+class Scales(Net):
+    """Each stage reads a constant buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(1))
+
+    def forward(self, x):
+        for layer in self.body:
+            x = layer(x) * self.scale
+        return x
+
+
 def data(count):
     return [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(count)]
 
@@ -58,7 +71,12 @@ def traced(model):
     return st.partition(model, 3, example, split_points=points, repeats=1)
 
 
-CASES = {"named": (named, sliced), "numbered": (numbered, sliced), "traced": (Net, traced)}
+CASES = {
+    "named": (named, sliced),
+    "numbered": (numbered, sliced),
+    "traced": (Net, traced),
+    "constants": (Scales, traced),
+}
 
 
 def same(found, expected):
