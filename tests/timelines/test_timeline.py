@@ -179,6 +179,14 @@ def test_the_command_says_what_the_picture_leaves_out(tmp_path):
     assert "narrow" not in result.output
 
 
+def test_matplotlib_may_list_the_fonts_of_a_new_machine():
+    """``conftest.py`` lets it start a process for this, which other tests must not do."""
+    from matplotlib import font_manager
+
+    font_manager._get_fontconfig_fonts.cache_clear()
+    font_manager.findSystemFonts()
+
+
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="spans: expected at least one, got none"):
         draw_timeline(tmp_path / "t.svg", [])
