@@ -75,7 +75,9 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file's content atomically."""
+    """Replace a file's content atomically; anything but a plain file is an OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: expected a plain file, or none")
     remove(partial(path))  # from a write that was interrupted
     try:
         with new_file(partial(path)) as file:

@@ -5,7 +5,15 @@ from typing import Literal
 
 import click
 
-from spectrain_ext.method import Method, Window, chunks_of, is_hybrid, methods, numbers_of
+from spectrain_ext.method import (
+    Method,
+    Window,
+    chunks_of,
+    is_hybrid,
+    methods,
+    microbatches_of,
+    numbers_of,
+)
 from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
@@ -23,6 +31,7 @@ from .options import (
 )
 
 _TIME = click.FloatRange(min=0.0)
+_MOST_STAGES, _MOST_BLOCKS = 1000, 1_000_000  # more take minutes and gigabytes
 _SUFFIXES = (".svg", ".png", ".json")
 
 
@@ -42,7 +51,9 @@ _SUFFIXES = (".svg", ".png", ".json")
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
-@click.option("--stages", type=POSITIVE, default=4, help="Stages of the model.")
+@click.option(
+    "--stages", type=click.IntRange(1, _MOST_STAGES), default=4, help="Stages of the model."
+)
 @click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
 @click.option(
     "--microbatches", type=POSITIVE, help="Microbatches per minibatch.  [default: the method's]"
@@ -162,6 +173,12 @@ def timeline(
             chosen = _found(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
+                parts = microbatches or microbatches_of(chosen, stages)
+                if (blocks := 2 * stages * minibatches * parts) > _MOST_BLOCKS:
+                    raise ValueError(
+                        f"{stages} stages, {minibatches} minibatches and {parts} microbatches make "
+                        f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
+                    )
                 chunks = chunks_of(chosen)
                 if chunks > 1 and stages % chunks:
                     raise ValueError(
@@ -180,6 +197,8 @@ def timeline(
                     inbound=inbound,
                 )
                 spans, devices = list(simulated), devices_under(chosen, stages)
+        if not spans:
+            raise ValueError(f"{csv}: expected forwards and backwards, got none")
         left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)

@@ -398,8 +398,8 @@ def test_a_prediction_without_momentum_is_an_error_not_a_traceback(tmp_path: Pat
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        ("0", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
-        ("2,x", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
+        ("0", "expected 'classic', 'wide', a number from 1 to 100000, or one per stage"),
+        ("2,x", "expected 'classic', 'wide', a number from 1 to 100000, or one per stage"),
         ("2,1", "expected one per stage (4), got 2"),
     ],
 )

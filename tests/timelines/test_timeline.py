@@ -355,14 +355,44 @@ def test_the_command_with_a_file(tmp_path):
         (["--link", "isa", "--message", "8"], "link: expected pcie3"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
+        *(
+            (["-o", out, option, number], "expected a duration from 0 to 1e+100 for stage 0, got ")
+            for out in ("t.json", "t.svg")
+            for option, number in (
+                *(("--forward", "1e308"), ("--update", "inf"), ("--communication", "nan")),
+                ("--prediction", "1e101"),
+            )
+        ),
+        (["--link", "1e-300", "--message", "1e9"], "activation: expected a duration from 0 to"),
+        (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
+        (["--stages", "1000000000", "--instructions"], "is not in the range 1<=x<=1000"),
+        (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
+        (["--microbatches", 10**30], "expected at most 1000000"),
+        (["--window", "1000000"], "a number from 1 to 100000, or one per stage with commas"),
     ],
 )
 def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
-    assert result.exit_code
+    assert isinstance(result.exception, SystemExit) and result.exit_code in (1, 2)
     assert expected in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["t.json", "t.svg"])
+def test_a_schedule_of_nothing(out, tmp_path):
+    path = tmp_path / "empty.csv"
+    for content in ("", "\n\n", " , \n"):
+        path.write_text(content)
+        result = run("--csv", path, "-o", tmp_path / out)
+        assert isinstance(result.exception, SystemExit) and result.exit_code == 1
+        assert f"{path}: expected forwards and backwards, got none" in result.output
+    assert not (tmp_path / out).exists()
+
+
+def test_a_run_that_takes_no_time(tmp_path, recwarn):
+    result = run("--forward", 0, "--backward", 0, "-o", tmp_path / "t.svg")
+    assert "4 stages: 0 in all" in result.output and not recwarn.list
 
 
 # The instructions of one stage.
