@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class StageError(RuntimeError):
@@ -90,6 +91,14 @@ class CheckpointError(RuntimeError):
 
     A failed save leaves earlier checkpoints intact; a failed load changes nothing.
     """
+
+
+def unknown(name: str, names: Collection[str]) -> str:
+    """Say that there is no such name, and which ones it may be a typo of, or else all there are."""
+    close = get_close_matches(name.lower(), names)
+    if close:
+        return f"there is no {name!r}; did you mean {' or '.join(map(repr, close))}?"
+    return f"there is no {name!r}; there are {', '.join(names)}"
 
 
 def make_all(calls: Iterable[Callable[[], object]]) -> None:

@@ -5,15 +5,7 @@ from typing import Literal
 
 import click
 
-from spectrain_ext.method import (
-    Method,
-    Window,
-    chunks_of,
-    is_hybrid,
-    methods,
-    microbatches_of,
-    numbers_of,
-)
+from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
 from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
@@ -23,7 +15,6 @@ from .options import (
     POSITIVE,
     complete_method,
     completes,
-    is_imported,
     method_of,
     numbers,
     own_failures,
@@ -155,7 +146,7 @@ def timeline(
                 raise ValueError("--instructions are those of a method, not of --csv")
             with own_failures(method):
                 for line in instructions_of(
-                    _found(method), stages, stage, minibatches, microbatches=parts, window=window
+                    method_of(method), stages, stage, minibatches, microbatches=parts, window=window
                 ):
                     click.echo(line)
             return
@@ -170,7 +161,7 @@ def timeline(
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
-            chosen = _found(method)
+            chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
                 parts = microbatches or microbatches_of(chosen, stages)
@@ -223,8 +214,3 @@ def timeline(
     if left_out:
         click.echo(left_out)
 
-
-def _found(method: str) -> Method:
-    if not is_imported(method) and not is_hybrid(method) and method not in methods():
-        raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
-    return method_of(method)

@@ -359,7 +359,7 @@ def test_without_out_the_results_are_below_runs(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("-m", "sink"), ["unknown method 'sink'", *st.methods()]),
+        (("-m", "sink"), ["there is no 'sink'", *st.methods()]),
         (("--stages", "0"), ["--stages"]),
         (("--devices", "cpu,cpu,cpu", "--stages", "2"), ["1 to 2 devices for 2 stages, got 3"]),
         (("--devices", "warp"), ["entry 0 is 'warp'"]),

@@ -341,7 +341,7 @@ def test_the_command_with_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--method", "nope"], "there is no method 'nope'; there are auto, sync, gpipe"),
+        (["--method", "nope"], "method: there is no 'nope'; there are auto, sync, gpipe"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
         (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
@@ -425,7 +425,7 @@ def test_the_instructions_of_a_stage_are_printed():
     ("more", "said"),
     [
         (["--stage", "4"], "stage: expected one of 0 to 3, got 4"),
-        (["--method", "nothing"], "there is no method 'nothing'"),
+        (["--method", "nothing"], "there is no 'nothing'"),
     ],
 )
 def test_instructions_of_what_there_is_not(more, said):
