@@ -17,9 +17,11 @@ from rich.console import Console
 
 from spectrain_ext.method import Method, find_method, methods
 
-POSITIVE = click.IntRange(min=1)
-DEVICES = click.IntRange(1, 10_000)
-_LARGEST_WINDOW = 100_000
+# Larger numbers overflow, or take all memory.
+POSITIVE = click.IntRange(1, 1_000_000_000)
+_LARGEST = 100_000
+MANY = click.IntRange(1, _LARGEST)
+FEW = click.IntRange(1, 1000)
 # Files are named after methods.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
@@ -40,10 +42,10 @@ def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None
             return value
         try:
             found = tuple(int(number) for number in value.split(","))
-            if not all(1 <= number <= _LARGEST_WINDOW for number in found):
+            if min(found) < 1 or max(found) > _LARGEST:
                 raise ValueError
         except ValueError:
-            numbers = f"a number from 1 to {_LARGEST_WINDOW}, or one per stage with commas"
+            numbers = f"a number from 1 to {_LARGEST}, or one per stage with commas"
             listed = [*map(repr, words), numbers]
             raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
         return found[0] if len(found) == 1 else found

@@ -36,7 +36,7 @@ from spectrain_ext.transport import each
 from .doctor import threads
 from .links import measured_link
 from .options import (
-    DEVICES,
+    MANY,
     POSITIVE,
     amounts,
     complete_member,
@@ -95,7 +95,7 @@ def _link(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write layer times to this file, for --profile.",
 )
-@click.option("--devices", type=DEVICES, required=True, help="Number of devices.")
+@click.option("--devices", type=MANY, required=True, help="Number of devices.")
 @click.option(
     "--link",
     default="pcie3",

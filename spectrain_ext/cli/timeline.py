@@ -12,6 +12,7 @@ from spectrain_ext.timelines.method_timeline import devices_under, instructions_
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
 from .options import (
+    FEW,
     POSITIVE,
     complete_method,
     completes,
@@ -22,7 +23,7 @@ from .options import (
 )
 
 _TIME = click.FloatRange(min=0.0)
-_MOST_STAGES, _MOST_BLOCKS = 1000, 1_000_000  # more take minutes and gigabytes
+_MOST_BLOCKS = 1_000_000  # more take minutes and gigabytes
 _SUFFIXES = (".svg", ".png", ".json")
 
 
@@ -42,9 +43,7 @@ _SUFFIXES = (".svg", ".png", ".json")
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
-@click.option(
-    "--stages", type=click.IntRange(1, _MOST_STAGES), default=4, help="Stages of the model."
-)
+@click.option("--stages", type=FEW, default=4, help="Stages of the model.")
 @click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
 @click.option(
     "--microbatches", type=POSITIVE, help="Microbatches per minibatch.  [default: the method's]"
@@ -213,4 +212,3 @@ def timeline(
     click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")
     if left_out:
         click.echo(left_out)
-

@@ -44,9 +44,7 @@ class Loops(nn.Module):
     # Overridden by a pipeline over several processes.
 
     def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
-        if batches is None:
-            raise TypeError("batches: expected an iterable, got None")
-        return batches
+        return checked_batches(batches)
 
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         """Return what ``make`` returns in every process, by rank; values are JSON types."""
@@ -166,6 +164,10 @@ class Loops(nn.Module):
             raise TypeError(f"epochs: expected an int, got {type(epochs).__name__}")
         if epochs < 1:
             raise ValueError(f"epochs: expected at least 1, got {epochs}")
+        if not isinstance(callbacks, Iterable):
+            raise TypeError(
+                f"callbacks: expected a list of functions, got {type(callbacks).__name__}"
+            )
         called = list(callbacks)
         for n, callback in enumerate(called):
             if not callable(callback):
@@ -253,6 +255,12 @@ def digest_of(tensor: Tensor) -> str:
 
 
 # The batches of a training.
+
+
+def checked_batches(batches: object) -> Iterable[object]:
+    if isinstance(batches, Iterable) or hasattr(batches, "__getitem__"):
+        return batches  # type: ignore[return-value]
+    raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
 
 
 def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Iterator[object]:

@@ -367,7 +367,8 @@ def test_the_command_with_a_file(tmp_path):
         (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
         (["--stages", "1000000000", "--instructions"], "is not in the range 1<=x<=1000"),
         (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
-        (["--microbatches", 10**30], "expected at most 1000000"),
+        (["--microbatches", 10**9], "expected at most 1000000"),
+        (["--microbatches", 10**30], "is not in the range"),
         (["--window", "1000000"], "a number from 1 to 100000, or one per stage with commas"),
     ],
 )
