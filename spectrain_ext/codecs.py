@@ -200,7 +200,7 @@ def codecs_of(codec: Any) -> Codecs:
     given = codec if isinstance(codec, tuple) and not _packs(codec) else (codec, codec)
     if len(given) != 2 or not all(one is None or _packs(one) for one in given):
         raise TypeError(
-            "codec: expected a value with pack() and unpack(), as st.codecs has them, a pair of "
+            "codec: expected a value with pack() and unpack(), such as st.codecs.Int8(), a pair of "
             f"these, of activations and of gradients, or None, got {codec!r}"
         )
     return given

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class StageError(RuntimeError):
@@ -99,6 +100,14 @@ def differing(one: str, other: str) -> str:
         "values; load into a model that does not tie them (for one of Hugging Face: "
         "tie_word_embeddings=False in its configuration), or give both the same values"
     )
+
+
+def unknown(name: str, names: Collection[str]) -> str:
+    """Say that there is no such name, and which ones it may be a typo of, or else all there are."""
+    close = get_close_matches(name.lower(), names)
+    if close:
+        return f"there is no {name!r}; did you mean {' or '.join(map(repr, close))}?"
+    return f"there is no {name!r}; there are {', '.join(names)}"
 
 
 def make_all(calls: Iterable[Callable[[], object]]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from spectrain_ext.cli.options import names
+from spectrain_ext.cli.options import FEW, names
+
+from .errors import OptionError
 
 data_dir = click.option(
     "--data-dir",
@@ -26,15 +30,24 @@ workload = click.option(
 def numbers_listed(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> list[int] | None:
-    """Parse comma-separated numbers of at least 1; None if the option is not given."""
+    """Parse comma-separated numbers; None if the option is not given."""
     if value is None:
         return None
     texts = names(context, parameter, value)
-    if not texts or not all(text.isdecimal() and int(text) for text in texts):
-        raise click.BadParameter(
-            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}"
-        )
-    return [int(text) for text in texts]
+    if not texts:
+        raise click.BadParameter(f"expected numbers with commas, got {value!r}")
+    return [FEW(text, parameter, context) for text in texts]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Report wrong options and files as errors of the command."""
+    try:
+        yield
+    except OptionError as error:
+        raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

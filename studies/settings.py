@@ -13,7 +13,6 @@ from spectrain_ext.method import (
     Method,
     Window,
     find_method,
-    is_hybrid,
     methods,
     microbatches_of,
     numbers_of,
@@ -268,17 +267,11 @@ def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
             if other != name:
                 both = f"{other!r} and {name!r} are both called {method_of(name).name!r}"
                 raise OptionError("method", f"{both}; expected another name for each")
-        elif is_hybrid(name):
+        elif name not in (*known, ALL):
             try:
                 called[find_method(name).name] = name
             except ValueError as error:
                 raise OptionError("method", str(error)) from error
-        elif name not in (*known, ALL):
-            raise OptionError(
-                "method",
-                f"unknown method {name!r}; the methods are {', '.join(known)}, or {ALL}, or "
-                "module:NAME for one of your own",
-            )
     return (*known, *called.values()) if ALL in names else tuple(dict.fromkeys(names))
 
 

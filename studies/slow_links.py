@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 
 from spectrain_ext.cli.doctor import cpu_name
-from spectrain_ext.cli.options import POSITIVE, plain_console
+from spectrain_ext.cli.options import FEW, plain_console
 from spectrain_ext.codecs import NAMES, packed_bytes
 from spectrain_ext.extras import picture, require, require_matplotlib
 from spectrain_ext.files import finite, replace_file
@@ -35,10 +35,10 @@ from spectrain_ext.timelines import simulate_method
 from . import REMEDY
 from .frontier import Interval, least, updates_to
 from .looks import looks
-from .options import data_dir
+from .options import data_dir, reported
 from .report import versions
 from .settings import settle
-from .study import Cell, Curve, Curves, run_one, smoothed
+from .study import Cell, Curve, Curves, maker_in, prepare, run_one, smoothed
 from .world import World
 
 STAGES = 8
@@ -291,8 +291,8 @@ def table_of(rows: Iterable[Row]) -> Table:
     epilog="Every run is a file in --out: the same command resumes an interrupted study.",
 )
 @data_dir
-@click.option("--seeds", type=POSITIVE, default=3, help="Seeds of the main rows; others have one.")
-@click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option("--seeds", type=FEW, default=3, help="Seeds of the main rows; others have one.")
+@click.option("--jobs", type=FEW, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--setting",
     "settings",
@@ -319,6 +319,10 @@ def slow_links(
     require("scipy", "confidence intervals come from SciPy", REMEDY)
     console = plain_console()
     chains = [ways for setting in dict.fromkeys(settings) for ways in chains_of(setting)]
+    with reported():
+        cell = chains[0][0].cell(data_dir)
+        prepare(cell, cell.settings.lr, 0, maker_in(cell.settings, out))
+        out.mkdir(parents=True, exist_ok=True)
     found: dict[Way, float] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for done in as_completed([pool.submit(search, out, data_dir, ways) for ways in chains]):

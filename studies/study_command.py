@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from spectrain_ext.cli.doctor import cpu_name
-from spectrain_ext.cli.options import POSITIVE, names, own_failures, plain_console
+from spectrain_ext.cli.options import FEW, POSITIVE, names, own_failures, plain_console
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
@@ -23,7 +23,7 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .options import data_dir, finite, numbers_listed, workload
+from .options import data_dir, finite, numbers_listed, reported, workload
 from .presets import Optimizer
 from .report import versions
 from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
@@ -105,13 +105,13 @@ _EPOCHS = 3
     help="Updates of a delayed run, relative to sync.  [default: 1; at constant rates 1.5 where "
     "M < N - 1]",
 )
-@click.option("--seeds", type=POSITIVE, default=5, help="Number of seeds, from 0 on.")
+@click.option("--seeds", type=FEW, default=5, help="Number of seeds, from 0 on.")
 @click.option(
     "--fine",
     is_flag=True,
     help="Also try the best learning rate times and divided by the square root of two.",
 )
-@click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option("--jobs", type=FEW, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -143,7 +143,7 @@ def study(
     label = workload.rpartition(":")[2] if workload else data or _DATA
     folder = out or Path("runs") / f"study-{label}"
     console = plain_console()
-    try:
+    with reported():
         work = _work(data, workload, epochs, updates)
         work = _otherwise(work, fine, optimizer=optimizer, lr_schedule=lr_schedule)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
@@ -161,10 +161,7 @@ def study(
             prepared = ((c.settings.stages, prepare(c, c.settings.lr, 0, make)) for c in cells)
             examples = {n: example for n, (example, _) in prepared}
             sizes = {n: _sizes(example, n) for n, example in examples.items()}
-    except OptionError as error:
-        raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
+        folder.mkdir(parents=True, exist_ok=True)
     name = next(iter(examples.values())).name
     del examples
     began = time.monotonic()

@@ -8,7 +8,15 @@ from typing import Any
 import click
 from rich.text import Text
 
-from spectrain_ext.cli.options import POSITIVE, names, numbers, own_failures, plain_console
+from spectrain_ext.cli.options import (
+    FEW,
+    MANY,
+    POSITIVE,
+    names,
+    numbers,
+    own_failures,
+    plain_console,
+)
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 from spectrain_ext.method import find_method
 
@@ -24,7 +32,7 @@ from .settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
 from .workload import Maker, Workload, stages_in
 from .world import World
 
-_COUNT = click.IntRange(min=0)
+_COUNT = click.IntRange(0, POSITIVE.max)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 
 
@@ -50,7 +58,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 )
 @click.option(
     "--stages",
-    type=POSITIVE,
+    type=FEW,
     help="Number of stages; under torchrun the number of processes.  "
     f"[default: {TrainSettings.stages}]",
 )
@@ -73,13 +81,13 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="One device, or several with commas (cuda:0,cuda:1): each gets contiguous stages. Under "
     "torchrun, cuda is the device of the process's local rank.",
 )
-@click.option("--seeds", type=POSITIVE, help="Number of seeds, from 0 on.")
+@click.option("--seeds", type=FEW, help="Number of seeds, from 0 on.")
 @click.option("--seed", type=int, multiple=True, help="Exactly this seed; may be repeated.")
 @click.option("--epochs", type=POSITIVE, help="Passes over the training data.")
 @click.option("--batch-size", type=POSITIVE, help="Samples of a minibatch.")
 @click.option(
     "--microbatches",
-    type=POSITIVE,
+    type=FEW,
     help="Microbatches per minibatch.  [default: 1; one per stage for auto, pipedream-2bw, "
     "error-feedback, gpipe, 1f1b]",
 )
@@ -100,6 +108,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--clip-norm",
     type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
     help="Largest norm of a stage's gradient.  [default: none, or the method's]",
 )
 @click.option(
@@ -107,13 +116,13 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     is_flag=True,
     help="Keep only a stage's inputs, and repeat its forward before its backward.",
 )
-@click.option("--width", type=POSITIVE, help="Width of the model.")
+@click.option("--width", type=MANY, help="Width of the model.")
 @click.option(
     "--depth",
-    type=POSITIVE,
+    type=FEW,
     help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet, layers for snn.",
 )
-@click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
+@click.option("--context", type=MANY, help="Characters of text in a sequence.")
 @click.option("--train-samples", type=POSITIVE, help="Number of training samples.")
 @click.option("--test-samples", type=POSITIVE, help="Number of test samples.")
 @click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
@@ -137,9 +146,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="Learning rate after --warmup: constant, or falling as a half cosine to 0.",
 )
 @click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
-@click.option(
-    "--threads", type=POSITIVE, default=1, help="CPU threads; small models run best with one."
-)
+@click.option("--threads", type=FEW, default=1, help="CPU threads; small models run best with one.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -159,6 +166,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--checkpoint-seconds",
     type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
     help="Drain and save every so many seconds; results then depend on the clock.",
 )
 @click.option("--metrics", is_flag=True, help="Write every stage's metrics to metrics.jsonl.")

@@ -297,7 +297,7 @@ def cpu_name() -> str:
         for line in path.read_text().splitlines():
             name, _, value = line.partition(":")
             fields.setdefault(name.strip(), value.strip())
-    name = fields.get("model name") or platform.processor() or platform.machine()
+    name = fields.get("model name") or platform.machine()  # processor() may start uname
     if "cpu family" in fields:
         name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
     return name

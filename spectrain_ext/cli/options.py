@@ -17,7 +17,11 @@ from rich.console import Console
 
 from spectrain_ext.method import Method, find_method, methods
 
-POSITIVE = click.IntRange(min=1)
+# Larger numbers overflow, or take all memory.
+POSITIVE = click.IntRange(1, 1_000_000_000)
+_LARGEST = 100_000
+MANY = click.IntRange(1, _LARGEST)
+FEW = click.IntRange(1, 1000)
 # Files are named after methods.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
@@ -31,17 +35,18 @@ def names(
 
 
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a callback for one of ``words``, a number of at least 1, or one per stage."""
+    """Return a callback for one of ``words``, a positive number, or one per stage."""
 
     def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None or value in words:
             return value
         try:
             found = tuple(int(number) for number in value.split(","))
-            if min(found) < 1:
+            if min(found) < 1 or max(found) > _LARGEST:
                 raise ValueError
         except ValueError:
-            listed = [*map(repr, words), "a number of at least 1, or one per stage with commas"]
+            numbers = f"a number from 1 to {_LARGEST}, or one per stage with commas"
+            listed = [*map(repr, words), numbers]
             raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
         return found[0] if len(found) == 1 else found
 
@@ -131,10 +136,7 @@ def method_of(name: str) -> Method:
     where = f"{name!r}"
     if callable(found) and not isinstance(found, Method):
         where = f"{name!r}, called,"
-        try:
-            found = found()
-        except Exception as error:
-            raise ValueError(f"{where} failed: {_told(error)}") from error
+        found = result_of(where, found)
     if not isinstance(found, Method):
         raise ValueError(
             f"{where} is of type {type(found).__name__}, expected a spectrain_ext.Method, or a "
@@ -174,6 +176,14 @@ def imported(name: str) -> Any:
     except AttributeError as error:
         raise ValueError(f"module {module!r} has no {attribute!r}") from error
     return found
+
+
+def result_of(what: str, function: Callable[[], Any]) -> Any:
+    """Call a function that runs your own code; a ValueError says where it failed."""
+    try:
+        return function()
+    except Exception as error:
+        raise ValueError(f"{what} failed: {_told(error)}") from error
 
 
 def _told(error: Exception, files: Sequence[str | None] = ()) -> str:

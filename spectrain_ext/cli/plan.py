@@ -36,6 +36,7 @@ from spectrain_ext.transport import each
 from .doctor import threads
 from .links import measured_link
 from .options import (
+    MANY,
     POSITIVE,
     amounts,
     complete_member,
@@ -48,6 +49,7 @@ from .options import (
     own_failures,
     plain_console,
     printable,
+    result_of,
 )
 
 _TOGETHER = 8  # at most so many processes measure a link
@@ -93,7 +95,7 @@ def _link(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write layer times to this file, for --profile.",
 )
-@click.option("--devices", type=POSITIVE, required=True, help="Number of devices.")
+@click.option("--devices", type=MANY, required=True, help="Number of devices.")
 @click.option(
     "--link",
     default="pcie3",
@@ -272,12 +274,13 @@ def _method(name: str) -> Any:
 
 def _measured(name: str | None, device: str) -> Layers:
     assert name is not None
-    model: nn.Module | Sequence[nn.Module]
     if not is_imported(name):
         raise click.BadParameter(f"expected module:function, got {name!r}", param_hint="'--model'")
     try:
-        made = imported(name)()
-        model, example = made
+        model, example = result_of(f"{name!r}, called,", imported(name))
+        parts = [model] if isinstance(model, nn.Module) else list(model)
+        if not all(isinstance(part, nn.Module) for part in parts):
+            raise ValueError(f"got a {type(model).__name__} as the model")
     except (ValueError, TypeError) as error:
         raise click.BadParameter(
             f"expected a function that returns (model, example input): {error}",
@@ -285,13 +288,17 @@ def _measured(name: str | None, device: str) -> Layers:
         ) from error
     try:
         place = torch.device(device)
-        for part in [model] if isinstance(model, nn.Module) else model:
+        for part in parts:
             part.to(place)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # "Torch not compiled with CUDA enabled"
         raise click.BadParameter(str(error).splitlines()[0], param_hint="'--device'") from error
-    example = each(example, lambda tensor: tensor.to(place))
-    with threads(1):
-        return measure_layers(model, example)
+
+    def measure() -> Layers:
+        with threads(1):
+            return measure_layers(model, each(example, lambda tensor: tensor.to(place)))
+
+    layers: Layers = result_of(f"{name!r}, measured,", measure)
+    return layers
 
 
 def _shape(candidate: Candidate) -> str:

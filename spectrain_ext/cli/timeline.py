@@ -5,17 +5,17 @@ from typing import Literal
 
 import click
 
-from spectrain_ext.method import Method, Window, chunks_of, is_hybrid, methods, numbers_of
+from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
 from spectrain_ext.planning import LINKS, find_link
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
 from .options import (
+    FEW,
     POSITIVE,
     complete_method,
     completes,
-    is_imported,
     method_of,
     numbers,
     own_failures,
@@ -23,6 +23,7 @@ from .options import (
 )
 
 _TIME = click.FloatRange(min=0.0)
+_MOST_BLOCKS = 1_000_000  # more take minutes and gigabytes
 _SUFFIXES = (".svg", ".png", ".json")
 
 
@@ -42,7 +43,7 @@ _SUFFIXES = (".svg", ".png", ".json")
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw this schedule, in torch.distributed.pipelining's compute-only format, instead.",
 )
-@click.option("--stages", type=POSITIVE, default=4, help="Stages of the model.")
+@click.option("--stages", type=FEW, default=4, help="Stages of the model.")
 @click.option("--minibatches", type=POSITIVE, default=8, help="Minibatches of the run.")
 @click.option(
     "--microbatches", type=POSITIVE, help="Microbatches per minibatch.  [default: the method's]"
@@ -144,7 +145,7 @@ def timeline(
                 raise ValueError("--instructions are those of a method, not of --csv")
             with own_failures(method):
                 for line in instructions_of(
-                    _found(method), stages, stage, minibatches, microbatches=parts, window=window
+                    method_of(method), stages, stage, minibatches, microbatches=parts, window=window
                 ):
                     click.echo(line)
             return
@@ -159,9 +160,15 @@ def timeline(
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
-            chosen = _found(method)
+            chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
+                parts = microbatches or microbatches_of(chosen, stages)
+                if (blocks := 2 * stages * minibatches * parts) > _MOST_BLOCKS:
+                    raise ValueError(
+                        f"{stages} stages, {minibatches} minibatches and {parts} microbatches make "
+                        f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
+                    )
                 chunks = chunks_of(chosen)
                 if chunks > 1 and stages % chunks:
                     raise ValueError(
@@ -180,6 +187,8 @@ def timeline(
                     inbound=inbound,
                 )
                 spans, devices = list(simulated), devices_under(chosen, stages)
+        if not spans:
+            raise ValueError(f"{csv}: expected forwards and backwards, got none")
         left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)
@@ -203,9 +212,3 @@ def timeline(
     click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")
     if left_out:
         click.echo(left_out)
-
-
-def _found(method: str) -> Method:
-    if not is_imported(method) and not is_hybrid(method) and method not in methods():
-        raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
-    return method_of(method)

@@ -19,8 +19,8 @@ from spectrain_ext.pipeline.activations import Offload, Recompute
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.loads import OnNonfinite
-from spectrain_ext.pipeline.loops import minibatches, share_of
-from spectrain_ext.pipeline.losses import Keep, Result
+from spectrain_ext.pipeline.loops import checked_batches, minibatches, share_of
+from spectrain_ext.pipeline.losses import Keep, LossFn, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
@@ -101,7 +101,7 @@ class DistributedPipeline(Pipeline):
         self,
         stage: nn.Module | Sequence[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        loss_fn: Callable[..., Tensor],
+        loss_fn: LossFn,
         method: str | Method = "auto",
         *,
         replicas: int | Sequence[int] | None = None,
@@ -223,7 +223,7 @@ class DistributedPipeline(Pipeline):
         share = share_of(batches) if self.ranks > 1 else None
         if share is not None:
             raise ValueError(_needs_all(*share))
-        return batches
+        return checked_batches(batches)
 
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Literal
 
+from spectrain_ext.errors import unknown
 from spectrain_ext.operators import corrections
 from spectrain_ext.schedule import Interleaved, Law, Place, WPipe
 
@@ -402,11 +403,6 @@ def methods() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def is_hybrid(name: str) -> bool:
-    """Whether a name is one of a hybrid, as ``"pipedream+sync@1000"``."""
-    return _HYBRID.fullmatch(name) is not None
-
-
 def find_method(method: str | Method) -> Method:
     """Return the method of a name, as ``"pipedream+sync@1000"``, or a ``Method`` unchanged."""
     if isinstance(method, Method):
@@ -416,5 +412,5 @@ def find_method(method: str | Method) -> Method:
     if found := _HYBRID.fullmatch(method):
         return hybrid(found[1], found[2], after=int(found[3]))
     if method not in _REGISTRY:
-        raise ValueError(f"method: there is no {method!r}; there are {', '.join(_REGISTRY)}")
+        raise ValueError(f"method: {unknown(method, _REGISTRY)}")
     return _REGISTRY[method]

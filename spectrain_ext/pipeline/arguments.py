@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from inspect import signature
 from itertools import chain
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
+from spectrain_ext.errors import placed
 from spectrain_ext.method import Method, microbatches_of
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Place, Replicas, flushes
@@ -30,14 +32,20 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
         modules = list(stages)
     except TypeError:
         raise TypeError(
-            f"stages: expected a sequence of modules, got {type(stages).__name__}"
+            f"stages: expected a sequence of modules, got {type(stages).__name__}; "
+            "st.partition(model, n, example_input) cuts a model into stages"
         ) from None
     if not modules:
         raise ValueError("stages: expected at least one module, got an empty list")
     owners: dict[nn.Module, tuple[int, str]] = {}
     for k, module in enumerate(modules):
         if not isinstance(module, nn.Module):
-            raise TypeError(f"stages[{k}]: expected an nn.Module, got {type(module).__name__}")
+            kind = (
+                f"the class {module.__name__}"
+                if isinstance(module, type)
+                else type(module).__name__
+            )
+            raise TypeError(f"stages[{k}]: expected an nn.Module, got {kind}")
         parts = {part: name for name, part in module.named_modules()}
         for part, name in parts.items():
             if part in owners:
@@ -166,7 +174,10 @@ def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
 def checked_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
     """Return one usable device per stage, each with its index."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(f"devices: expected a sequence of {stages} devices, got {devices!r}")
+        raise TypeError(
+            f"devices: expected a sequence of {stages} devices, got {devices!r}; give one per "
+            "stage, such as ['cpu', 'cpu']"
+        )
     if len(devices) != stages:
         raise ValueError(f"devices: expected one per stage ({stages}), got {len(devices)}")
     checked = []
@@ -336,16 +347,56 @@ def check_mode(call: str, devices: Iterable[torch.device]) -> None:
             )
 
 
-def check_factories(optimizer: object, scheduler: object) -> None:
-    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if not callable(given) and not (name == "scheduler" and given is None):
-            raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+#: Each function among a pipeline's arguments, and what it is called with.
+_CALLED_WITH = {
+    "optimizer": ("parameters",),
+    "loss_fn": ("output", "target"),
+    "scheduler": ("optimizer",),
+}
+
+
+def check_functions(
+    optimizer: object, loss_fn: object, scheduler: Callable[[Any], object] | None
+) -> None:
+    """Refuse what cannot be called as the pipeline will call it, such as swapped arguments."""
+    _check_function("optimizer", optimizer)
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__name__
+        raise TypeError(f"loss_fn: expected a function, got the class {name}: loss_fn={name}()")
+    _check_function("loss_fn", loss_fn)
+    if scheduler is not None:
+        _check_function("scheduler", scheduler)
+
+
+def _check_function(argument: str, function: object) -> None:
+    values = ", ".join(_CALLED_WITH[argument])
+    made = function.func if isinstance(function, partial) else function
+    if isinstance(getattr(made, "step", None), MethodType):  # an optimizer, a scheduler
+        made = type(made)
+    name = getattr(made, "__name__", type(made).__name__)
+    remedy = ""
+    if hasattr(made, "step") and argument != "loss_fn":
+        remedy = f"; {argument}=lambda {values}: {name}({values}, ...)"
+    elif callable(made) and argument != "scheduler":
+        remedy = "; are optimizer and loss_fn swapped? The order is (stages, optimizer, loss_fn)"
+    if not callable(function):
+        raise TypeError(f"{argument}: expected a function of ({values}), got {name}{remedy}")
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        takes = signature(called)
+    except (TypeError, ValueError):  # of functions in C, for example
+        return
+    try:
+        takes.bind(*_CALLED_WITH[argument])
+    except TypeError:
+        raise TypeError(
+            f"{argument}: it is called with ({values}), and {name} takes ({_needed(called)})"
+            f"{remedy}"
+        ) from None
 
 
 def check_loss_fn(loss_fn: object, microbatches: int, count: object = None) -> None:
-    """Refuse a loss that cannot be called, or has parameters that train nowhere; warn of a sum."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
+    """Refuse a loss with parameters, which train nowhere; warn of a sum."""
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise ValueError(
             "loss_fn: it has trainable parameters, which nobody would train; put them in the last "
@@ -378,7 +429,8 @@ def make_optimizer(
     params = [p for p in trained if p not in copies]
     if not params:
         return None
-    made: object = factory(params)
+    with placed(f"in optimizer, for stages[{k}]"):
+        made: object = factory(params)
     if not isinstance(made, torch.optim.Optimizer):
         kind = f"{type(made).__module__}.{type(made).__qualname__}"
         raise TypeError(
@@ -394,7 +446,8 @@ def make_optimizer(
     if len(held) != len(params) or set(held) != set(params):
         raise ValueError(
             f"optimizer: for stages[{k}] it holds {len(held)} parameters, expected exactly the "
-            f"stage's {len(params)} trainable ones; freeze others with requires_grad_(False)"
+            f"stage's {len(params)} trainable ones: make it of the list that the function gets; "
+            "freeze others with requires_grad_(False)"
         )
     return made
 
@@ -437,7 +490,18 @@ def make_scheduler(
     """Return the scheduler of stage k, None if there is no factory."""
     if factory is None:
         return None
-    made = factory(optimizer)
+    with placed(f"in scheduler, for stages[{k}]"):
+        made = factory(optimizer)
+    if isinstance(made, torch.optim.Optimizer) or not callable(getattr(made, "step", None)):
+        raise TypeError(
+            f"scheduler: for stages[{k}] it made a {type(made).__name__}, expected a learning-rate "
+            "scheduler: scheduler=lambda optimizer: StepLR(optimizer, ...)"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"scheduler: for stages[{k}] it made a {type(made).__name__} of another optimizer; "
+            "make it of the one that the function gets"
+        )
     if needed := _needed(made.step):
         raise ValueError(
             f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
@@ -451,5 +515,5 @@ def _needed(step: Callable[..., object]) -> str:
     return ", ".join(
         p.name
         for p in signature(step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )

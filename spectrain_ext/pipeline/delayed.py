@@ -34,7 +34,7 @@ from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 
 from .arguments import (
-    check_factories,
+    check_functions,
     check_loss_fn,
     check_mode,
     check_order,
@@ -47,7 +47,7 @@ from .batch import cut_message, samples_in, sizes_of, split
 from .coding import packed_message, unpacked_message
 from .connections import without_dropped_columns
 from .loads import clip, gradient_norm
-from .losses import mean_of
+from .losses import LossFn, mean_of
 from .phases import Training
 from .tape import (
     ModuleModes,
@@ -331,7 +331,7 @@ class Delayed:
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         method: str | Method = "auto",
         *,
         delays: int | Sequence[int] | None = None,
@@ -368,7 +368,7 @@ class Delayed:
                 )
             parts, places = 1, delayed_places(self.method, n, delays)
         check_loss_fn(loss_fn, parts)
-        check_factories(optimizer, scheduler)
+        check_functions(optimizer, loss_fn, scheduler)
         self._model = modules[0] if whole else nn.Sequential(*modules)
         self._loss_fn, self._microbatches = loss_fn, parts
         self._codecs = codecs_of(codec)

@@ -20,7 +20,8 @@ from .batch import SplitDim, samples_in, sides_of
 from .edges import SharedLosses
 from .stage import Stage
 
-LossFn = Callable[..., Tensor]
+#: ``(output, target) -> loss``, or a pair (sum, count).
+LossFn = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
 #: ``(output, target) -> what a result carries``: a tensor, or a dict or tuple of tensors.
 Keep = Callable[[Any, Any], Any]
 

@@ -89,12 +89,14 @@ class Observer:
 
 
 def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observer]:
-    if not isinstance(trace, Sequence):
-        return () if trace is None else (trace,)
-    for n, one in enumerate(trace):
+    if trace is None:
+        return ()
+    observers = tuple(trace) if isinstance(trace, Sequence) else (trace,)
+    for n, one in enumerate(observers):
         if not isinstance(one, Observer):
-            raise TypeError(f"trace[{n}]: expected an Observer, got {type(one).__name__}")
-    return tuple(trace)
+            where = f"trace[{n}]" if isinstance(trace, Sequence) else "trace"
+            raise TypeError(f"{where}: expected an Observer, got {type(one).__name__}")
+    return observers
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from spectrain_ext.weights import StageMemory, StageWeights
 
 from .activations import Offload, Recompute, recomputed_blocks
 from .arguments import (
-    check_factories,
+    check_functions,
     check_loss_fn,
     check_master_dtype,
     check_mode,
@@ -42,8 +42,8 @@ from .coding import crossed
 from .connections import Connections
 from .executor import Executor
 from .loads import OnNonfinite
-from .loops import Loops, warn_unless_begun
-from .losses import Keep, Result
+from .loops import Loops, checked_batches, warn_unless_begun
+from .losses import Keep, LossFn, Result
 from .names import same_memory, tensors_by_name, use_model_names
 from .observer import Observer, observers_of, observing
 from .phases import Training, TrainingPhase, Until
@@ -115,7 +115,7 @@ class Pipeline(Loops):
         self,
         stages: Iterable[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        loss_fn: Callable[..., Tensor],
+        loss_fn: LossFn,
         method: str | Method = "auto",
         devices: Sequence[torch.device | str | int] | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
@@ -156,7 +156,7 @@ class Pipeline(Loops):
             blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
-            check_factories(optimizer, scheduler)
+            check_functions(optimizer, loss_fn, scheduler)
             copies = partial(copies_in, self._copies)
             offloads = offload in ("versions", "both")
             self._training = Training(
@@ -269,7 +269,7 @@ class Pipeline(Loops):
         if keep is not None and not callable(keep):
             raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
         begun: list[bool] = []
-        run = self._run(iter(batches), observers_of(trace), keep, begun)
+        run = self._run(iter(checked_batches(batches)), observers_of(trace), keep, begun)
         return warn_unless_begun(run, begun)
 
     def _run(

@@ -30,6 +30,7 @@ from .tape import (
     Tape,
     Targets,
     activation,
+    called,
     check_dependence,
     checked_loss,
     copied_out,
@@ -248,10 +249,10 @@ class Stage(Checks):
                 tape.found = [ModuleBuffers(self.module)]
                 # Copies, since the second forward needs the inputs as they were.
                 copies = [None if t is None else t.clone() for t in message.tensors]
-                tape.output = self.module(packed(message, copies))
+                tape.output = called(self.module, input=packed(message, copies))
             else:
                 value = packed(message, message.tensors)
-                tape.output = copied_out(self.module(value), message)
+                tape.output = copied_out(called(self.module, input=value), message)
         if self.edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._mode is Mode.TRAIN:
@@ -325,7 +326,8 @@ class Stage(Checks):
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            loss, count = checked_loss(loss_fn(tape.output, tape.target), self.device)
+            found = called(loss_fn, output=tape.output, target=tape.target)
+            loss, count = checked_loss(found, self.device)
             kept = None if keep is None else keep(tape.output, tape.target)
             tape.count = None if self.divided else count
             weight = self.weight(tape, i, j)
@@ -351,7 +353,7 @@ class Stage(Checks):
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
             copies = [None if t is None else t.clone() for t in message.tensors]
-            measure(tape.output, packed(message, copies))
+            called(measure, output=tape.output, target=packed(message, copies))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed

@@ -23,6 +23,8 @@ from spectrain_ext.transport import (
     unflattened,
 )
 
+_DESCRIBED = 200  # characters about what a module was called with
+
 
 class Entry(torch.autograd.Function):
     """Identity at a stage's input: layers may work in place on its output, but not on a leaf.
@@ -56,7 +58,7 @@ class Tape:
     # Only with recomputation: random numbers, module buffers, and the loss.
     states: States
     found: list[ModuleBuffers]
-    loss_fn: Callable[..., Tensor] | None
+    loss_fn: Callable[..., Any] | None
 
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
         self.slot = slot  # of the inputs
@@ -167,7 +169,18 @@ def run_on(
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, module(values[0] if message.form == TENSOR else packed(message, values))
+    return leaves, called(module, input=packed(message, values))
+
+
+def called(function: Callable[..., Any], **values: Any) -> Any:
+    """Call a module or a loss with the values; an exception gets a note about their shapes."""
+    try:
+        return function(*values.values())
+    except Exception as error:
+        looks = tree_map_only(Tensor, lambda t: f"{t.dtype} of shape {tuple(t.shape)}", values)
+        listed = (f"{name} {str(look)[:_DESCRIBED]}" for name, look in looks.items())
+        error.add_note(f"called with {', '.join(listed)}")
+        raise
 
 
 def copied_out(value: Any, message: Message) -> Any:
@@ -260,7 +273,7 @@ def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | 
     if not isinstance(loss, Tensor):
         raise TypeError(
             "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "
-            f"{type(found).__name__}"
+            f"{type(found).__name__}: return the tensor, not its item(), or a tuple of two"
         )
     if loss.is_complex():
         raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")
@@ -287,4 +300,7 @@ def as_count(count: object, device: torch.device) -> Tensor:
 def check_dependence(loss: Tensor, output: object) -> None:
     """Raise ValueError if the loss does not depend on the output by autograd."""
     if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
-        raise ValueError("loss_fn returned a loss that does not depend on the output by autograd")
+        raise ValueError(
+            "loss_fn returned a loss that does not depend on the output by autograd: compute it "
+            "from the output, without detach(), no_grad() or argmax()"
+        )

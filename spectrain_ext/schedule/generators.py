@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
+from spectrain_ext.errors import unknown
+
 from .instructions import (
     COMPUTE,
     Instruction,
@@ -234,7 +236,7 @@ def find_generator(schedule: str | Generator) -> Generator:
     """Return the schedule of a name, or a generator unchanged.
 
     Raises:
-        ValueError: an unknown name; the message lists the known ones.
+        ValueError: an unknown name; the message has similar ones, or all.
         TypeError: neither a name nor a function.
 
     Example:
@@ -247,7 +249,7 @@ def find_generator(schedule: str | Generator) -> Generator:
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: expected a name or a generator, got {type(schedule).__name__}")
     if schedule not in GENERATORS:
-        raise ValueError(f"schedule: there is no {schedule!r}; there are {', '.join(GENERATORS)}")
+        raise ValueError(f"schedule: {unknown(schedule, GENERATORS)}")
     return GENERATORS[schedule]
 
 

@@ -16,6 +16,7 @@ from .reading import Rules
 #: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
 Lane = Literal["compute", "to next", "to previous"]
 PerStage = float | Sequence[float]
+_LONGEST = 1e100  # sums and products of such durations stay finite
 
 
 class Span(NamedTuple):
@@ -109,8 +110,8 @@ class Durations:
         ``backward_weights`` defaults to half of ``backward``.
 
         Raises:
-            ValueError: a duration is negative or not finite, there is not one per stage, or the
-                second half of a backward is longer than the whole.
+            ValueError: a duration is not from 0 to 1e100, there is not one per stage, or the second
+                half of a backward is longer than the whole.
         """
         given = {
             "forward": forward,
@@ -140,9 +141,9 @@ def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
     if len(values) != stages:
         raise ValueError(f"{name}: expected one duration per stage, {stages}, got {len(values)}")
     for k, duration in enumerate(values):
-        if not 0 <= duration < float("inf"):
+        if not 0 <= duration <= _LONGEST:
             raise ValueError(
-                f"{name}: expected a duration of at least 0 for stage {k}, got {duration}"
+                f"{name}: expected a duration from 0 to {_LONGEST:g} for stage {k}, got {duration}"
             )
     return values
 

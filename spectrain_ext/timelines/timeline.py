@@ -101,7 +101,9 @@ def draw_timeline(
         raise ValueError("spans: expected at least one, got none")
     rows = Rows(drawn, devices)
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
-    length = (last - first) or 1.0
+    if last == first:
+        last = first + 1.0
+    length = last - first
     usual = _usual(drawn, length)
     # Inches, so that a usual block has room for its number.
     width = min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)

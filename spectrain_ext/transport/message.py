@@ -72,8 +72,8 @@ def referred(value: object, where: str) -> Form:
     shape = getattr(value, "shape", ())
     if (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None:
         raise TypeError(
-            f"{where}: expected {VALUES}, got a {type(value).__name__}, and nobody could cut what "
-            "is in it"
+            f"{where}: expected {VALUES}, got a {type(value).__name__}, whose arrays or tensors "
+            "cannot be cut; torch.as_tensor makes a tensor of an array"
         )
     return Reference(value)
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import printable
-from spectrain_ext.files import read_bounded, read_json
+from spectrain_ext.files import read_bounded, read_json, replace_file
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import main as merge
 from spectrain_ext.timelines.merging import merge_traces
@@ -32,6 +32,8 @@ def test_only_plain_files_of_some_size(tmp_path):
     for name in ("b", "c", "."):
         with pytest.raises(ValueError, match="expected a plain file"):
             read_bounded(tmp_path / name, 5)
+    with pytest.raises(OSError, match="b: expected a plain file, or none"):
+        replace_file(tmp_path / "b", b"")
     path.write_text(DEEP)
     with pytest.raises(ValueError, match="a: expected JSON"):
         read_json(path, 10**6)

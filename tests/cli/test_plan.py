@@ -163,12 +163,25 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         "import torch\nfrom torch import nn\n"
         "def make():\n    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4)\n"
         "def wrong():\n    return 3\n"
+        "def text():\n    return 'ab', 'cd'\n"
+        "def fails():\n    return {}['a']\n"
+        "class Own(nn.Linear):\n    def forward(self, x):\n        return x.no_such\n"
+        "def broken():\n    return Own(4, 4), torch.randn(8, 4)\n"
     )
     found = run("--model", "planned_model:make", "--devices", 2, "--batch", 8)
     assert found.exit_code == 0, found.output
-    wrong = run("--model", "planned_model:wrong", "--devices", 2)
-    assert wrong.exit_code == 2
-    assert "'--model': expected a function that returns (model, example input)" in wrong.output
+    for name, why in (
+        ("wrong", "cannot unpack"),
+        ("text", "got a str as the model"),
+        ("fails", "called, failed: KeyError: 'a' (planned_model.py, line 10)"),
+    ):
+        wrong = run("--model", f"planned_model:{name}", "--devices", 2)
+        assert wrong.exit_code == 2
+        assert "'--model': expected a function that returns (model, example input)" in wrong.output
+        assert why in wrong.output
+    wrong = run("--model", "planned_model:broken", "--devices", 2)
+    assert wrong.exit_code == 1
+    assert "'planned_model:broken', measured, failed: AttributeError" in wrong.output
 
 
 _SNN = ("--model", "studies.examples:snn")
@@ -179,6 +192,7 @@ _SNN = ("--model", "studies.examples:snn")
     [
         (("--devices", 2), "expected --model, to be measured, or the --profile of one"),
         (("--devices", 0, "--model", "gpt"), "'--devices'"),
+        (("--devices", 10**9, *_SNN, "--memory", "24G"), "'--devices'"),
         (
             ("--devices", 2, "--model", "alexnet"),
             "'--model': expected module:function, got 'alexnet'",
@@ -189,6 +203,7 @@ _SNN = ("--model", "studies.examples:snn")
             "'--method': method: there is no",
         ),
         (("--devices", 2, *_SNN, "--device", "tpu7"), "'--device'"),
+        (("--devices", 2, *_SNN, "--device", "xpu"), "'--device'"),
         (("--devices", 2, "--model", "gpt", "--speed", 0), "'--speed'"),
         (("--devices", 2, "--model", "gpt", "--cores", 0), "'--cores'"),
         (

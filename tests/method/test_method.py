@@ -284,6 +284,14 @@ def test_interleaved_with_other_numbers_of_chunks():
 def test_unknown_methods():
     with pytest.raises(ValueError, match=r"no 'zero'; there are auto, sync, gpipe, 1f1b, vanilla"):
         find_method("zero")
+    for typo, meant in (
+        ("spectrian", "'spectrain' or 'spectrain-ema' or 'spectrain-stash'"),
+        ("PipeMare", "'pipemare' or 'pipemare-t2' or 'pipemare-t1'"),
+        ("1F1B", "'1f1b'"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            find_method(typo)
+        assert str(caught.value) == f"method: there is no {typo!r}; did you mean {meant}?"
     with pytest.raises(TypeError, match="expected a name or a Method, got int"):
         find_method(3)
 
@@ -295,6 +303,7 @@ def test_unknown_methods():
         ({"window": lambda k, n, m: 1.5}, "window of 'own' gives 1.5 for stage 0.*an int"),
         ({"window": lambda k, n, m: k + 1}, "stage 1 of 3 would wait for 2 .*a deadlock"),
         ({"schedule": "none"}, "schedule of 'own': .*no 'none'; there are 1f1b-async"),
+        ({"schedule": "1f1b-asink"}, "schedule of 'own': .*did you mean '1f1b-async'"),
         ({"forward_horizon": lambda p: -p.stage}, "forward_horizon of 'own' gives -1 for stage 1"),
         ({"forward_horizon": 3}, "forward_horizon of 'own': expected a function of a Place, got 3"),
         ({"forward_horizon": "local"}, "expected a function of a Place, got 'local'"),

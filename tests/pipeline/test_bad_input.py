@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import StepLR
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
@@ -38,7 +39,8 @@ def refused(error, match, stages=None, optimizer=None, loss_fn=mse, **more):
 def test_stages():
     refused(ValueError, "stages: expected at least one module, got an empty list", [])
     refused(TypeError, r"stages\[1\]: expected an nn.Module, got int", [nn.Linear(2, 2), 3])
-    refused(TypeError, "stages: expected a sequence of modules, got Linear", nn.Linear(2, 2))
+    refused(TypeError, r"stages\[0\]: expected an nn.Module, got the class ReLU", [nn.ReLU])
+    refused(TypeError, "sequence of modules, got Linear; st.partition", nn.Linear(2, 2))
     st.Pipeline(nn.Sequential(*tanh_stages(2)), sgd(), mse)  # its children are the stages
 
 
@@ -145,13 +147,81 @@ def test_optimizers():
         r"made a builtins.NoneType, expected a torch.optim.Optimizer: .*spectrain_ext.optim.SGD\(",
         optimizer=lambda params: None,
     )
-    refused(TypeError, "optimizer: expected a callable, got SGD", optimizer=sgd()([torch.zeros(1)]))
+    refused(
+        TypeError,
+        r"optimizer: expected a function of \(parameters\), got SGD; optimizer=lambda parameters: ",
+        optimizer=sgd()([torch.zeros(1)]),
+    )
     refused(
         ValueError,
         r"optimizer: for stages\[0\] it holds 3 parameters, expected exactly the stage's 4",
         optimizer=lambda params: sgd()(params[1:]),
     )
-    refused(TypeError, "scheduler: expected a callable, got int", scheduler=3)
+    refused(TypeError, r"scheduler: expected a function of \(optimizer\), got int$", scheduler=3)
+
+
+def _loss(output, target):
+    return mse(output, target)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss_fn"),
+    [
+        (nn.MSELoss(), lambda parameters: torch.optim.SGD(parameters)),
+        (mse_loss, sgd()),
+        (_loss, torch.optim.SGD),
+        (nn.MSELoss(), partial(torch.optim.SGD, lr=0.1)),
+        (partial(mse_loss, reduction="sum"), sgd()([torch.zeros(1)])),
+    ],
+)
+def test_optimizer_and_loss_swapped(optimizer, loss_fn):
+    said = r"optimizer: it is called with \(parameters\), .*are optimizer and loss_fn swapped\?"
+    refused(TypeError, said, optimizer=optimizer, loss_fn=loss_fn)
+    refused(TypeError, r"^loss_fn: .* swapped\?", loss_fn=sgd()([torch.zeros(1)]))
+
+
+class NeedsMore(torch.optim.SGD):
+    def __init__(self, params, lr, *, groups):
+        super().__init__(params, lr=lr)
+
+
+def test_functions_that_need_more():
+    refused(
+        TypeError,
+        r"optimizer: it is called with \(parameters\), and NeedsMore takes \(params, lr, groups\); "
+        r"optimizer=lambda parameters: NeedsMore\(parameters, \.\.\.\)",
+        optimizer=NeedsMore,
+    )
+    refused(TypeError, r"NeedsMore takes \(params, groups\)", optimizer=partial(NeedsMore, lr=0.1))
+    refused(
+        TypeError,
+        r"scheduler: .*StepLR takes \(optimizer, step_size\); scheduler=lambda optimizer: StepLR\(",
+        scheduler=StepLR,
+    )
+    refused(TypeError, r"loss_fn: .*<lambda> takes \(y\)", loss_fn=lambda y: y.mean())
+    refused(TypeError, r"the class MSELoss: loss_fn=MSELoss\(\)", loss_fn=nn.MSELoss)
+    with pytest.raises(ZeroDivisionError) as caught:
+        st.Pipeline(tanh_stages(2), lambda parameters: 1 / 0, mse)
+    assert caught.value.__notes__ == ["in optimizer, for stages[0]"]
+
+
+def test_schedulers():
+    other = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    made = r"scheduler: for stages\[0\] it made a "
+    refused(TypeError, made + "NoneType, expected", scheduler=lambda optimizer: None)
+    refused(
+        TypeError, made + "SGD, expected a learning-rate", scheduler=lambda optimizer: optimizer
+    )
+    refused(
+        ValueError,
+        made + "StepLR of another optimizer",
+        scheduler=lambda optimizer: StepLR(other, 1),
+    )
+    refused(
+        TypeError,
+        r"function of \(optimizer\), got StepLR; scheduler=lambda optimizer: StepLR\(optimizer",
+        scheduler=StepLR(other, 1),
+    )
 
 
 def test_prediction_needs_momentum():
@@ -192,7 +262,9 @@ def test_microbatches():
 
 
 def test_loss_functions():
-    refused(TypeError, "loss_fn: expected a callable, got NoneType", loss_fn=None)
+    refused(
+        TypeError, r"loss_fn: expected a function of \(output, target\), got NoneType", loss_fn=None
+    )
     refused(ValueError, "loss_fn: it has trainable parameters", loss_fn=nn.Linear(5, 1))
 
 
@@ -292,8 +364,36 @@ def test_batches_that_cannot_be_split():
 
 
 def test_batches_that_are_not_iterable():
-    with pytest.raises(TypeError, match="not iterable"):
-        st.Pipeline(tanh_stages(2), sgd(), mse).run(3)
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    for call in (pipe.run, pipe.fit, pipe.evaluate):
+        for given in (3, None, lambda: batches(2)):
+            with pytest.raises(TypeError, match="batches: expected an iterable of batches, got "):
+                call(given)
+    with pytest.raises(TypeError, match="callbacks: expected a list of functions, got builtin"):
+        pipe.fit(batches(2), 1, print)
+    with pytest.raises(TypeError, match="trace: expected an Observer, got bool"):
+        pipe.run(batches(2), trace=True)
+
+
+def test_what_a_module_or_a_loss_was_called_with():
+    pipe = st.Pipeline([nn.Linear(5, 5), nn.Linear(5, 3)], sgd(), nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 5), torch.randint(3, (4,))
+    for batch, match in (
+        ((y, x), r"stage 0.*forward: .*; called with input torch.int64 of shape \(2,\)$"),
+        ({"x": x}, r"; called with input {'x': 'torch.float64 of shape \(2, 5\)'}$"),
+        (
+            (x, y.float()),
+            r"loss: .*; called with output torch.float64 of shape \(2, 3\), target torch.float32",
+        ),
+    ):
+        with pytest.raises(st.StageError, match=match):
+            losses(pipe, [batch])
+    with pytest.raises(st.StageError, match=r"forward: .*input torch.int64 of shape \(4,\)"):
+        pipe.evaluate([(y, x)])
+    with pytest.raises(
+        st.StageError, match=r"metrics: .*no_metric.*; called with .*target torch.int64 of"
+    ):
+        pipe.evaluate([(x, y)], {"a": lambda output, target: output.no_metric})
 
 
 @pytest.mark.parametrize("how", ["to", "assign", "stage"])

@@ -297,7 +297,7 @@ def test_a_change_to_what_flushes_is_late_no_more():
         ({"method": st.hybrid(after=3, gap=0.1)}, ValueError, "gap, which only runs measure"),
         ({"method": "spectrain", "optimizer": rmsprop, "delays": 2}, ValueError, "RMSprop, and"),
         ({"model": []}, ValueError, "expected at least one module"),
-        ({"loss_fn": None}, TypeError, "loss_fn: expected a callable"),
+        ({"loss_fn": None}, TypeError, "loss_fn: expected a function of"),
     ],
 )
 def test_what_is_refused(changed, kind, said):

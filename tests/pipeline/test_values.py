@@ -175,7 +175,7 @@ def test_what_a_stage_before_the_last_may_not_return(output, match):
         (
             {"x": [Hidden(torch.ones(4))]},
             TypeError,
-            r"\['x'\]\[0\]: .* got a Hidden, and nobody could cut",
+            r"\['x'\]\[0\]: .* got a Hidden, whose arrays or tensors cannot",
         ),
         ({3: torch.ones(4)}, TypeError, r"batches\[1\]: expected strings as keys, got 3"),
         (

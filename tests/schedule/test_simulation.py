@@ -242,7 +242,7 @@ def test_a_schedule_that_does_not_repeat():
 def test_bad_durations():
     with pytest.raises(ValueError, match="backward: expected one duration per stage, 3, got 2"):
         Durations.of(3, backward=[1, 2])
-    with pytest.raises(ValueError, match="update: expected a duration of at least 0 for stage 1"):
+    with pytest.raises(ValueError, match=r"update: expected a duration from 0 to 1e\+100 for"):
         Durations.of(2, update=[0, -1])
     with pytest.raises(ValueError, match="weights: expected no more than the backward of stage 1"):
         Durations.of(2, backward=[1, 2], backward_weights=[1, 3])

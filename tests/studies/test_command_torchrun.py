@@ -164,9 +164,9 @@ def test_replicas_that_cannot_be(given: Any, processes: int, said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("1,x", "expected a number of at least 1, or one per stage with commas, got '1,x'"),
-        ("", "expected a number of at least 1, or one per stage with commas, got ''"),
-        ("0", "expected a number of at least 1, or one per stage with commas, got '0'"),
+        ("1,x", "expected a number from 1 to 100000, or one per stage with commas, got '1,x'"),
+        ("", "expected a number from 1 to 100000, or one per stage with commas, got ''"),
+        ("0", "expected a number from 1 to 100000, or one per stage with commas, got '0'"),
         ("2", "2 for every stage do not divide 1 ranks; torchrun starts more"),
         ("1,2", "[1, 2] are 3 ranks in all, and there are 1; torchrun starts more"),
     ],

@@ -359,7 +359,7 @@ def test_without_out_the_results_are_below_runs(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("-m", "sink"), ["unknown method 'sink'", *st.methods()]),
+        (("-m", "sink"), ["there is no 'sink'", *st.methods()]),
         (("--stages", "0"), ["--stages"]),
         (("--devices", "cpu,cpu,cpu", "--stages", "2"), ["1 to 2 devices for 2 stages, got 3"]),
         (("--devices", "warp"), ["entry 0 is 'warp'"]),
@@ -367,6 +367,10 @@ def test_without_out_the_results_are_below_runs(
         (("--devices", "cuda:97"), ["entry 0 is 'cuda:97'", "spectrain doctor"]),
         (("--lr", "nan"), ["--lr", "finite"]),
         (("--momentum", "-1"), ["--momentum", "at least 0"]),
+        (("--clip-norm", "inf"), ["--clip-norm", "finite"]),
+        (("--checkpoint-seconds", "nan"), ["--checkpoint-seconds", "finite"]),
+        (("--stages", str(10**9)), ["--stages", "not in the range 1<=x<=1000"]),
+        (("--epochs", str(10**30)), ["--epochs", "not in the range"]),
         (("--window", "vast"), ["'classic', 'wide', a number", "'vast'"]),
         (("--model", "gpt"), ["gpt cannot be trained on digits", "residual-mlp"]),
         (("--data", "text"), ["--data-dir names their folder"]),
@@ -398,8 +402,8 @@ def test_a_prediction_without_momentum_is_an_error_not_a_traceback(tmp_path: Pat
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        ("0", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
-        ("2,x", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
+        ("0", "expected 'classic', 'wide', a number from 1 to 100000, or one per stage"),
+        ("2,x", "expected 'classic', 'wide', a number from 1 to 100000, or one per stage"),
         ("2,1", "expected one per stage (4), got 2"),
     ],
 )

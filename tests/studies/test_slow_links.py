@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from studies import slow_links, study
+from studies.__main__ import main
 from studies.slow_links import Way, best_of, chains_of, rows_of, search, seconds_per_step
 from studies.study import Cell, Curve
 
@@ -68,3 +70,17 @@ def test_bytes_of_a_token_at_the_benchmarks_sizes() -> None:
     sizes = {codec: Way("adamw", "sync", 1, codec).token_bytes for codec in slow_links.CODECS}
     assert sizes == {"bfloat16": 2048, "int8": 1056, "int4-hadamard": 544}
     assert Way("muon", "sync", 1, "bfloat16", 10).token_bytes == 322
+
+
+def test_wrong_data_is_an_error_of_the_command(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    for options, said in (
+        ((), "'--data-dir': --data text is read from files"),
+        (("--data-dir", tmp_path / "empty.txt"), "its 0 characters are too few"),
+        (("--data-dir", tmp_path / "none"), "none"),
+    ):
+        asked = ["slow-links", "--out", tmp_path / "out", *options]
+        refused = CliRunner().invoke(main, [*map(str, asked)])
+        assert isinstance(refused.exception, SystemExit) and refused.exit_code in (1, 2)
+        assert said in " ".join(refused.output.split())
+    assert not (tmp_path / "out").exists()

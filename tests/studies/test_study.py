@@ -365,7 +365,9 @@ def test_the_command_on_real_digits(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "auto, 3 stages, M = 3: lr" in done.output
     for bad, said in (
-        (["--stages", "x"], "numbers of at least 1"),
+        (["--stages", "x"], "'x' is not a valid integer"),
+        (["--stages", "4,1000000000"], "1000000000 is not in the range"),
+        (["--stages", ","], "expected numbers with commas, got ','"),
         (["--data", "text"], "--data-dir"),
         (["-m", "nope"], "there is no 'nope'"),
         (["--microbatches", "some"], "--microbatches"),

@@ -179,6 +179,14 @@ def test_the_command_says_what_the_picture_leaves_out(tmp_path):
     assert "narrow" not in result.output
 
 
+def test_matplotlib_may_list_the_fonts_of_a_new_machine():
+    """``conftest.py`` lets it start a process for this, which other tests must not do."""
+    from matplotlib import font_manager
+
+    font_manager._get_fontconfig_fonts.cache_clear()
+    font_manager.findSystemFonts()
+
+
 def test_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match="spans: expected at least one, got none"):
         draw_timeline(tmp_path / "t.svg", [])
@@ -333,7 +341,7 @@ def test_the_command_with_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--method", "nope"], "there is no method 'nope'; there are auto, sync, gpipe"),
+        (["--method", "nope"], "method: there is no 'nope'; there are auto, sync, gpipe"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
         (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
@@ -347,14 +355,45 @@ def test_the_command_with_a_file(tmp_path):
         (["--link", "isa", "--message", "8"], "link: expected pcie3"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
+        *(
+            (["-o", out, option, number], "expected a duration from 0 to 1e+100 for stage 0, got ")
+            for out in ("t.json", "t.svg")
+            for option, number in (
+                *(("--forward", "1e308"), ("--update", "inf"), ("--communication", "nan")),
+                ("--prediction", "1e101"),
+            )
+        ),
+        (["--link", "1e-300", "--message", "1e9"], "activation: expected a duration from 0 to"),
+        (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
+        (["--stages", "1000000000", "--instructions"], "is not in the range 1<=x<=1000"),
+        (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
+        (["--microbatches", 10**9], "expected at most 1000000"),
+        (["--microbatches", 10**30], "is not in the range"),
+        (["--window", "1000000"], "a number from 1 to 100000, or one per stage with commas"),
     ],
 )
 def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
-    assert result.exit_code
+    assert isinstance(result.exception, SystemExit) and result.exit_code in (1, 2)
     assert expected in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["t.json", "t.svg"])
+def test_a_schedule_of_nothing(out, tmp_path):
+    path = tmp_path / "empty.csv"
+    for content in ("", "\n\n", " , \n"):
+        path.write_text(content)
+        result = run("--csv", path, "-o", tmp_path / out)
+        assert isinstance(result.exception, SystemExit) and result.exit_code == 1
+        assert f"{path}: expected forwards and backwards, got none" in result.output
+    assert not (tmp_path / out).exists()
+
+
+def test_a_run_that_takes_no_time(tmp_path, recwarn):
+    result = run("--forward", 0, "--backward", 0, "-o", tmp_path / "t.svg")
+    assert "4 stages: 0 in all" in result.output and not recwarn.list
 
 
 # The instructions of one stage.
@@ -387,7 +426,7 @@ def test_the_instructions_of_a_stage_are_printed():
     ("more", "said"),
     [
         (["--stage", "4"], "stage: expected one of 0 to 3, got 4"),
-        (["--method", "nothing"], "there is no method 'nothing'"),
+        (["--method", "nothing"], "there is no 'nothing'"),
     ],
 )
 def test_instructions_of_what_there_is_not(more, said):
