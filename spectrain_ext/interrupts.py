@@ -30,11 +30,11 @@ class _State:
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.depth and self.pending is None and not self.waits:
             self.pending = number, frame
-        else:
-            # Also outside of any context, if an exception from a second Ctrl-C left this handler
-            # installed.
-            self.pending = None
-            self.before(number, frame)
+            return
+        self.pending = None
+        if not self.depth:  # on the way into or out of a context, which an exception cuts short
+            self.remove()
+        self.before(number, frame)
 
     def install(self) -> None:
         handler = signal.getsignal(signal.SIGINT)

@@ -23,7 +23,8 @@ from helpers.interrupting import (
 )
 
 import spectrain_ext as st
-from spectrain_ext.interrupts import deferred, waiting
+from spectrain_ext import interrupts
+from spectrain_ext.interrupts import callers, deferred, waiting
 
 # xgrad is for one stage; initial learning rates do not follow from weights and momentum.
 METHODS = [name for name in st.methods() if name not in ("xgrad", "pipemare-t1", "pipemare")]
@@ -268,6 +269,49 @@ def test_signals_at_random_times(name, handler, monkeypatch):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def interrupt_contexts(number):
+    """Enter and leave contexts, with Ctrl-C before one of their bytecodes; return whether it came."""
+    left = [number]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if not left[0]:
+                sys.settrace(None)
+            left[0] -= 1
+            if left[0] < 0:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with deferred():
+            with waiting():
+                pass
+            with deferred():
+                pass
+            with callers():
+                pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
+
+
+def test_one_interrupt_never_leaves_the_packages_handler(handler):
+    handler(signal.default_int_handler)
+    number = 0
+    while interrupt_contexts(number):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, number
+        assert (interrupts.STATE.depth, interrupts.STATE.pending) == (0, None)
+        number += 1
+    assert number > 300
 
 
 class Handled(Exception):
