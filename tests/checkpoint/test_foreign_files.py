@@ -32,7 +32,7 @@ def test_only_plain_files_of_some_size(tmp_path):
     for name in ("b", "c", "."):
         with pytest.raises(ValueError, match="expected a plain file"):
             read_bounded(tmp_path / name, 5)
-    with pytest.raises(OSError, match="expected a plain file: '.*b'"):
+    with pytest.raises(OSError, match=r"expected a plain file: '.*b'"):
         replace_file(tmp_path / "b", b"")
     path.write_text(DEEP)
     with pytest.raises(ValueError, match="a: expected JSON"):
