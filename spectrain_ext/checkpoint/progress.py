@@ -108,7 +108,9 @@ class Training(Item):
         found |= body.get("training") or {}
         undone = found["undone"]  # older checkpoints have none
         if type(undone) is not int or not 0 <= undone <= found["minibatches"]:
-            raise ValueError(f"training['undone']: expected a number of minibatches, got {undone!r}")
+            raise ValueError(
+                f"training['undone']: expected a number of minibatches, got {undone!r}"
+            )
         return found
 
     def put(self, state: Any) -> None:

@@ -190,10 +190,10 @@ class DistributedPipeline(Pipeline):
                 replica there keeps its own microbatches' part.
 
         Yields:
-            A ``Result`` per minibatch: on the last stage as soon as its loss has been issued (with
-            replicas, after the update there), on other stages after their update. There, reading
-            the loss raises RuntimeError unless ``share_loss`` is set. Leaving the loop on rank 0
-            ends the run of all ranks; on any other rank, ``close()`` trains on the rest of the run.
+            A ``Result`` per minibatch, as soon as the stages of this rank have issued their update
+            from it. Except on the last stage, reading the loss raises RuntimeError unless
+            ``share_loss`` is set. Leaving the loop on rank 0 ends the run of all ranks; on any
+            other rank, ``close()`` trains on the rest of the run.
 
         Raises:
             RankError: another rank failed or kept this one waiting too long. Every rank then ends

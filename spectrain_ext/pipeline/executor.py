@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
@@ -65,6 +66,7 @@ class Executor:
         self._run: ref[Generator[Result, None, None]] | None = None
         self._ended = True
         self._counts: Cursor | None = None  # of the last run
+        self._results: deque[Result] = deque()  # waiting for updates
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
         self.places = places
@@ -78,7 +80,7 @@ class Executor:
         observers: Sequence[Observer] = (),
         keep: Keep | None = None,
     ) -> Generator[Result, None, None]:
-        """Train on every batch; yield results in order, each once its loss has been issued."""
+        """Train on every batch; yield results in order, each after this process's last update."""
         self._counts = None
         run = self._results_of(batches, observers, keep)
         self._run = ref(run)
@@ -96,8 +98,6 @@ class Executor:
                 self._begin(batches, keep)
                 try:
                     for result in self._steps(observers):
-                        for observer in observers:
-                            observer.result(result)
                         self.connections.yields(result)
                         with callers():
                             yield result
@@ -159,7 +159,7 @@ class Executor:
     def _end(self) -> None:
         """Put the true weights back and let the caller's streams follow; may be repeated."""
         ends = [stage.end for stage in self.stages]
-        make_all((*ends, self.connections.end, self.let_caller_follow))
+        make_all((*ends, self.connections.end, self._results.clear, self.let_caller_follow))
         self._ended = True
 
     def _abandon(self) -> None:
@@ -246,20 +246,35 @@ class Executor:
         if self._order is not None:
             for program in programs:
                 program.takes = ()
-            yield from self._in_order(self._order, programs)
+            for _ in self._in_order(self._order, programs):
+                yield from self._finished(observers)
             programs = []
         while programs:
             progress = finished = False
             for program in programs:
                 progress |= self._turn(program)
                 finished |= program.stage.cursor.finished
-                while results:
-                    yield results.popleft()
+                if results or self._results:
+                    yield from self._finished(observers)
             if finished:
                 programs = [each for each in programs if not each.stage.cursor.finished]
             if programs and not progress:
                 raise _stuck(programs)
         connections.close()
+
+    def _finished(self, observers: Sequence[Observer]) -> Iterator[Result]:
+        """Yield the results of minibatches that all stages of this process have updated from.
+
+        Not when their losses are known: rank 0 of several processes learns that later. So the
+        caller leaves a run after as many minibatches in any number of processes.
+        """
+        computed, in_flight = self.connections.results, self.stages[0].cursor.shares
+        while computed:
+            self._results.append(computed.popleft())
+            for observer in observers:
+                observer.result(self._results[-1])
+        while self._results and self._results[0].index not in in_flight:
+            yield self._results.popleft()
 
     def _turn(self, program: _Program) -> bool:
         """Run a stage's instruction, and those of the same turn, until one has to wait."""
@@ -301,9 +316,9 @@ class Executor:
 
     def _in_order(
         self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
-    ) -> Iterator[Result]:
-        """Run instructions in a given order, which may be longer than the run."""
-        results, of = self.connections.results, {p.stage.index: p for p in programs}
+    ) -> Iterator[None]:
+        """Run instructions in a given order, which may be longer than the run; yield after each."""
+        of = {p.stage.index: p for p in programs}
         # Their updates wait for a later instruction: for the gradient norm of another stage.
         late: list[_Program] = []
         while any(p.stage.cursor.current or p.stage.cursor.peek() for p in programs):
@@ -317,8 +332,7 @@ class Executor:
             for program in late:
                 self._turn(program)
             late = [program for program in late if program.stage.cursor.current is not None]
-            while results:
-                yield results.popleft()
+            yield
 
 
 def _stuck(programs: Iterable[_Program]) -> RuntimeError:

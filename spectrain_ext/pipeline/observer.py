@@ -82,7 +82,7 @@ class Observer:
         return handlers
 
     def result(self, result: Result) -> None:
-        """Called with a result before the caller gets it."""
+        """Called with a result when its loss is known, before the caller gets it."""
 
     def end(self) -> None:
         """Called when the run has ended or failed."""

@@ -316,6 +316,15 @@ def leaving(rank, ranks, leaves, after, method="vanilla", chunks=1):
     return seen, steps
 
 
+def left_together(n, after, method="vanilla"):
+    """Return the minibatches that one process begins when it leaves the loop."""
+    pipe = st.Pipeline(stages(n), optimizer, nn.functional.mse_loss, method)
+    for result in pipe.run(data(30)):
+        if result.index == after:
+            break
+    return pipe.minibatches
+
+
 def disagreeing(rank, ranks):
     """Return the errors of arguments that differ between ranks."""
     found = {}

@@ -202,11 +202,11 @@ def test_failures(method, where, stage):
 
 def test_a_failure_while_draining_is_raised_by_close():
     stages = [nn.Sequential(*s, Fault()) for s in tanh_stages(3)]
-    stages[0][-1].backward_at = 1
+    stages[0][-1].backward_at = 2
     pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
     results = pipe.run(batches(6))
     next(results)
-    with pytest.raises(st.StageError, match="stage 0, minibatch 0, backward"):
+    with pytest.raises(st.StageError, match="stage 0, minibatch 1, backward"):
         results.close()
     assert len(losses(pipe, batches(3))) == 3
 
