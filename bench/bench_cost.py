@@ -115,7 +115,7 @@ def memory(pipe: st.Pipeline, width: int) -> list[dict[str, int]]:
     ]
     others = [
         *(t for kept in state for t in kept),
-        *(p.grad for p in weights if p.grad is not None),
+        *(gradient for stage in pipe._executor.stages for _, gradient in stage._aside),
         # those that an update has just read, while streams are checked
         *(
             gradient

@@ -157,7 +157,8 @@ def _stepped(
     def state(key: str) -> list[Tensor]:
         return [optimizer.state[p][key].clone() for p in params]
 
-    shared = {"lr": group["lr"], "weight_decay": group["weight_decay"], "predict": predict}
+    rate = group["lr"] * weights.updater.rate_factor
+    shared = {"lr": rate, "weight_decay": group["weight_decay"], "predict": predict}
     if "betas" in group:
         st.adam_step_(
             *(after, gradients, state("exp_avg"), state("exp_avg_sq")),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import lru_cache, partial
+from types import MethodType
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -247,3 +248,60 @@ class SaveGuard:
 
     def _copy(self, *_: Any) -> NoReturn:
         raise RuntimeError(f"copying or pickling a module: {self._why}")
+
+
+class StepGuard:
+    """Makes ``step`` and ``zero_grad`` of an optimizer, and its scheduler's ``step``, raise.
+
+    Not by hooks, which ``zero_grad`` and schedulers do not have. Attributes of the optimizer shadow
+    its class's methods; a scheduler, whose ``state_dict`` has all its attributes, gets a subclass.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        self._attributes: dict[str, Any] = getattr(optimizer, "__dict__", {})
+        self._scheduler = scheduler
+        self._before: tuple[dict[str, Any], type] | None = None  # while the guard is put
+
+    def put(self) -> None:
+        held, scheduler = self._attributes, self._scheduler
+        kind: Any = type(scheduler)
+        self._before = {name: held[name] for name in _REFUSED if name in held}, kind
+        held.update(_REFUSED)
+        if scheduler is not None:
+            with suppress(TypeError):  # of a class that allows no such subclass
+                scheduler.__class__ = _refusing(kind)
+
+    def take(self) -> None:
+        """Allow the methods again; may be called repeatedly or without a ``put``."""
+        if self._before is None:
+            return
+        attributes, kind = self._before
+        for name in _REFUSED:
+            self._attributes.pop(name, None)
+        self._attributes.update(attributes)
+        if self._scheduler is not None:
+            self._scheduler.__class__ = kind
+        self._before = None  # last: an exception in between, as by a second Ctrl-C, leaves it
+
+
+def refuse_call(name: str, *_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        f"{name}: a run of the pipeline has not ended; it steps its optimizers and schedulers and "
+        "clears the gradients itself, so leave this call out; 'Inside the loop' in docs/loops.md "
+        "says what to do instead"
+    )
+
+
+# Methods, as torch's schedulers expect when they wrap an optimizer's ``step``.
+_REFUSED = {name: MethodType(refuse_call, name) for name in ("step", "zero_grad")}
+
+
+@lru_cache(maxsize=64)
+def _refusing(kind: type) -> type:
+    """Return a subclass of a scheduler's class, under its name, that cannot step."""
+
+    def step(_: object, *args: object, **more: object) -> None:
+        refuse_call("step")
+
+    own = {"__module__": kind.__module__, "__slots__": (), "step": step}
+    return type(kind)(kind.__name__, (kind,), own)

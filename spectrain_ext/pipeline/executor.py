@@ -99,12 +99,14 @@ class Executor:
                 try:
                     for result in self._steps(observers):
                         self.connections.yields(result)
+                        for stage in self.stages:
+                            stage.lend()
                         with callers():
                             yield result
-                        self._check_storage()
+                        self._take_back()
                 except GeneratorExit:
                     self.connections.leave()
-                    self._check_storage()
+                    self._take_back()
                     for _ in self._steps(observers):
                         pass
                 self._check()
@@ -149,12 +151,13 @@ class Executor:
         for stage in self.stages:
             stage.check()
 
-    def _check_storage(self) -> None:
+    def _take_back(self) -> None:
         """Make the same check, after comparing a few addresses, since the caller had control."""
         for stage in self.stages:
             weights = stage.weights
             if weights is not None and weights.storage and not weights.storage.in_place():
                 self._check()
+            stage.take_back()
 
     def _end(self) -> None:
         """Put the true weights back and let the caller's streams follow; may be repeated."""

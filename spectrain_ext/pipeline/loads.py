@@ -69,6 +69,7 @@ class Loads:
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
         )
         self._guarded: list[nn.Parameter] = []
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, between two results
         self._follows: AbstractContextManager[object] = NOTHING
 
     def train_by(
@@ -129,6 +130,7 @@ class Loads:
         """
         weights = self.weights
         self._follows = NOTHING
+        self._guarded = [p for p in self.module.parameters() if p.requires_grad]
         if weights is None:
             return
         for stream in (self.compute, self.predict):
@@ -139,17 +141,42 @@ class Loads:
         # Where the backward uses other weights, the forward's graph must find those.
         if (follows or weights.differs_in_backward) and weights.storage is not None:
             self._follows = SavedWeights(weights.storage)
-        self._guarded = [p for p in self.module.parameters() if p.requires_grad]
         self.guard.put(self._guarded)
 
     def end_weights(self) -> None:
         """Put the true weights back into the module; may be repeated, or called without a begin."""
+        self._aside = []
         if self.weights is not None:
+            self.weights.guard.take()
             self._gradients_read = None
             with self.predict.using(writes=self.memory):
                 self.weights.end()
             self.predict.record(self.loaded)
             self.guard.take(self._guarded)
+
+    def lend(self) -> None:
+        """Before the caller gets control: put gradients in flight and optimizers out of reach."""
+        self._aside = [(p, gradient) for p in self._guarded if (gradient := p.grad) is not None]
+        for p, _ in self._aside:
+            p.grad = None
+        if self.weights is not None:
+            self.weights.guard.put()
+
+    def take_back(self) -> None:
+        """Undo ``lend``; RuntimeError if the caller has made a gradient."""
+        if self.weights is not None:
+            self.weights.guard.take()
+        for p in self._guarded:
+            if p.grad is not None:
+                names = [name for name, each in self.module.named_parameters() if each is p]
+                raise RuntimeError(
+                    f"stages[{self.index}]: parameter {', '.join(names)!r} got a gradient in the "
+                    "loop, as by backward() of a penalty, which no update would use; add the "
+                    "penalty to loss_fn, or compute gradients by torch.autograd.grad"
+                )
+        for p, gradient in self._aside:
+            p.grad = gradient
+        self._aside = []
 
     def weights_written(self) -> None:
         """Order later computation after all weights written so far."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from spectrain_ext.codecs import codecs_of
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
+from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.threads import warn_of_threads
@@ -258,8 +259,8 @@ class Pipeline(Loops):
                 different sizes, or one that may be a pair as well as two microbatches; or a
                 parameter became trainable that nothing can train: replicas are averaged, or the
                 scheduler does not know its group.
-            RuntimeError: another run has not ended, a parameter left its flat buffer, or autocast
-                or inference mode is on.
+            RuntimeError: another run has not ended, a parameter left its flat buffer or got a
+                gradient in the loop, or autocast or inference mode is on.
 
         After an exception, what was in flight is dropped and the modules hold the true weights;
         some stages may have made more updates than others. The pipeline can run again. A Ctrl-C
@@ -422,6 +423,13 @@ class Pipeline(Loops):
         except BaseException:
             before.restore()
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, as any module does; RuntimeError in a run, which does it itself."""
+        self._mend()
+        if self._executor.running:
+            refuse_call("zero_grad")
+        super().zero_grad(set_to_none)
 
     def forward(self, value: Any) -> Any:
         """Return the model's output for ``value`` with the true weights.

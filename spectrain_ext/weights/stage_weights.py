@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
 from spectrain_ext.optim.foreign import Foreign, Updater, loose_state, updater_of
+from spectrain_ext.optim.state import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .storage import ON_DEVICE, Content, Storage, flat_nbytes, true_dtype
@@ -62,6 +63,7 @@ class StageWeights:
         self.optimizer = optimizer
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
+        self.guard = StepGuard(optimizer, scheduler)
         self._factor = factor
         self.minibatches = 0  # of training so far
         self._names: dict[Tensor, str] = {

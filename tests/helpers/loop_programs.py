@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 
+import pytest
 import torch
 from helpers.replica_programs import stage_and_replica
 from torch import nn
@@ -80,7 +81,10 @@ def program(pipe, feeds, evaluates=True):
     kept = [result.kept for result in pipe.run(train if feeds else None, keep=accuracy)]
     measure()
     seen = []
-    means = pipe.fit(train if feeds else None, 2, [lambda result: seen.append(result.index)])
+    callbacks = [lambda result: seen.append(result.index)]
+    if isinstance(pipe, st.DistributedPipeline):  # the plain training does without
+        callbacks.append(lambda _: trained_by_hand(pipe))
+    means = pipe.fit(train if feeds else None, 2, callbacks)
     assert seen == list(range(10))
     measure()
     output = None
@@ -90,6 +94,16 @@ def program(pipe, feeds, evaluates=True):
             output = pipe(test[2][0] if feeds else None)
         pipe.train()
     return found, kept, means, output, pipe.state_dict(), torch.rand(())
+
+
+def trained_by_hand(pipe):
+    """Do what has no effect in a loop, or is refused there."""
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+    for stage in pipe.children():
+        stage.zero_grad()
+    for optimizer in pipe.optimizers:
+        with pytest.raises(RuntimeError, match=r"^step: a run of the pipeline has not ended"):
+            optimizer.step()
 
 
 def loaded(n, states):

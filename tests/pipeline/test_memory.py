@@ -103,8 +103,9 @@ def test_weight_versions(method, n, m, window, large_storages):
         for tensor in kept.values()
         if torch.is_tensor(tensor)
     ]
-    gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
-    for stage in pipe._executor.stages:  # versions that an update has just read
+    gradients = []
+    for stage in pipe._executor.stages:  # those in flight, and those that an update has just read
+        gradients += [gradient for _, gradient in stage._aside]
         if stage._gradients_read is not None:
             gradients += stage._gradients_read[1]
     others = storages([*state, *gradients])

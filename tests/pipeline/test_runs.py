@@ -22,6 +22,7 @@ from helpers.pipeline_cases import (
     mse,
     sgd,
     tanh_stages,
+    torch_sgd,
 )
 from torch import nn
 
@@ -269,6 +270,115 @@ def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
     for name, tensor in snapshot.items():
         assert torch.equal(tensor, copied[name])  # later updates do not change it
     same(pipe.state_dict(), nn.Sequential(*pipe.children()).state_dict())
+
+
+# What a plain training loop does after each loss
+
+
+def at_once(pipe, result):
+    for optimizer in pipe.optimizers:
+        optimizer.step()
+
+
+def clears(pipe, result):
+    for optimizer in pipe.optimizers:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def steps_scheduler(pipe, result):
+    for scheduler in pipe.schedulers:
+        scheduler.step()
+
+
+def clears_all(pipe, result):
+    pipe.zero_grad()
+
+
+def clips(pipe, result):
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+
+
+def clears_model(pipe, result):
+    for stage in pipe.children():
+        stage.zero_grad()
+
+
+def reads(pipe, result):
+    for each in (*pipe.optimizers, *pipe.schedulers):
+        copy.deepcopy(each.state_dict())
+    for optimizer, scheduler in zip(pipe.optimizers, pipe.schedulers, strict=True):
+        assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+        assert "step" not in scheduler.state_dict()
+        assert isinstance(scheduler, torch.optim.lr_scheduler.ExponentialLR)
+        assert type(scheduler).__name__ == "ExponentialLR"
+        optimizer.param_groups[0]["lr"] *= 1
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    pipe.state_dict()
+    # A model of the caller's own, and gradients that reach no parameter.
+    loss = sum(p.square().sum() for p in pipe.parameters())
+    torch.autograd.grad(loss, list(pipe.parameters()))
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+REFUSED = {at_once: "step", clears: "zero_grad", steps_scheduler: "step", clears_all: "zero_grad"}
+
+
+@pytest.mark.parametrize("habit", [*REFUSED, clips, clears_model, reads])
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+@pytest.mark.parametrize("method", ["1f1b", "auto"])
+def test_habits_of_a_plain_loop_change_nothing(habit, make, method):
+    """They are refused, or have no effect; the run goes on, also where the caller leaves it."""
+    pipes = [
+        st.Pipeline(
+            copy.deepcopy(stages),
+            make,
+            mse,
+            method,
+            scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            microbatches=2,
+        )
+        for stages in [tanh_stages(3)] * 2
+    ]
+    data = batches(8, size=4)
+    for n, (found, expected) in enumerate(zip(*(pipe.run(data) for pipe in pipes), strict=True)):
+        assert torch.equal(found.loss, expected.loss)
+        if habit in REFUSED:
+            match = rf"^{REFUSED[habit]}: a run of the pipeline has not ended; .* docs/loops\.md"
+            with pytest.raises(RuntimeError, match=match):
+                habit(pipes[0], found)
+        else:
+            habit(pipes[0], found)
+        if n == 6:
+            break
+    pipe, other = pipes
+    same(weights_of(pipe), weights_of(other))
+    rates = [[each.param_groups[0]["lr"] for each in one.optimizers] for one in pipes]
+    assert rates[0] == rates[1]
+    for scheduler in pipe.schedulers:
+        assert type(scheduler) is torch.optim.lr_scheduler.ExponentialLR
+    pipe.zero_grad()  # allowed again
+    at_once(pipe, None)
+    clears(pipe, None)
+    steps_scheduler(pipe, None)
+
+
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+def test_a_gradient_that_the_caller_makes_ends_the_run(make):
+    pipe = st.Pipeline(tanh_stages(3), make, mse, "1f1b", microbatches=2)
+    data = batches(6, size=4)
+    losses(pipe, data)
+    match = r"stages\[1\]: parameter '2\.weight' got a gradient in the loop, as by backward\(\)"
+    for leaves in (False, True):
+        run = pipe.run(data)
+        next(run)
+        next(run)
+        list(pipe.children())[1][2].weight.square().sum().backward()
+        with pytest.raises(RuntimeError, match=match):
+            run.close() if leaves else next(run)
+        assert all(p.grad is None for p in pipe.parameters())
+        at_once(pipe, None)
+        fresh = st.Pipeline(copy.deepcopy(list(pipe.children())), make, mse, "1f1b", microbatches=2)
+        assert torch.equal(losses(pipe, data)[0], losses(fresh, data)[0])
 
 
 def test_what_a_suspended_run_forbids():
