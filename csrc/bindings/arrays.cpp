@@ -136,9 +136,9 @@ Column* Arrays::column_of(Role role, size_t* outs) const {
     case Role::stale:
       return &plan->stale;
     case Role::out:
-      break;
+      return &plan->outs[(*outs)++];
   }
-  return &plan->outs[(*outs)++];
+  throw py::value_error("lists: expected a Role, got " + std::to_string(static_cast<int>(role)));
 }
 
 std::string Arrays::describe(const UnsupportedTypes& error) const {

@@ -13,7 +13,8 @@ const PyGetSetDef* find_grad_getter(PyTypeObject* type) {
     PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
     if (found == nullptr) {
       dismiss_error();
-    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
+               PyType_IsSubtype(type, PyDescr_TYPE(found))) {  // a class can borrow another's
       getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
     }
     Py_XDECREF(found);  // owned by the type, which is kept alive

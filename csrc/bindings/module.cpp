@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+
 #include "arrays.h"
 #include "exchange.h"
 #include "kernels/cuda/launch.h"
@@ -81,7 +83,7 @@ class PyPlan {
         [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
-  size_t distance_scratch() const { return arrays_.plan->distance_scratch(); }
+  size_t distance_scratch() { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
     const Turn turn(turns_);
     run({Role::params, Role::out}, stream, py::none(), [&](Plan& plan, void* s) {
@@ -144,8 +146,8 @@ class PyPlan {
     const Turn turn(turns_);
     arrays_.forget_gradients();
   }
-  size_t n_outs() const { return arrays_.n_outs(); }
-  size_t n_groups() const { return arrays_.plan->n_groups(); }
+  size_t n_outs() { return arrays_.n_outs(); }
+  size_t n_groups() { return arrays_.plan->n_groups(); }
   py::tuple last_launch() {
     const Turn turn(turns_);
     return py::make_tuple(arrays_.plan->last_launches(), arrays_.plan->last_rows());
@@ -295,6 +297,15 @@ class PyPlan {
   Turns turns_;
 };
 
+// A method for Python. By its holder, which makes an error of `Plan.__new__(Plan)`, an object
+// without a plan; pybind11 would give memory that no constructor has seen as `this`.
+template <class Result, class... Arguments>
+auto method(Result (PyPlan::*call)(Arguments...)) {
+  return [call](const std::shared_ptr<PyPlan>& plan, Arguments... arguments) {
+    return ((*plan).*call)(std::forward<Arguments>(arguments)...);
+  };
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = SPECTRAIN_VERSION;
@@ -356,43 +367,47 @@ void export_constants(py::module_& m) {
 // Safe without the GIL: a plan admits one thread at a time, and shared.h has the shared caches.
 PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   namespace py = pybind11;
+  using spectrain::method;
   using spectrain::PyPlan;
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
   spectrain::export_constants(m);
   const auto stream = py::arg("stream");
   const auto program = py::arg("program") = py::none();
   const auto correction = py::arg("correction") = py::none();
-  py::class_<PyPlan>(m, "Plan")
+  py::class_<PyPlan, std::shared_ptr<PyPlan>>(m, "Plan")
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
-      .def("predict_", &PyPlan::predict_, py::arg("terms"), py::arg("eps"), stream, program)
-      .def("predict", &PyPlan::predict, py::arg("terms"), py::arg("eps"), py::arg("out"), stream,
+      .def("predict_", method(&PyPlan::predict_), py::arg("terms"), py::arg("eps"), stream, program)
+      .def("predict", method(&PyPlan::predict), py::arg("terms"), py::arg("eps"), py::arg("out"),
+           stream, program)
+      .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("terms"), py::arg("eps"),
+           stream, program)
+      .def("extrapolate", method(&PyPlan::extrapolate), py::arg("steps"), py::arg("out"), stream,
            program)
-      .def("stash_predict_", &PyPlan::stash_predict_, py::arg("terms"), py::arg("eps"), stream,
-           program)
-      .def("extrapolate", &PyPlan::extrapolate, py::arg("steps"), py::arg("out"), stream, program)
-      .def("stash", &PyPlan::stash, stream)
-      .def("restore_", &PyPlan::restore_, stream)
-      .def("swap_", &PyPlan::swap_, stream)
-      .def("write_out", &PyPlan::write_out, py::arg("out"), stream)
-      .def("distance_scratch", &PyPlan::distance_scratch)
-      .def("distances", &PyPlan::distances, py::arg("result"), py::arg("scratch"), stream)
-      .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
+      .def("stash", method(&PyPlan::stash), stream)
+      .def("restore_", method(&PyPlan::restore_), stream)
+      .def("swap_", method(&PyPlan::swap_), stream)
+      .def("write_out", method(&PyPlan::write_out), py::arg("out"), stream)
+      .def("distance_scratch", method(&PyPlan::distance_scratch))
+      .def("distances", method(&PyPlan::distances), py::arg("result"), py::arg("scratch"), stream)
+      .def("sgd_step_", method(&PyPlan::sgd_step_), py::arg("settings"), py::arg("with_momentum"),
            py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program,
            correction)
-      .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
+      .def("adam_step_", method(&PyPlan::adam_step_), py::arg("settings"), py::arg("predictions"),
            py::arg("options"), stream, program, correction)
-      .def("keep", &PyPlan::keep, py::arg("watch"))
-      .def("pin_gradients", &PyPlan::pin_gradients)
-      .def("refresh", &PyPlan::refresh)
-      .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"), py::arg("follow") = true)
-      .def("forget_gradients", &PyPlan::forget_gradients)
-      .def_property_readonly("n_outs", &PyPlan::n_outs)
-      .def_property_readonly("n_groups", &PyPlan::n_groups)
-      .def("last_launch", &PyPlan::last_launch);
-  py::class_<spectrain::Watch>(m, "Watch")
+      .def("keep", method(&PyPlan::keep), py::arg("watch"))
+      .def("pin_gradients", method(&PyPlan::pin_gradients))
+      .def("refresh", method(&PyPlan::refresh))
+      .def("set_gradients", method(&PyPlan::set_gradients), py::arg("grads"),
+           py::arg("follow") = true)
+      .def("forget_gradients", method(&PyPlan::forget_gradients))
+      .def_property_readonly("n_outs", method(&PyPlan::n_outs))
+      .def_property_readonly("n_groups", method(&PyPlan::n_groups))
+      .def("last_launch", method(&PyPlan::last_launch));
+  using SharedWatch = std::shared_ptr<spectrain::Watch>;
+  py::class_<spectrain::Watch, SharedWatch>(m, "Watch")
       .def(py::init<const py::tuple&>(), py::arg("tensors"))
-      .def("in_place", [](const spectrain::Watch& watch) { return !watch.moved(); });
+      .def("in_place", [](const SharedWatch& watch) { return !watch->moved(); });
   m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def(
       "same",

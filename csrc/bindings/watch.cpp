@@ -12,9 +12,8 @@ namespace spectrain {
 namespace {
 
 // From torch/csrc/inductor/aoti_torch/c/shim.h. A handle points to an at::Tensor, which is a
-// pointer to `_cdata`.
+// pointer to the tensor's implementation.
 struct TorchAbi {
-  int (*new_handle)(void* handle, void** result);
   int (*delete_handle)(void* handle);
   int (*data_ptr)(void* handle, void** result);
   // Creates a tensor with the same storage: sizes, strides, offset.
@@ -35,7 +34,6 @@ const TorchAbi& torch_abi() {
     // By name only: `import torch` has loaded the library.
     void* library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     TorchAbi found;
-    find(library, "aoti_torch_new_tensor_handle", &found.new_handle);
     find(library, "aoti_torch_delete_tensor_object", &found.delete_handle);
     find(library, "aoti_torch_get_data_ptr", &found.data_ptr);
     find(library, "aoti_torch__reinterpret_tensor", &found.reinterpret);
@@ -49,6 +47,19 @@ bool is_torch_tensor(py::handle array) {
   type.call_once_and_store_result(
       [] { return py::object(py::module_::import("torch").attr("Tensor")); });
   return PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type.get_stored().ptr()));
+}
+
+// Returns a new handle. Not from `_cdata`, which a subclass can answer as it likes.
+void* handle_of(py::handle tensor) {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> function;
+  function.call_once_and_store_result([] {
+    const py::object torch = py::module_::import("torch").attr("_C").attr("_aoti");
+    return py::object(torch.attr("unsafe_alloc_void_ptr_from_tensor"));
+  });
+  const py::object capsule = function.get_stored()(tensor);
+  void* handle = PyCapsule_GetPointer(capsule.ptr(), nullptr);
+  if (handle == nullptr) throw py::error_already_set();
+  return handle;
 }
 
 }  // namespace
@@ -65,13 +76,12 @@ Watch::Watch(const py::tuple& tensors) {
 void Watch::add(py::handle array, const void* at, size_t index) {
   if (!is_torch_tensor(array)) return;
   const TorchAbi& torch = torch_abi();
-  void* impl = PyLong_AsVoidPtr(py::object(array.attr("_cdata")).ptr());
-  if (impl == nullptr) throw py::error_already_set();
-  tensors_.push_back({impl, nullptr, nullptr, at, index});
+  tensors_.push_back({nullptr, nullptr, nullptr, at, index});
   Tensor& tensor = tensors_.back();
+  tensor.handle = handle_of(array);
+  tensor.impl = *static_cast<void**>(tensor.handle);
   const int64_t none = 0;
-  if (torch.new_handle(&impl, &tensor.handle) != 0 ||
-      torch.reinterpret(tensor.handle, 1, &none, &none, 0, &tensor.storage) != 0) {
+  if (torch.reinterpret(tensor.handle, 1, &none, &none, 0, &tensor.storage) != 0) {
     throw std::runtime_error("torch gave no handle of a tensor");
   }
 }

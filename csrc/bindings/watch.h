@@ -36,7 +36,7 @@ class Watch {
 
  private:
   struct Tensor {
-    void* impl;     // the tensor's `_cdata`
+    void* impl;     // the tensor's implementation
     void* handle;   // the tensor itself
     void* storage;  // a tensor with the original storage
     const void* at;

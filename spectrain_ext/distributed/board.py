@@ -82,7 +82,7 @@ class Board:
             self._report = Report(self._store, rank)
             for each in self._keys:  # reading a missing key would block
                 self._store.compare_set(each, "", "")
-            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))
+            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""), ranks)
         except RuntimeError as error:
             reason, waited = self._without_store().reason, monotonic() - began
             raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
@@ -412,10 +412,13 @@ class Board:
     def _poll(self) -> None:
         *texts, failed = self._store.multi_get([*self._keys, FAILED])
         now = monotonic()
-        beats = [
-            beat if text == beat.text else Heartbeat.read(text, now)
-            for text, beat in zip(texts, self.beats, strict=True)
-        ]
+        beats = [*self.beats]
+        for r, text in enumerate(texts):
+            if text != beats[r].text:
+                try:
+                    beats[r] = Heartbeat.read(text, now, self.ranks)
+                except ValueError as error:
+                    self._found = self._found or Cause(r, f"{beats[r]}: {error}")
         before, self.beats = self.beats, beats
         if self._all_have_said() > self._complete:
             self._publish()
@@ -427,9 +430,11 @@ class Board:
         if mine is not None:
             mine = mine._replace(found=self.rank, report=new_report())
             failed = self._store.compare_set(FAILED, "", json.dumps(mine))
-        cause = Cause.read(failed)
+        cause = Cause.read(failed, self.ranks)
         if mine is not None and cause != mine:
             drop_report(mine.report)
+        if cause is not None and cause != mine and cause.found == self.rank:
+            cause = cause._replace(found=None)  # not found here: write no file under its name
         if cause is not None and self.cause is None:
             self._accept_cause(cause)
 

@@ -13,6 +13,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
+_NOBODYS = "no rank of this version has written: "
+
+
+def _decoded(text: bytes) -> Any:
+    """Return the JSON value, or None if the text is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
 
 class Cause(NamedTuple):
     """The rank that failed first, and why."""
@@ -24,8 +34,14 @@ class Cause(NamedTuple):
     gone: bool = False  # its connections have broken, so it sends no more heartbeats
 
     @staticmethod
-    def read(text: bytes) -> Cause | None:
-        return Cause(*json.loads(text)) if text else None
+    def read(text: bytes, ranks: int) -> Cause | None:
+        """Return the cause in an entry of the store; a damaged entry is a cause, too."""
+        match _decoded(text):
+            case [int(rank), str(reason), int() | None as found, str(report), bool(gone)] if (
+                0 <= rank < ranks and (found is None or 0 <= found < ranks)
+            ):
+                return Cause(rank, reason, found, report, gone)
+        return Cause(0, f"the store has a failure that {_NOBODYS}{text!r:.200}") if text else None
 
 
 class Heartbeat(NamedTuple):
@@ -44,9 +60,22 @@ class Heartbeat(NamedTuple):
     process: Sequence[Any] = ()  # see ``this_process``
 
     @staticmethod
-    def read(text: bytes, heard: float) -> Heartbeat:
-        said = json.loads(text)
-        return Heartbeat(text, heard, **{**said, "waits": said["waits"] and tuple(said["waits"])})
+    def read(text: bytes, heard: float, ranks: int) -> Heartbeat:
+        """Return the heartbeat in an entry of the store; ValueError if the entry is damaged."""
+        match _decoded(text):
+            case {
+                "doing": str(),
+                "busy": float(),
+                "waits": None | [int() | None, str()] as waits,
+                "words": int(),
+                "last": list(),
+                "complete": int(),
+                "knows": bool(),
+                "reported": bool(),
+                "process": [str(), int(), int()],
+            } as said if len(said) == 9 and (not waits or 0 <= (waits[0] or 0) < ranks):
+                return Heartbeat(text, heard, **{**said, "waits": waits and tuple(waits)})
+        raise ValueError(f"the store has a heartbeat of it that {_NOBODYS}{text!r:.200}")
 
     @property
     def news(self) -> tuple[int, int, bool]:

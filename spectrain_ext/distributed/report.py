@@ -174,7 +174,12 @@ def _write(
     if not path:
         return
     with suppress(Exception):  # the report must not hide the cause
-        read = {r: json.loads(part) for r, part in sorted(parts.items())}
+        read: dict[int, Any] = {}
+        for r, part in sorted(parts.items()):
+            with suppress(Exception):  # a damaged part
+                said = json.loads(part)
+                list(_lines(rank, cause, {r: said}, beats))
+                read[r] = said
         text = "\n".join([*_lines(rank, cause, read, beats), ""])
         handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
         try:

@@ -109,12 +109,12 @@ def _agree_on_start(store: Store, rank: int, ranks: int, timeout: timedelta) -> 
         for other in range(1, ranks):
             if not _key_appears(mine, f"here/{other}", timeout):
                 raise TimeoutError(f"join_ranks: rank {other} of {ranks} has not come {waited}")
-            mine.set(f"answer/{mine.get(f'here/{other}').decode()}", "")
+            mine.set(f"answer/{mine.get(f'here/{other}').decode(errors='replace')}", "")
         return name
     until = monotonic() + timeout.total_seconds()
     found = ""
     while _key_appears(store, _START, timeout) and monotonic() < until:
-        before, found = found, store.get(_START).decode()
+        before, found = found, store.get(_START).decode(errors="replace")
         theirs = PrefixStore(found, store)
         if found != before:
             theirs.set(f"here/{rank}", name)

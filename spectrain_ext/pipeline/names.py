@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spectrain_ext.errors import differing
-
-if TYPE_CHECKING:
-    from .ties import Copy
 
 #: The prefix that ``torch.compile`` gives all names of a module.
 _COMPILED = "_orig_mod."
@@ -59,13 +56,13 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     return found if known else {key: key for key in found}
 
 
-def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Copy]) -> None:
+def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None:
     """Make a pipeline save and load its state under the model's names.
 
     Args:
         pipe: a pipeline.
         whole: whether all stages are here; else a state may have names of others.
-        copies: the parameters here that are tied to those of earlier stages.
+        copies: the ``ties.Copy`` of each parameter here that an earlier stage trains.
     """
     ends: list[Callable[[list[str]], None]] = []
 
@@ -120,7 +117,7 @@ def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Copy]) -> Non
 
 def _names_by_parameter(
     stages: Mapping[str, nn.Module],
-    copies: Iterable[Copy],
+    copies: Iterable[Any],
     model_names: Mapping[str, str],
     prefix: str,
 ) -> dict[nn.Parameter, list[str]]:

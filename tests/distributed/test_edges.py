@@ -149,7 +149,7 @@ def test_blame_goes_to_whom_all_others_wait_for():
     assert "3 -> 2 -> 1 -> 0 -> 2" in find_culprit(circle, 3, 2, 1.0)[0].reason
     pair = [Heartbeat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
     assert find_culprit(pair, 1, 0, 1.0)[0].rank == 0
-    assert Cause.read(b"") is None
+    assert Cause.read(b"", 4) is None
 
 
 CONSTANTS = [1, True, 1.0, -0.0, float("inf"), "é\ud800", None]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import tempfile
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from helpers import rank_programs
 from helpers.cli_programs import listening
 from helpers.ranks import run_ranks
 
-from spectrain_ext.distributed import join_ranks
+from spectrain_ext.distributed import join_ranks, report
 from spectrain_ext.distributed import store as store_module
-from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.report import WATCHING
+from spectrain_ext.distributed.board import FAILED, Board
+from spectrain_ext.distributed.failures import Cause, Heartbeat
+from spectrain_ext.distributed.report import WATCHING, new_report, part_of, place_of
 from spectrain_ext.distributed.store import connection, store_at
+from spectrain_ext.errors import RankError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
@@ -79,6 +83,72 @@ def test_a_board_of_one_rank(tmp_path, monkeypatch):
     assert report.stat().st_mode & 0o777 == 0o600
     with pytest.raises(RuntimeError, match="an earlier run"), board.run():
         pass
+
+
+BEAT = {
+    **{"doing": "F 1", "busy": 0.5, "waits": [0, "edge"], "words": 0, "last": [], "complete": 0},
+    **{"knows": False, "reported": False, "process": ["host", 1, 2]},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000, "{}", "null")),
+        *(
+            ("beat/1", json.dumps(BEAT | changed))
+            for changed in (
+                {"waits": [2, "edge"]},
+                {"waits": [0]},
+                {"busy": "long"},
+                {"words": None},
+                {"process": ["host", 1, "../1"]},
+                {"more": 1},
+            )
+        ),
+        *(
+            (FAILED, entry)
+            for entry in ("{", "[9]", '["0", "x", 0, "", false]', '[2, "x", null, "", false]')
+        ),
+    ],
+)
+def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
+    assert Heartbeat.read(json.dumps(BEAT).encode(), 0.0, 2).waits == (0, "edge")
+    kept.set(key, entry.encode("utf-8", "surrogateescape"))
+    match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
+    with pytest.raises(RankError, match=match) as raised, board.run(starts=True):
+        board.exchange_json("meeting", 1)
+    assert raised.value.culprit == (key == "beat/1")
+
+
+def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "reports"))
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
+    kept.set("part/1", "[")
+    kept.set("beat/1", json.dumps(BEAT | {"knows": True}))
+    kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
+    with pytest.raises(RankError, match="planned") as raised, board.run(starts=True):
+        board.exchange_json("meeting", 1)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "First cause: rank 1, planned" in Path(raised.value.report).read_text()
+
+
+def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cause = Cause(1, "planned", 0, new_report())
+    own = part_of([(("F", 1), 0.0)], None, [], [], "")
+    damaged = ["[", "{}", json.dumps(json.loads(own) | {"messages": [[1, {"sent": "x"}]]})]
+    beats = [Heartbeat(b"x", 0.0, doing="B 2")] * 4
+    report._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
+    text = Path(place_of(cause.report)).read_text()
+    assert "First cause: rank 1, planned" in text
+    assert text.count("ago it said: B 2") == 3
 
 
 def test_what_cannot_be_listened_on_is_named():

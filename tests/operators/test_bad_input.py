@@ -6,7 +6,7 @@ Numbers are in test_bad_numbers.py; the pipeline has its own tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectrain_ext as st
+from spectrain_ext import _C
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -315,3 +316,69 @@ class TestOverlap:
     def test_empty_tensors_overlap_nothing(self) -> None:
         empty = torch.empty(0)
         st.swap_([empty, empty], [empty, empty])
+
+
+class TestForgedObjects:
+    """Classes and objects that claim to be others: each of these ended the interpreter."""
+
+    class Borrowed:
+        """Not a tensor, but with a tensor's memory and the code of its ``grad``."""
+
+        grad = torch.Tensor.grad
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self._tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self._tensor.__dlpack_device__()
+
+    class Property(Tensor):
+        @property
+        def _cdata(self) -> int:
+            return 0x1234560
+
+    class Function(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if getattr(function, "__self__", None) is torch.Tensor._cdata:  # type: ignore[attr-defined]
+                return 0x1234560
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    def test_the_gradient_of_another_class(self) -> None:
+        tensor, momentum = torch.ones(4), torch.zeros(4)
+        plan = st.Plan([self.Borrowed(tensor)], momentum_buffers=[momentum])
+        plan.refresh()
+        plan.sgd_step_(lr=0.5, momentum=0.9)
+        assert torch.equal(tensor, torch.ones(4))  # it has no gradient
+
+    @pytest.mark.parametrize("kind", [Property, Function])
+    def test_an_address_that_a_tensor_claims(self, kind: type[Tensor]) -> None:
+        weight = torch.ones(4).as_subclass(kind)
+        assert weight._cdata == 0x1234560
+        plan = st.Plan([weight], momentum_buffers=[torch.ones(4)])
+        for _ in range(2):
+            plan.predict_(lr=0.5, steps=1.0)
+        assert torch.equal(weight.as_subclass(Tensor), torch.zeros(4))
+        weight.data = torch.ones(5)
+        with pytest.raises(RuntimeError, match=r"params\[0\]: its memory is not where"):
+            plan.predict_(lr=0.5, steps=1.0)
+
+    @pytest.mark.parametrize("kind", [_C.Plan, _C.Watch])
+    def test_an_object_without_its_constructor(self, kind: type) -> None:
+        it = kind.__new__(kind)
+        uses = [name for name in vars(kind) if not name.startswith("_")]
+        assert uses
+        for name in uses:
+            for arguments in ((), (None,), (0, None), (True,)):
+                with pytest.raises((TypeError, RuntimeError)):
+                    getattr(it, name)(*arguments)
+
+    def test_a_role_that_is_none(self) -> None:
+        lists = (_C.Role.PARAMS, "p", True, (torch.ones(4),)), (_C.Role(77), "x", True, ())
+        with pytest.raises(ValueError, match="lists: expected a Role, got 77"):
+            _C.Plan([lists[0], (*lists[1][:3], lists[0][3])], [], True)
