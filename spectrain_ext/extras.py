@@ -1,6 +1,7 @@
-"""Imports optional packages; an error names the feature and the command that installs one."""
+"""Imports packages that few programs need; an error names what needs one and how to install it."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -44,3 +45,24 @@ def require_tensorboard() -> Any:
         "the curves need TensorBoard",
         "pip install 'spectrain_ext[tensorboard]'",
     )
+
+
+@contextmanager
+def progress_bar(total: int | None) -> Iterator[Callable[[int, str], object]]:
+    """Yield a function that shows a count and a text on stderr: a bar in a terminal, else lines."""
+    if not sys.stderr.isatty():
+        yield lambda done, text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = BarColumn(20), TextColumn("{task.description}", markup=False)
+    # Refreshed by calls alone: a thread would take time from the training.
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda n, text: bar.update(task, completed=n, description=text, refresh=True)

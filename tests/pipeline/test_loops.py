@@ -6,7 +6,9 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import io
 import itertools
+import re
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -487,6 +489,49 @@ def test_fit_asks_for_losses_in_time(monkeypatch):
     pipe, data = st.Pipeline(tanh_stages(1), sgd(lr=0.0, momentum=0.0), mse, "sync"), batches(7)
     (mean,) = pipe.fit(data)
     assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)
+
+
+def test_progress_in_lines(monkeypatch, capsys):
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(lr=0.0), mse), batches(3)
+    first, _, last = losses(pipe, data)
+    monkeypatch.setattr(loops, "perf_counter", itertools.count(0, 20).__next__)
+    assert pipe.fit(data, 2, progress=True) == pipe.fit(data, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "1/6  epoch 1/2",
+        f"2/6  epoch 1/2  loss {first:.4g}  0.05/s  0:01:20 left",
+    ]
+    assert lines[-1].startswith(f"6/6  epoch 2/2  loss {last:.4g}  ") and len(lines) == 7
+    pipe.fit(iter(DataLoader(Endless(), 4)), progress=True)
+    assert capsys.readouterr().err.splitlines()[1].startswith("2 minibatches  loss ")
+    pipe.rank = 1  # as in a pipeline over several processes
+    pipe.fit(data, progress=True)
+    assert capsys.readouterr().err == ""
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(2, 5).unbind()] * 12)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    pipe.fit(data, progress=True)
+    last = terminal.getvalue().rpartition("━")[2]
+    assert re.fullmatch(r"(\x1b\[[0-9;]*m)* 3/3  loss [0-9.]+  [0-9.e+]+/s *\n.*", last, re.DOTALL)
+    assert "\x1b[?25l" in terminal.getvalue()  # the cursor is hidden, and is there again at the end
+    assert terminal.getvalue().endswith("\x1b[?25h")
+    with pytest.raises(ZeroDivisionError):
+        pipe.fit(data, 1, [lambda result: 1 / 0], progress=True)
+    assert terminal.getvalue().endswith("\x1b[?25h")
 
 
 def test_a_run_that_nobody_began_is_told(tmp_path):
