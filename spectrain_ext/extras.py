@@ -1,10 +1,13 @@
 """Imports packages that few programs need; an error names what needs one and how to install it."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from importlib import import_module
+from operator import length_hint
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 
@@ -48,18 +51,57 @@ def require_tensorboard() -> Any:
 
 
 @contextmanager
-def progress_bar(total: int | None) -> Iterator[Callable[[int, str], object]]:
-    """Yield a function that shows a count and a text on stderr: a bar in a terminal, else lines."""
-    if not sys.stderr.isatty():
-        yield lambda done, text: print(text, file=sys.stderr, flush=True)
-        return
+def progress_of(batches: Iterable[object], epochs: int) -> Iterator[Callable[[Any], None]]:
+    """Yield a callback for ``fit`` that shows its progress on stderr, as a bar or in lines."""
+    try:
+        length = length_hint(batches)
+    except NotImplementedError:  # from a data set without a length
+        length = 0
+    total, terminal = length * epochs, sys.stderr.isatty()
+    count, began, due = 0, 0.0, 0.0
+    latest: Any = None
+    shown: Any = None  # the result at which the progress was shown last
+    with _bar(total or None) if terminal else nullcontext(_print_line) as show:
+
+        def text(result: Any, now: float) -> str:
+            parts = [f"{count}/{total}" if total else f"{count} minibatches"]
+            if total and epochs > 1:
+                parts.append(f"epoch {min(epochs, 1 + (count - 1) // length)}/{epochs}")
+            if result is not None and result.has_loss:
+                parts.append(f"loss {float(result.loss):.4g}")
+            if count > 1:  # the first one takes longer
+                speed = (count - 1) / (now - began)
+                parts.append(f"{speed:.3g}/s")
+                if count < total:
+                    parts.append(f"{timedelta(seconds=round((total - count) / speed))} left")
+            return "  ".join(parts)
+
+        def called(result: Any) -> None:
+            nonlocal count, began, due, shown, latest
+            now = perf_counter()
+            count += 1
+            began = began or now
+            if now >= due:
+                show(count, text(shown, now))  # its loss is computed by now: nothing waits for it
+                due, shown = now + (0.1 if terminal else 10.0), result
+            latest = result
+
+        yield called
+        show(count, text(latest, perf_counter()))
+
+
+def _print_line(count: int, text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[int, str], object]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = BarColumn(20), TextColumn("{task.description}", markup=False)
     # Refreshed by calls alone: a thread would take time from the training.
     with Progress(
-        *columns,
+        *(BarColumn(20), TextColumn("{task.description}", markup=False)),
         console=Console(stderr=True),
         auto_refresh=False,
         redirect_stdout=sys.stdout.isatty(),

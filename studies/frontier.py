@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from spectrain_ext.cli.options import plain_table
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import delay_under, delayed_places, phase_places, phases_of
@@ -196,14 +197,12 @@ def _delay(cell: Cell) -> int:
 
 def frontier_table(rows: Sequence[Row]) -> Table:
     """Return a table with one row per cell."""
-    table = Table(
-        title=f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
+    table = plain_table(
+        f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
         "updates, relative to sync's (medians); simulated time of a minibatch",
-        title_justify="left",
+        *("N", "M", "delay", "method", "lr", "test\nloss", "gap %", "updates", "time"),
     )
-    for heading in ("N", "M", "delay", "method", "lr", "test loss", "gap %", "updates", "time"):
-        table.add_column(heading, no_wrap=True)
     for row in rows:
         gap = row.gap
         table.add_row(
@@ -212,7 +211,7 @@ def frontier_table(rows: Sequence[Row]) -> Table:
             f"{statistics.fmean(row.losses):.4f}",
             "-"
             if row.contender == "sync"
-            else f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]",
+            else f"{100 * gap.mean:+.2f} ± {100 * (gap.high - gap.mean):.2f}",
             " ".join(_ratio(row.updates[share]) for share in _SHARES),
             _ratio(row.time),
         )

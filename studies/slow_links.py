@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 
 from spectrain_ext.cli.doctor import cpu_name
-from spectrain_ext.cli.options import FEW, plain_console
+from spectrain_ext.cli.options import FEW, plain_console, plain_table
 from spectrain_ext.codecs import NAMES, packed_bytes
 from spectrain_ext.extras import picture, require, require_matplotlib
 from spectrain_ext.files import finite, replace_file
@@ -271,9 +271,10 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
 
 def table_of(rows: Iterable[Row]) -> Table:
     """Return the rows as a table for the terminal."""
-    table = Table(title="Against 1f1b in bfloat16 with its best M", title_justify="left")
-    for heading in ("", "method", "codec", "M", "lr", "steps", "seeds", "s per step", "time"):
-        table.add_column(heading, no_wrap=True)
+    table = plain_table(
+        "Against 1f1b in bfloat16 with its best M",
+        *("", "method", "codec", "M", "lr", "steps", "seeds", "s per step", "time"),
+    )
     for row in rows:
         reached = math.isfinite(row.time)
         table.add_row(

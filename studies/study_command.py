@@ -29,7 +29,6 @@ from .report import versions
 from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
 from .workload import Workload, stages_in
 
-_TABLE = 120  # columns of the table
 _DATA = "digits"
 _EPOCHS = 3
 
@@ -213,7 +212,7 @@ def study(
         }
         mine = [row for row in rows if row.stages == n]
         draw_times(folder / f"time-{n}.png", mine, runs, f"{name}, {n} stages, {seeds} seeds")
-    plain_console(width=max(console.width, _TABLE)).print(frontier_table(rows))
+    console.print(frontier_table(rows))
     console.print(f"numbers and pictures: {folder}", soft_wrap=True)
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from spectrain_ext.method import Method, find_method, methods
 
@@ -80,6 +82,19 @@ def amounts(
 def plain_console(**more: Any) -> Console:
     """Return a console that prints brackets and colons as they are, also in tables."""
     return Console(markup=False, emoji=False, highlight=False, **more)
+
+
+def plain_table(title: str, *headings: str, gap: int = 0) -> Table:
+    """Return a narrow table without a frame; cells are folded if they must be.
+
+    Args:
+        gap: columns between cells, besides one.
+    """
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    table = Table(title=title, title_justify="left", padding=(0, gap, 0, 0), **look)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -48,6 +47,7 @@ from .options import (
     names,
     own_failures,
     plain_console,
+    plain_table,
     printable,
     result_of,
 )
@@ -353,11 +353,8 @@ _NEEDED = 6  # columns that are always there; their cells are folded if they mus
 def _table(found: Plan, columns: int, gap: int) -> Table:
     links = ", ".join(dict.fromkeys(link.name for link in found.links))
     title = f"{found.devices} devices, {found.batch} samples a minibatch, {links}"
-    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
-    table = Table(title=title, title_justify="left", padding=(0, gap, 0, 0), **look)
     shown = dict(islice(_COLUMNS.items(), columns))
-    for heading in shown:
-        table.add_column(heading, overflow="fold")
+    table = plain_table(title, *shown, gap=gap)
     for candidate in found.candidates:
         table.add_row(*(printable(text(candidate)) for text in shown.values()))
     return table

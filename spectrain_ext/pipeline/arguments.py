@@ -40,12 +40,7 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
     owners: dict[nn.Module, tuple[int, str]] = {}
     for k, module in enumerate(modules):
         if not isinstance(module, nn.Module):
-            kind = (
-                f"the class {module.__name__}"
-                if isinstance(module, type)
-                else type(module).__name__
-            )
-            raise TypeError(f"stages[{k}]: expected an nn.Module, got {kind}")
+            raise TypeError(f"stages[{k}]: expected an nn.Module, got {module!r:.80}")
         parts = {part: name for name, part in module.named_modules()}
         for part, name in parts.items():
             if part in owners:
@@ -174,10 +169,7 @@ def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
 def checked_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
     """Return one usable device per stage, each with its index."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f"devices: expected a sequence of {stages} devices, got {devices!r}; give one per "
-            "stage, such as ['cpu', 'cpu']"
-        )
+        raise TypeError(f"devices: expected a sequence of {stages} devices, got {devices!r}")
     if len(devices) != stages:
         raise ValueError(f"devices: expected one per stage ({stages}), got {len(devices)}")
     checked = []
@@ -347,29 +339,18 @@ def check_mode(call: str, devices: Iterable[torch.device]) -> None:
             )
 
 
-#: Each function among a pipeline's arguments, and what it is called with.
-_CALLED_WITH = {
-    "optimizer": ("parameters",),
-    "loss_fn": ("output", "target"),
-    "scheduler": ("optimizer",),
-}
-
-
-def check_functions(
-    optimizer: object, loss_fn: object, scheduler: Callable[[Any], object] | None
-) -> None:
+def check_functions(optimizer: object, loss_fn: object, scheduler: object) -> None:
     """Refuse what cannot be called as the pipeline will call it, such as swapped arguments."""
-    _check_function("optimizer", optimizer)
+    _check_function("optimizer", optimizer, "parameters")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         name = loss_fn.__name__
         raise TypeError(f"loss_fn: expected a function, got the class {name}: loss_fn={name}()")
-    _check_function("loss_fn", loss_fn)
+    _check_function("loss_fn", loss_fn, "output, target")
     if scheduler is not None:
-        _check_function("scheduler", scheduler)
+        _check_function("scheduler", scheduler, "optimizer")
 
 
-def _check_function(argument: str, function: object) -> None:
-    values = ", ".join(_CALLED_WITH[argument])
+def _check_function(argument: str, function: object, values: str) -> None:
     made = function.func if isinstance(function, partial) else function
     if isinstance(getattr(made, "step", None), MethodType):  # an optimizer, a scheduler
         made = type(made)
@@ -387,7 +368,7 @@ def _check_function(argument: str, function: object) -> None:
     except (TypeError, ValueError):  # of functions in C, for example
         return
     try:
-        takes.bind(*_CALLED_WITH[argument])
+        takes.bind(*values.split(", "))
     except TypeError:
         raise TypeError(
             f"{argument}: it is called with ({values}), and {name} takes ({_needed(called)})"

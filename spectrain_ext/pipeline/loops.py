@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from datetime import timedelta
+from contextlib import ExitStack, closing
 from itertools import islice
 from math import isfinite, lcm, nan
-from operator import length_hint
-from time import perf_counter
 from typing import Any
 from weakref import finalize
 
@@ -42,7 +38,6 @@ class Loops(nn.Module):
     _executor: Executor
     _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
     devices: tuple[torch.device, ...]
-    rank: int = 0
     run: Callable[..., Any]
     check_drained: Callable[[str], None]
 
@@ -195,8 +190,10 @@ class Loops(nn.Module):
         given = _epochs(own_batches, begun, epochs)
         failure: Exception | None = None
         with ExitStack() as stack:
-            if progress and not self.rank:
-                called.insert(0, stack.enter_context(_progress(own_batches, epochs)))
+            if progress and not getattr(self, "rank", 0):  # one of several processes shows it
+                from spectrain_ext.extras import progress_of
+
+                called.insert(0, stack.enter_context(progress_of(own_batches, epochs)))
             run = stack.enter_context(closing(self.run(given, trace=trace, keep=keep)))
             for result in run:
                 losses.add(result)
@@ -313,53 +310,6 @@ def _within(batches: object, *names: str) -> list[Any]:
             parts = (getattr(one, name, None) for name in names)
             found.update((id(part), part) for part in parts if part is not None)
     return list(found.values())
-
-
-@contextmanager
-def _progress(batches: Iterable[object], epochs: int) -> Iterator[Callable[[Result], None]]:
-    """Yield a callback that shows how far a training is."""
-    from spectrain_ext.extras import progress_bar
-
-    try:
-        length = length_hint(batches)
-    except NotImplementedError:  # from a data set without a length
-        length = 0
-    total = length * epochs or None
-    every = 0.1 if sys.stderr.isatty() else 10.0
-    count, began, due = 0, perf_counter(), 0.0
-    latest: Tensor | None = None
-    earlier: Tensor | None = None
-
-    def text(loss: Tensor | None, now: float) -> str:
-        # The first minibatches take longer.
-        speed = (count - 1) / (now - began) if count > 1 else 0.0
-        parts = [f"{count}/{total}" if total else f"{count} minibatches"]
-        if total and epochs > 1:
-            parts.append(f"epoch {min(epochs, 1 + (count - 1) // length)}/{epochs}")
-        if loss is not None:
-            parts.append(f"loss {float(loss):.4g}")
-        if speed:
-            parts.append(f"{speed:.3g}/s")
-        if total and speed and count < total:
-            parts.append(f"{timedelta(seconds=round((total - count) / speed))} left")
-        return "  ".join(parts)
-
-    with progress_bar(total) as show:
-
-        def called(result: Result) -> None:
-            nonlocal count, began, due, latest, earlier
-            now = perf_counter()
-            count += 1
-            if count == 1:
-                began = now
-            latest = result.loss if result.has_loss else None
-            if now >= due:
-                # The loss of the last time has been computed: the host does not wait for it.
-                show(count, text(earlier, now))
-                due, earlier = now + every, latest
-
-        yield called
-        show(count, text(latest, perf_counter()))
 
 
 class _Losses:

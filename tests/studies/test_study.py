@@ -19,7 +19,7 @@ from spectrain_ext.method import delay, find_method, places_of
 from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
-from studies.frontier import Interval, frontier_table, rows_of, write_frontier
+from studies.frontier import Interval, Row, frontier_table, rows_of, write_frontier
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
 from studies.workload import stages_in
 
@@ -37,8 +37,8 @@ def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell
     return cells_of(contenders.STUDIES["digits"], None, [3], microbatches, names)
 
 
-def _printed(table: Table) -> str:
-    console = Console(width=120)
+def _printed(table: Table, width: int = 120) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -143,6 +143,23 @@ def test_uniform_delays_are_those_of_the_first_stage(
     assert [row.delay for row in rows] == [0, 2, 2, 2]
     assert [row.time is None for row in rows] == [False, False, True, True]
     assert "pipedream-uniform" in _printed(frontier_table(rows))
+
+
+def test_the_table_fits_80_columns() -> None:
+    updates = {0.5: 0.98, 0.75: 1.05, 1.0: math.inf}
+    rows = [
+        Row(name, 16, 16, 15, 0.00156, (1.23456,) * 5, (0.5,) * 5, Interval(*gap), updates, 11.54)
+        for name, gap in (
+            ("sync", (0.0, 0.0, 0.0)),
+            ("pipedream-2bw", (0.0123, 0.004, 0.0206)),
+            ("pipedream-vertical-sync", (-1.0, -1.5, -0.5)),
+            ("one-seed", (0.5, -math.inf, math.inf)),
+        )
+    ]
+    lines = _printed(frontier_table(rows), 80).splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    shown = "16 16 15 pipedream-2bw 0.00156 1.2346 +1.23 ± 0.83 0.98 1.05 - 11.54"
+    assert shown in [" ".join(line.split()) for line in lines]
 
 
 def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
