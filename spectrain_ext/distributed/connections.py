@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.arguments import cut_place
+from spectrain_ext.pipeline.arguments import check_trains, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.coding import in_words
@@ -122,9 +122,14 @@ class RankConnections(Connections):
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
-            {**copies_here(copies), "cut": [[s.index, cut_place(s.module)] for s in stages]},
+            {
+                **copies_here(copies),
+                "cut": [[s.index, cut_place(s.module)] for s in stages],
+                "trains": any(stage.weights is not None for stage in stages),
+            },
         )
         check_cut(found, replicas)
+        check_trains(rank["trains"] for rank in found)
         modules = {stage.index: stage.module for stage in stages}
         ties = agreed_ties(board, replicas, modules, copies, found)
         if replicas.dealt:

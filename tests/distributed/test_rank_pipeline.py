@@ -150,6 +150,9 @@ def test_what_ranks_must_agree_on():
     assert "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64," in found[0]["codec"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
+    for rank in found:
+        assert rank["frozen"].startswith("stages: none has a trainable parameter")
+        assert "partly frozen" not in rank
     assert found[0]["no batches"] == "batches: rank 0 needs them, got None"
 
 

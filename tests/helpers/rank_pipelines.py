@@ -339,6 +339,9 @@ def disagreeing(rank, ranks):
     attempt("codec", lambda: small(rank, ranks, codec=st.codecs.Int8(block=64 + rank)))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
+    for name, frozen in (("frozen", True), ("partly frozen", rank == 1)):
+        stage, loss = nn.Linear(2, 2).requires_grad_(not frozen), nn.functional.mse_loss
+        attempt(name, lambda s=stage, loss=loss: st.DistributedPipeline(s, optimizer, loss))
     pipe = small(rank, ranks)
     attempt("no batches", lambda: pipe.run())
     return found
