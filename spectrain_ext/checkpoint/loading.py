@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .parts import Item, Part, Stateful, parts_of
 from .progress import SamplerState, Training
 from .random import Generators
 from .saving import Sampler, items_of, peers_of
-from .weights import Weights, weights_of
+from .weights import Weights, listed, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,9 @@ def load_from(
         others.append((generators, body))
         if isinstance(target, Pipeline):
             others.append((Training(target), body))
+        for part in parts:
+            if part.optimizer is not None or isinstance(target, Pipeline):
+                _warn_of_frozen(part, body)
     matched: list[tuple[Item, Any]] = []
     extra: list[Any] = []
 
@@ -210,6 +214,25 @@ def _check_nothing_left(body: Json, known: Set[str]) -> None:
     left = weights_of(body).keys() - known
     if left:
         raise ValueError(f"has {min(left)!r}, which the model has not ({len(left)} such tensors)")
+
+
+def _warn_of_frozen(part: Part, body: Json) -> None:
+    """Warn of saved optimizer state whose parameters the part does not train."""
+    groups = [] if part.optimizer is None else part.optimizer.param_groups
+    trained = {p for group in groups for p in group["params"]}
+    optimizers = [stage["optimizer"] for stage in body["stages"]]
+    saved = {name for each in optimizers if each is not None for name in each["state"]}
+    idle = [
+        name
+        for p, name in part.parameter_names().items()
+        if p not in trained and name in saved and name not in part.tied
+    ]
+    if idle:
+        warnings.warn(
+            f"stage {part.stage}: the optimizer state of {listed(idle)} is not loaded, as these "
+            "parameters are frozen or no optimizer has them",
+            stacklevel=2,
+        )
 
 
 def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:

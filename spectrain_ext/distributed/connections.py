@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.arguments import check_hidden, cut_place, hidden_use
+from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.coding import in_words
@@ -126,9 +126,11 @@ class RankConnections(Connections):
                 **copies_here(copies),
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
+                "trains": any(stage.weights is not None for stage in stages),
             },
         )
         check_cut(found, replicas)
+        check_trains(rank["trains"] for rank in found)
         firsts = (replicas.ranks_of(k)[0] for k in range(replicas.stages))
         check_hidden([rank["hidden"] for rank in found], firsts)
         modules = {stage.index: stage.module for stage in stages}

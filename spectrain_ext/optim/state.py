@@ -160,6 +160,9 @@ def put_saved(
         entry = saved["state"].get(key)
         if not isinstance(entry, Mapping):
             continue
+        for name, value in entry.items():  # such as the average of a correction that is not in use
+            if name not in rule.all_keys and isinstance(value, Tensor):
+                loaded["state"][p][name] = value.detach().to(p.device, copy=True)
         found = read_entry(where, own, p, entry)
         if found is None:
             if own.scalars and entry:

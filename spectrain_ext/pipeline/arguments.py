@@ -398,6 +398,15 @@ def check_loss_fn(loss_fn: object, microbatches: int, count: object = None) -> N
         )
 
 
+def check_trains(trains: Iterable[bool]) -> None:
+    """Raise ValueError if no stage has anything to train."""
+    if not any(trains):
+        raise ValueError(
+            "stages: none has a trainable parameter, expected at least one with requires_grad; "
+            "PeftModel.from_pretrained freezes an adapter unless it gets is_trainable=True"
+        )
+
+
 def make_optimizer(
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     module: nn.Module,

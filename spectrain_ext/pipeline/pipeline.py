@@ -32,6 +32,7 @@ from .arguments import (
     check_on_nonfinite,
     check_order,
     check_recompute,
+    check_trains,
     checked_devices,
     checked_microbatches,
     checked_stages,
@@ -169,6 +170,8 @@ class Pipeline(Loops):
             self.method, self.devices = chosen, tuple(where)
             self.minibatches, self.phase = 0, 0
             first = self._phases[0]
+            if len(here) == replicas.stages:
+                check_trains(weights is not None for weights in first.weights)
             try:
                 for copy in self._copies:
                     copy.bind()

@@ -599,6 +599,44 @@ def test_the_generator_of_a_device_is_found_again():
     assert generators.match(body) == {}
 
 
+def test_a_corrections_average_keeps_its_dtype_where_nothing_is_corrected(tmp_path):
+    def made(method, seed=0):
+        stages = cut_at(model(seed).bfloat16(), [2, 4])
+        return st.Pipeline(stages, sgd, LOSS, method, master_dtype=torch.float32)
+
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(7)]
+    kept, plain, back = made("gap-aware"), made("sync", 1), made("gap-aware", 2)
+    train(kept, data[:4])
+    save(tmp_path / "a", kept)
+    load(tmp_path / "a", plain)
+    save(tmp_path / "b", plain)
+    load(tmp_path / "b", back)
+    states = everything(kept), everything(back)
+    averages = [{k: v for k, v in state.items() if "gap_average" in k} for state in states]
+    assert len(averages[0]) == 8  # the last stage is not late
+    assert {average.dtype for average in averages[0].values()} == {torch.float32}
+    same(averages[1], averages[0])
+    assert train(back, data[4:]) == train(kept, data[4:])
+
+
+def test_state_of_parameters_that_are_frozen_now(tmp_path):
+    kept, other = pipeline(2), model(seed=1)
+    train(kept, batches(2))
+    save(tmp_path / "c", kept)
+    other[0].requires_grad_(False)
+    other[3].linear.bias.requires_grad_(False)
+    stages = cut_at(other, [1, 4])
+    pipe = st.Pipeline(stages, sgd, LOSS, "spectrain", scheduler=halving)
+    with pytest.warns(UserWarning) as warned:
+        load(tmp_path / "c", pipe)
+    assert [str(each.message).partition(" is not loaded")[0] for each in warned] == [
+        "stage 0: the optimizer state of 0.linear.weight, 0.linear.bias, 0.norm.weight and 1 more",
+        "stage 1: the optimizer state of 3.linear.bias",
+    ]
+    pipe.release()
+    load(tmp_path / "c", other)  # without an optimizer
+
+
 class Quantized(nn.Module):
     """Gives its frozen weight with a scale under another name, as layers of bitsandbytes do."""
 

@@ -151,6 +151,9 @@ def test_what_ranks_must_agree_on():
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
     assert all("stages train 0 of the 2 matrices in hidden" in each["hidden"] for each in found)
+    for rank in found:
+        assert rank["frozen"].startswith("stages: none has a trainable parameter")
+        assert "partly frozen" not in rank
     assert found[0]["no batches"] == "batches: rank 0 needs them, got None"
 
 

@@ -352,6 +352,9 @@ def disagreeing(rank, ranks):
     attempt("hidden", lambda: with_muon(rank, stages(ranks), stages(ranks)))
     with_muon(rank, whole := stages(ranks), whole)
     with_muon(rank, whole, whole[rank : rank + 1])
+    for name, frozen in (("frozen", True), ("partly frozen", rank == 1)):
+        stage, loss = nn.Linear(2, 2).requires_grad_(not frozen), nn.functional.mse_loss
+        attempt(name, lambda s=stage, loss=loss: st.DistributedPipeline(s, optimizer, loss))
     pipe = small(rank, ranks)
     attempt("no batches", lambda: pipe.run())
     return found
