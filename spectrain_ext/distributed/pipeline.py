@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -205,7 +206,9 @@ class DistributedPipeline(Pipeline):
 
         The pipeline cannot run again after a failure.
         """
-        return super().run(self._own_batches(batches), trace=trace, keep=keep)
+        run = super().run(self._own_batches(batches), trace=trace, keep=keep)
+        self._board.latest_run = ref(run)
+        return run
 
     def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if self.rank:
