@@ -9,30 +9,35 @@ processes. Attributes are read without a lock; those with several values are rep
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from math import inf
 from time import monotonic
 from typing import Any, NoReturn
+from weakref import WeakSet
 
+from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError, report_note
-from spectrain_ext.interrupts import held_back, waiting
+from spectrain_ext.interrupts import deferred, held_back, waiting
 
 from .failures import (
     Cause,
     Heartbeat,
     describe_error,
     find_culprit,
+    is_broken_connection,
     most_silent,
     this_process,
     wake_stopped,
@@ -59,7 +64,10 @@ class Board:
         self.waits: tuple[int | None, str, float] | None = None  # peer (None: all), what, since
         self.cause: Cause | None = None
         self.aborts: list[Callable[[], None]] = []  # after a failure, to end waits for the device
-        self._aborting: list[threading.Thread] = []
+        self.disconnects: list[Callable[[], None]] = []  # the same for gloo; these do not block
+        self._threads: list[threading.Thread] = []
+        self.calling_back: set[int] = set()  # gloo's collectives, which call Python when they end
+        self.latest_run: Callable[[], object] = lambda: None
         self.under_way: dict[int, tuple[str, float]] = {}  # collectives, and when they began
         self._steps: deque[tuple[tuple[object, ...], float]] = deque(maxlen=LAST)
         self._messages: Messages = list
@@ -71,7 +79,9 @@ class Board:
         self._keys = [f"beat/{r}" for r in range(ranks)]
         self._shared: tuple[int, list[object]] = 0, []  # values for all ranks: count, and last two
         self._complete = 0  # number of values that all ranks have shared
+        self.beats = [Heartbeat(b"", monotonic())] * ranks
         self._forget()
+        _BOARDS.add(self)
         self.set_action("meeting")
         began, key = monotonic(), self._keys[rank]
         try:
@@ -84,7 +94,9 @@ class Board:
                 self._store.compare_set(each, "", "")
             self.cause = Cause.read(self._store.compare_set(FAILED, "", ""), ranks)
         except RuntimeError as error:
-            reason, waited = self._without_store().reason, monotonic() - began
+            if not is_broken_connection(error):
+                raise
+            reason, waited = self._without_store(error).reason, monotonic() - began
             raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
         if outlived:
             raise RuntimeError(
@@ -94,7 +106,7 @@ class Board:
             )
 
     def _forget(self) -> None:
-        self.beats = [Heartbeat(b"", monotonic())] * self.ranks
+        self.beats = [Heartbeat(b"", monotonic(), beat.doing) for beat in self.beats]
         self._found: Cause | None = None  # this rank's proposal, before all agree on one
         self._listens_since: float | None = None
         self._asking: float | None = None  # when the pending store call began
@@ -117,23 +129,22 @@ class Board:
         self._patience = CONNECT_SECONDS if starts else min(self.timeout, self.grace)
         self._store.set_timeout(timedelta(seconds=self._patience))
         self._messages = messages
-        talks = threading.Thread(target=self._talk, name=WATCHING[0], daemon=True)
-        guards = threading.Thread(target=self._guard, name=WATCHING[1], daemon=True)
-        talks.start()
-        guards.start()
         try:
+            self.start(WATCHING[0], self._talk)
+            self.start(WATCHING[1], self._guard)
             yield
             self.set_action(self._failure or ("starting" if starts else "ending the run"))
             # Rank 0 may host the store: it leaves when the others know that all have finished.
             self._share(None)
             to_do = "to start" if starts else "to end the run"
             self._wait_for_all(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
+            self.set_action("the caller's program")
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else describe_error(error)
                 mine = Cause(self.rank, f"{self.action()}: {what}")
                 self._error = "".join(traceback.format_exception(error))
-                aborted = len(self._aborting) > 0
+                aborted = self.cause is not None and len(self.aborts) > 0
                 cause = self._agree(mine)
                 if aborted and cause.rank != self.rank and isinstance(error, Exception):
                     self._raise(cause, None, 0.0, error)  # the abort caused this error
@@ -141,13 +152,42 @@ class Board:
                     error.add_note(report_note(place_of(cause.report)))
             raise
         finally:
-            self._messages = list
+            self.finish()
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Start a thread that ends with the run."""
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def finish(self) -> None:
+        """Wait for the threads to end, which includes telling the other ranks of a failure."""
+        self._messages = list
+        self._over.set()
+        self._wake.set()
+        until = monotonic() + self.grace
+        for thread in self._threads:
+            thread.join(max(0.0, until - monotonic()))
+        with self.changed:
+            self.changed.wait_for(lambda: not self.calling_back, max(0.0, until - monotonic()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the other ranks, before Python ends, which error the program did not catch.
+
+        Also end a run that the program has left suspended.
+        """
+        run = self.latest_run()
+        if isinstance(run, Generator) and getgeneratorstate(run) == GEN_SUSPENDED:
+            run.throw(error or RuntimeError("the program has ended"))
+        elif error is not None and self.cause is None and self._others:
+            self._forget()
             self._over.set()
-            self._wake.set()
-            guards.join(self.grace)
-            self._report.keep_alive(talks, self.grace)
-            for thread in self._aborting:  # they must not run while the caller shuts down
-                thread.join(max(0.0, self._must_end_by - monotonic()))
+            self._found = Cause(self.rank, f"{self.action()}: {describe_error(error)}")
+            self._poll()
+            self._talk()
+            if self.cause is not None and not any(self.beats[r].knows for r in self._others):
+                drop_report(self.cause.report)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -315,13 +355,12 @@ class Board:
             return self.cause
 
     def _abort(self) -> None:
+        for disconnect in self.disconnects:
+            _tried(disconnect)
         # In parallel: an abort may wait for device work that another abort ends.
-        self._aborting = [
-            threading.Thread(target=_tried, args=(abort,), name="spectrain abort", daemon=True)
-            for abort in self.aborts
-        ]
-        for thread in self._aborting:
-            thread.start()
+        for abort in self.aborts:
+            with suppress(RuntimeError):  # at shutdown Python starts no more threads
+                self.start("spectrain abort", partial(_tried, abort))
 
     def _part(self) -> str:
         steps = self._steps.copy()
@@ -331,7 +370,9 @@ class Board:
         except Exception as error:  # the cause matters more
             return part_of(steps, None, [], [], f"no more can be said: {describe_error(error)}")
 
-    def _without_store(self) -> Cause:
+    def _without_store(self, error: BaseException | None = None) -> Cause:
+        if isinstance(error, DistNetworkError):
+            return Cause(0, f"{self.beats[0]}: its process has ended, with the store that it kept")
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
 
     def _overdue(self) -> Cause | None:
@@ -363,9 +404,9 @@ class Board:
                 self._rest()
                 self._wake.clear()
             self._publish()
-        except Exception:  # of any kind: this thread keeps the deadlines
+        except Exception as error:  # of any kind: this thread keeps the deadlines
             if not self._over.is_set():
-                self._accept_cause(self._without_store())
+                self._accept_cause(self._without_store(error))
 
     def _rest(self) -> None:
         end = monotonic() + self._pause()
@@ -461,3 +502,18 @@ class Board:
 def _tried(abort: Callable[[], None]) -> None:
     with suppress(Exception):  # the guard ends a rank that stays stuck
         abort()
+
+
+_BOARDS: WeakSet[Board] = WeakSet()
+os.register_at_fork(after_in_child=_BOARDS.clear)
+
+
+@atexit.register
+def _leave_all() -> None:
+    # A thread that returns from torch while Python shuts down aborts the process (up to Python
+    # 3.13), and the program's exit code is lost.
+    for board in list(_BOARDS):
+        with suppress(BaseException):  # nobody can catch it
+            board.leave(getattr(sys, "last_value", None))
+        with suppress(BaseException), deferred():
+            board.finish()

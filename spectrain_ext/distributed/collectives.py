@@ -52,12 +52,14 @@ class _Collective:
         # Not work.is_completed(), which becomes true only after the future's callbacks have run.
         self._done = group is not rank_group.host  # with NCCL the stream waits
         if not self._done:
+            board.calling_back.add(id(self))
             work.get_future().add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
         with self._board.changed:
             self._done = True
             self._board.under_way.pop(id(self), None)
+            self._board.calling_back.discard(id(self))
             self._board.changed.notify_all()
 
     def wait(self) -> None:

@@ -8,21 +8,19 @@ bodies go from device to device.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spectrain_ext.errors import OrderingError
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
+from .failures import is_broken_connection
 from .links import ConnectionGuard, RemoteEdge
 from .wire import (
     ENDLESS,
@@ -90,7 +88,13 @@ class _End:
                     self._error = error
                     self._board.changed.notify_all()
 
-        threading.Thread(target=guarded, name=f"spectrain {name}", daemon=True).start()
+        self._board.start(name, guarded)
+
+    def _until(self, ready: Callable[[], object]) -> None:
+        """In a thread that holds ``changed``: wait until ``ready()``; a failure ends the thread."""
+        self._board.changed.wait_for(lambda: ready() or self._board.cause is not None)
+        if self._board.cause is not None:
+            raise ConnectionAbortedError("the run has failed")
 
     def _wait_for_thread(self, done: Callable[[], bool]) -> None:
         name = self.link.name
@@ -99,11 +103,11 @@ class _End:
             return
         error = self._error
         assert error is not None
-        if isinstance(error, OrderingError):
-            raise error
+        if self._board.cause is not None or is_broken_connection(error):
+            self._board.lost(self._other, name, error)
         if isinstance(error, ValueError):
             raise ValueError(f"{name}: {error}") from error
-        self._board.lost(self._other, name, error)
+        raise error
 
     def _sent_part(self, frame: Frame) -> Tensor:
         """Return the part of the frame that is sent, allocated if need be."""
@@ -206,7 +210,7 @@ class RemoteReceiver(_End):
 
     def _next_slot(self) -> _Framed:
         with self._board.changed:
-            self._board.changed.wait_for(lambda: len(self._ring) > 0)
+            self._until(lambda: self._ring)
             slot = self._ring.popleft()
         if not slot.works:
             self._post(slot)
@@ -284,7 +288,7 @@ class RemoteSender(_End):
             packed = FlatMemory()  # shared by all slots: one message is staged at a time
             for slot in self._ring:
                 slot.memory = packed
-        self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
+        self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = self._last_bytes = 0
         self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
         self._first: Layout | None = None
@@ -396,16 +400,20 @@ class RemoteSender(_End):
         # A thread waits for the copy to CPU memory: the rank's own thread never waits for a device.
         slot.works = None
         if self._jobs is None:
-            self._jobs = SimpleQueue()
+            self._jobs = deque()
             self._start(f"staging of {self.link.name}", partial(self._send_staged, self._jobs))
-        self._jobs.put((slot, pieces, last))
+        with self._board.changed:
+            self._jobs.append((slot, pieces, last))
+            self._board.changed.notify_all()
         if last:
             self._jobs = None
 
-    def _send_staged(self, jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]]) -> None:
+    def _send_staged(self, jobs: deque[tuple[_Framed, _Pieces, bool]]) -> None:
         last = False
         while not last:
-            slot, pieces, last = jobs.get()
+            with self._board.changed:
+                self._until(lambda: jobs)
+                slot, pieces, last = jobs.popleft()
             self._thread.wait(slot.arrived)
             self._thread.reads(slot.buffer)
             self._thread.record(slot.free)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, remove
+
+from .failures import is_broken_connection
 
 T = TypeVar("T")
 
@@ -64,11 +66,9 @@ class Peers:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
             return [value]
-        try:
+        with _connected():
             # JSON, because torch's object collectives unpickle messages, which can execute code.
             return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
-        except RuntimeError as lost:  # torch's error for a broken connection
-            raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
     def call_on_all(self, make: Callable[[], T], doing: str) -> list[T]:
         """Return every process's result of ``make``; an error in one is raised in all."""
@@ -99,10 +99,8 @@ class Peers:
             assert self._group is not None
             # As bytes, because gloo does not support all dtypes.
             body = found.view(-1).view(torch.uint8)
-            try:
+            with _connected():
                 dist.broadcast(body, dist.get_global_rank(self._group, rank), group=self._group)
-            except RuntimeError as lost:
-                raise ConnectionError(f"the processes have lost one another: {lost}") from lost
         return found
 
     def move(self, moves: Sequence[Move], directory: Path) -> None:
@@ -131,7 +129,7 @@ class Peers:
                 partial(path).rename(path)
 
         self.call_or_fail_together(begin, doing, what)
-        try:
+        with _connected():
             works = [
                 dist.irecv(content, self._global(m.source), group=self._group, tag=k)
                 if comes
@@ -140,8 +138,6 @@ class Peers:
             ]
             for work in filter(None, works):
                 work.wait()
-        except RuntimeError as lost:
-            raise ConnectionError(f"the processes have lost one another: {lost}") from lost
         self.call_or_fail_together(end, doing, what)
 
     def _global(self, rank: int) -> int:
@@ -171,6 +167,16 @@ class Peers:
         return [
             body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
         ]
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if is_broken_connection(error):
+            raise ConnectionError(f"the processes have lost one another: {error}") from error
+        raise
 
 
 def _mapped(path: Path, size: int, shared: bool) -> Tensor:

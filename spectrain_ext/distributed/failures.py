@@ -11,6 +11,7 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 from time import monotonic
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 _NOBODYS = "no rank of this version has written: "
@@ -88,6 +89,18 @@ class Heartbeat(NamedTuple):
 
 def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether torch raised this error for a connection, instead of other code during the call.
+
+    A signal handler raises inside the call, too: a DataLoader's, when one of its workers is killed.
+    """
+    kind = type(error)
+    if kind is not RuntimeError and kind.__module__ != "torch.distributed":
+        return False
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return modules != [] and modules[-1].startswith(("torch.distributed.", f"{__package__}."))
 
 
 def this_process() -> list[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
 from .board import Board
-from .wire import TAGS
+from .failures import is_broken_connection
+from .wire import TAG_NEVER, TAGS
 
 #: The most multiprocessors that an NCCL message occupies at either end. A kernel occupies them
 #: until its counterpart at the other end runs, so the kernels of all edges must fit on a device
@@ -85,7 +87,7 @@ class Links(NamedTuple):
 
 
 class ConnectionGuard:
-    """Treats a RuntimeError inside its ``with`` block as a broken connection to these ranks."""
+    """Blames these ranks for a connection that breaks inside its ``with`` block."""
 
     def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
         others = [rank for rank in ranks if rank != board.rank]
@@ -97,7 +99,7 @@ class ConnectionGuard:
             self._board.check()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError):
+        if error is not None and is_broken_connection(error):
             self._board.lost(self._peer, self._what, error)
 
 
@@ -238,7 +240,9 @@ class _Opener(NamedTuple):
                 if not mine:
                     return None
                 assert isinstance(made, dist.ProcessGroup)
-                if backend != "gloo":  # gloo's waits are in daemon threads, which may stay blocked
+                if backend == "gloo":
+                    board.disconnects.append(partial(_disconnect, made))
+                else:
                     board.aborts.append(made.abort)
                 # Connect now, without a message's short deadline, and before the next group.
                 stream = callers_stream(device)
@@ -246,9 +250,21 @@ class _Opener(NamedTuple):
                     use(made, device)
                 stream.synchronize()
             except RuntimeError as error:
+                if not is_broken_connection(error):
+                    raise
                 board.lost(None, name, error)
         board.check()  # an abort also ends the first use
         return made
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    """Break gloo's connections, which ends all waits for them; gloo has no abort (torch 2.13)."""
+    # A receive that times out breaks all of a group's connections. It does not time out if its own
+    # connection is broken already, so try every peer.
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(0)], peer, TAG_NEVER).wait(timedelta(milliseconds=1))
 
 
 def _options(timeout: timedelta, of_an_edge: bool) -> Any:

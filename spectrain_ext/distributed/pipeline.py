@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -208,7 +209,9 @@ class DistributedPipeline(Pipeline):
         elsewhere = sorted(set(range(len(self.replicas))).difference(self._connections.indices))
         for uncut in self._uncut() if elsewhere else ():
             uncut.trained_elsewhere(elsewhere)
-        return super().run(self._own_batches(batches), trace=trace, keep=keep)
+        run = super().run(self._own_batches(batches), trace=trace, keep=keep)
+        self._board.latest_run = ref(run)
+        return run
 
     def _uncut(self) -> list[Any]:
         """Return what ``partition`` noted about the model that was cut."""

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -54,17 +53,6 @@ class Report:
             cause = cause._replace(report=new_report())
             _write(self._rank, cause, self._parts, beats)
         return cause
-
-    def keep_alive(self, talks: Thread, grace: float) -> None:
-        """Keep this process alive, while its exception propagates, until all ranks are notified.
-
-        Launchers end all other processes as soon as one has ended.
-        """
-        if self.ended:
-            talks.join(grace)
-            return
-        with suppress(RuntimeError):  # at shutdown Python starts no more threads
-            Thread(target=talks.join, args=[grace / 2]).start()
 
     def post(self, own: Callable[[], str]) -> None:
         """Post this rank's part once: the one made when the cause became known, if there is one."""

@@ -32,8 +32,9 @@ HEAD = 256
 # The kinds of pieces of a message, all sent in one group.
 TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
 TAGS = 4  # tags reserved per link
-# A wait for gloo cannot be interrupted, and one that times out breaks the connection. So waiting
-# threads last as long as the process, and the board keeps the deadlines.
+TAG_NEVER = 2**16  # of no message; above all others
+# A wait for gloo cannot be interrupted, and one that times out breaks all connections of its group.
+# So the board keeps the deadlines, and after a failure ``disconnect`` ends the waits.
 ENDLESS = timedelta(days=365)
 
 _CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from helpers import failing_checkpoints, rank_pipelines, replica_programs
@@ -16,7 +17,7 @@ from helpers.campaign import FAULT, Campaign
 from helpers.checkpoint_cases import everything, pipeline, same
 from helpers.failing_checkpoints import EVERY, MINIBATCHES
 from helpers.failing_runs import TIMEOUT, expect_one_end, replica_trial, trial
-from helpers.ranks import Ranks, run_ranks
+from helpers.ranks import Ranks, free_port, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointManager, load
 from spectrain_ext.errors import CheckpointError
@@ -42,6 +43,16 @@ def test_one_end_for_all_replicas(seed, record_property):
     record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
     ranks = Ranks(replica_programs.failing, count, what, keeper=what["keeper"])
     expect_one_end(ranks, what)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [("handler", "RuntimeError: planned"), ("thread", "MemoryError: planned")]
+)
+def test_only_an_error_of_a_connection_blames_the_rank_at_its_other_end(where, error):
+    ends = Ranks(rank_pipelines.failing_inside, 3, where).join()
+    assert error in ends[1].error
+    for rank in (0, 2):
+        assert re.search(f"first cause: rank 1, .*: {error}; report", ends[rank].error)
 
 
 # The failure report
@@ -129,6 +140,97 @@ def test_a_report_has_the_collectives_that_others_have_not_come_to():
     ends = Ranks(replica_programs.failing, 2, what).join(but=(1,))
     (report,) = ends[0].reports.values()
     assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
+
+
+# How a plain program ends: other tests' ranks end by os._exit, without Python's shutdown
+
+PROGRAM = """
+import itertools, os, signal, sys
+import torch
+from torch import nn
+import spectrain_ext as st
+import spectrain_ext.checkpoint, spectrain_ext.distributed.pipeline
+
+fault, culprit, ranks = sys.argv[1], int(sys.argv[2]), 3
+pids = []
+while len(pids) < ranks and (not pids or pids[-1]):
+    pids.append(os.fork())
+if pids[-1]:
+    codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in pids)}
+    print(*(codes[pid] for pid in pids))
+    sys.exit()
+
+rank = len(pids) - 1
+os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+st.join_ranks()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Stage(nn.Linear):
+    def forward(self, x):
+        if rank == culprit and next(calls) == 7:
+            if fault == "error":
+                raise ArithmeticError("planned")
+            if fault in ("kill", "interrupt"):
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGINT)
+        return super().forward(x)
+
+
+calls = itertools.count()
+data = itertools.cycle([(torch.ones(8, 4), torch.ones(8, 4))])
+pipe = st.DistributedPipeline(
+    Stage(4, 4), lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss, "vanilla", timeout=60
+)
+try:
+    run = pipe.run(data)
+    for result in run:
+        if rank == culprit and result.index == 5:
+            if fault == "leave":
+                sys.exit(7)
+            if fault == "loop":
+                raise KeyError("planned")
+    for _ in pipe.run(data):
+        pass
+except st.RankError as error:
+    os.write(2, f"\\n{error}\\n".encode())  # at once, as all ranks write there
+    if rank == 2:
+        sys.exit(42)
+    raise
+"""
+
+ENDINGS = {
+    "error": (1, "stage {0}, minibatch 7, forward: ArithmeticError: planned"),
+    "interrupt": (-signal.SIGINT, "KeyboardInterrupt"),
+    "kill": (-signal.SIGKILL, "its process has ended, with the store that it kept"),
+    "leave": (
+        7,
+        "the caller's loop, which has the result of minibatch 5: .* the program has ended",
+    ),
+    "loop": (1, "the caller's loop, which has the result of minibatch 5: KeyError: 'planned'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [("error", 1), ("interrupt", 0), ("kill", 0), ("leave", 1), ("loop", 0)],
+)
+def test_a_plain_program_ends_with_its_own_exit_code(tmp_path, fault, culprit):
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    more |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, fault, str(culprit)],
+        **{"capture_output": True, "text": True, "timeout": 240},
+        env={**os.environ, **more},
+    )
+    code, reason = ENDINGS[fault]
+    expected = [1, 1, 42]
+    expected[culprit] = code
+    assert [int(each) for each in done.stdout.split()] == expected, done.stderr
+    causes = re.findall(r"^rank \d, .*; first cause: rank (\d), (.*)", done.stderr, re.MULTILINE)
+    assert len(causes) == 2, done.stderr
+    for rank, told in causes:
+        assert int(rank) == culprit
+        assert re.search(reason.format(culprit), told), told
 
 
 # Failures while several processes write a checkpoint

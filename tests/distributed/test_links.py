@@ -56,7 +56,12 @@ def unwatched(rank):
     """Replaces a board."""
     nothing = {"set_action": lambda *_: None, "check": lambda: None}
     return SimpleNamespace(
-        rank=rank, timeout=1.0, blocked=lambda *_: nullcontext(), aborts=[], **nothing
+        rank=rank,
+        timeout=1.0,
+        blocked=lambda *_: nullcontext(),
+        aborts=[],
+        disconnects=[],
+        **nothing,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from time import sleep
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
-from spectrain_ext.distributed import board, connections
+from spectrain_ext.distributed import board, connections, ends
 from spectrain_ext.method import recipe_clip
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.timelines.timeline import write_trace
@@ -489,6 +490,30 @@ def failing(rank, ranks, trial):
     )
     for _ in pipe.run(cycle(data(16))):
         pass
+
+
+def failing_inside(rank, ranks, where):
+    """Fail on rank 1 inside a call of gloo: in a signal handler, or in the receiving thread."""
+    pipe, calls = small(rank, ranks), count()
+
+    def killed(*_):  # as a DataLoader's handler, when one of its workers is killed
+        raise RuntimeError("planned")
+
+    signal.signal(signal.SIGUSR2, killed)
+    receive, send = ends.RemoteReceiver._take, ends.RemoteSender._send
+
+    def take(self):
+        if rank == 1 and where == "thread" and next(calls) == 5:
+            raise MemoryError("planned")
+        return receive(self)
+
+    def sent(self, *given):
+        if rank == 1 and where == "handler" and next(calls) == 5:
+            signal.raise_signal(signal.SIGUSR2)
+        return send(self, *given)
+
+    ends.RemoteReceiver._take, ends.RemoteSender._send = take, sent
+    list(pipe.run(data(30)))
 
 
 def measured(rank, ranks, path):

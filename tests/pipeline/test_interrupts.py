@@ -272,7 +272,7 @@ def test_signals_at_random_times(name, handler, monkeypatch):
 
 
 def interrupt_contexts(number):
-    """Enter and leave contexts, with Ctrl-C before one of their bytecodes; return whether it came."""
+    """Press Ctrl-C before one of the contexts' bytecodes; return whether there are so many."""
     left = [number]
 
     def trace(frame, event, _):
