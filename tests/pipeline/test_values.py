@@ -170,7 +170,7 @@ def test_what_a_stage_before_the_last_may_not_return(output, match):
         (
             {"x": np.ones(4)},
             TypeError,
-            r"batches\[1\]\['x'\]: expected .* got a ndarray, and nobody",
+            r"batches\[1\]\['x'\]: expected .* got a ndarray, whose arrays or tensors",
         ),
         (
             {"x": [Hidden(torch.ones(4))]},
