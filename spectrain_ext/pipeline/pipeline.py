@@ -37,7 +37,7 @@ from .arguments import (
     cut_place,
     devices_of,
 )
-from .batch import SplitDim, first_dim, sides_of
+from .batch import SplitDim, sides_of
 from .coding import crossed
 from .connections import Connections
 from .executor import Executor
@@ -178,9 +178,9 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                dim, keeps_there = first_dim(split_dim), offload in ("activations", "both")
+                keeps_there = offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], dim, keeps_there)
+                    Stage(k, module, device, recompute is True, blocks[k], keeps_there)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None
