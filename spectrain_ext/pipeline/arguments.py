@@ -309,6 +309,33 @@ def check_mode(call: str, devices: Iterable[torch.device]) -> None:
             )
 
 
+def evaluating_part(stage: nn.Module) -> str | None:
+    """Return the name of a part that trains in evaluation mode, apparently by mistake.
+
+    A batch norm alone has fixed statistics on purpose, and a part without trainable parameters may
+    be frozen.
+    """
+    if not stage.training:
+        return ""
+    for where, around in stage.named_modules():
+        if around.training and all(child.training for child in around.children()):
+            continue
+        if not any(p.requires_grad for p in around.parameters()):
+            continue
+        for name, part in around.named_children():
+            fixed = getattr(part, "running_mean", None) is not None and not around.training
+            if not part.training and (fixed or _drops(part)):
+                return f"{where}.{name}" if where else name
+    return None
+
+
+def _drops(module: nn.Module) -> bool:
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates["p"] = module.p
+    return any(type(rate) is float and rate > 0.0 for rate in rates.values())
+
+
 def check_factories(optimizer: object, scheduler: object) -> None:
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if not callable(given) and not (name == "scheduler" and given is None):

@@ -36,6 +36,7 @@ from .arguments import (
     checked_stages,
     cut_place,
     devices_of,
+    evaluating_part,
 )
 from .batch import SplitDim, sides_of
 from .coding import crossed
@@ -299,15 +300,20 @@ class Pipeline(Loops):
 
     def _warn_of_evaluation(self) -> None:
         """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
-        found = [stage.index for stage in self._executor.stages if not stage.module.training]
-        if found and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"run: stages[{found[0]}] is in evaluation mode: it trains without dropout and "
-                "with fixed running statistics; call train() of the pipeline (that of the model "
-                "that was cut may not reach its stages)",
-                stacklevel=3,
-            )
+        if self._warned:
+            return
+        for stage in self._executor.stages:
+            name = evaluating_part(stage.module)
+            if name is not None:
+                self._warned = True
+                part = f": {name!r}" if name else ""
+                warnings.warn(
+                    f"run: stages[{stage.index}]{part} is in evaluation mode: it trains without "
+                    "dropout and with fixed running statistics; call train() of the pipeline "
+                    "(that of the model that was cut may not reach its stages)",
+                    stacklevel=3,
+                )
+                return
 
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
