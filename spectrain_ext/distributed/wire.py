@@ -24,8 +24,9 @@ from spectrain_ext.transport.message import (
 )
 
 # A header of int64 numbers: sequence number, kind, parts of the minibatch, the bits of a float64
-# value, number of the layout, bytes of its text (0 if announced before), bytes of the body.
-_HEADER = 7
+# value, samples, number of the layout, bytes of its text (0 if announced before), bytes of the
+# body.
+_HEADER = 8
 _DATA, _END = 1, 2
 # Bytes of a frame before the body, a multiple of the alignment.
 HEAD = 256
@@ -58,14 +59,14 @@ class Frame(FlatMemory):
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
         """Write the header of a message, or of the end of a run (None)."""
-        kind, parts, value = _END, 0, 0
+        kind, parts, value, samples = _END, 0, 0, 0
         if header is not None:
-            kind, parts = _DATA, header.parts
+            kind, parts, samples = _DATA, header.parts, header.samples
             value = int(np.float64(header.value).view(np.int64))
-        self._numbers[:] = (sequence, kind, parts, value, number, text, nbytes)
+        self._numbers[:] = (sequence, kind, parts, value, samples, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, parts, value, *lengths = self._numbers.tolist()
+        found, kind, parts, value, samples, *lengths = self._numbers.tolist()
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
@@ -73,7 +74,8 @@ class Frame(FlatMemory):
         number, text, nbytes = lengths
         if kind == _END:
             return None, number, text, nbytes
-        return Header(parts, float(np.int64(value).view(np.float64))), number, text, nbytes
+        header = Header(parts, float(np.int64(value).view(np.float64)), samples)
+        return header, number, text, nbytes
 
 
 def encode_layout(layout: Layout) -> bytes:

@@ -339,6 +339,15 @@ def check_mode(call: str, devices: Iterable[torch.device]) -> None:
             )
 
 
+def evaluating_part(stage: nn.Module) -> str | None:
+    """Return the name of a trainable part in evaluation mode; a batch norm may be on purpose."""
+    for name, part in stage.named_modules():
+        norm = getattr(part, "running_mean", None) is not None
+        if not (part.training or norm) and any(p.requires_grad for p in part.parameters()):
+            return name
+    return None
+
+
 def check_functions(optimizer: object, loss_fn: object, scheduler: object) -> None:
     """Refuse what cannot be called as the pipeline will call it, such as swapped arguments."""
     _check_function("optimizer", optimizer, "parameters")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Microbatch(NamedTuple):
 
     input: Message
     target: Message
-    samples: int  # 0 if the minibatch is not split
+    samples: int
 
     def as_batch(self) -> object:
         """Return it in the form in which a caller passes batches."""
@@ -78,14 +79,12 @@ def split(
         samples = [_samples(member, _dims_of(member, split_dim)) for member in members]
         return [Microbatch(*m[2:], n) for m, n in zip(members, samples, strict=True)]
     whole = _checked(batch, where, objects)
-    uncut = [Microbatch(whole.input, whole.target, 0)]
     if microbatches == 1:
         _warn_of_another_dim(whole, split_dim)
-        return uncut
     dims = _dims_of(whole, split_dim)
-    count = _samples(whole, dims)
+    count = _samples(whole, dims, agree=microbatches > 1)
     if min(microbatches, count) < 2:
-        return uncut
+        return [Microbatch(whole.input, whole.target, count)]
     sizes = sizes_of(count, min(microbatches, count))
     inputs = cut_message(whole.input, sizes, dims[0])
     targets = inputs if whole.target is whole.input else cut_message(whole.target, sizes, dims[1])
@@ -176,19 +175,6 @@ def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
     )
 
 
-def first_dim(split_dim: SplitDim) -> int:
-    """Return the dimension of the input's first tensor that has samples."""
-    return next(_ints_in(sides_of(split_dim)[0]), 0)
-
-
-def _ints_in(split_dim: Any) -> Iterator[int]:
-    if isinstance(split_dim, int):
-        yield split_dim
-    elif split_dim is not None:
-        members = split_dim.values() if isinstance(split_dim, Mapping) else split_dim
-        yield from chain.from_iterable(map(_ints_in, members))
-
-
 def _dims_of(batch: _Batch, split_dim: SplitDim) -> tuple[_Dims, _Dims]:
     """Return the dimensions of the tensors of the batch's input, and of its target."""
     given, wanted = sides_of(split_dim)
@@ -228,9 +214,10 @@ def _size(tensor: Tensor, dim: int | None) -> int | None:
 
 
 def _common(sizes: Sequence[int | None]) -> int | None:
-    """Return the size that tensors of size 1 are broadcast to."""
+    """Return the size that tensors of size 1 are broadcast to, that of most if they differ."""
     known = [size for size in sizes if size is not None and size >= 0]
-    return next((size for size in known if size != 1), known[0] if known else None)
+    counts = Counter(size for size in known if size != 1) or Counter(known)
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def samples_in(value: object, split_dim: Any = 0) -> int | None:
@@ -239,20 +226,21 @@ def samples_in(value: object, split_dim: Any = 0) -> int | None:
     return _common(list(map(_size, tensors_in(value), dims)))
 
 
-def _samples(batch: _Batch, dims: tuple[_Dims, _Dims]) -> int:
-    """Return the number of samples that all tensors agree on; raise ValueError otherwise."""
+def _samples(batch: _Batch, dims: tuple[_Dims, _Dims], agree: bool = True) -> int:
+    """Return the number of samples; raise ValueError unless all tensors ``agree`` on it."""
     tensors = [t for t in (*batch.input.tensors, *batch.target.tensors) if t is not None]
     both = [*dims[0], *dims[1]]
     sizes = [_size(tensor, dim) for tensor, dim in zip(tensors, both, strict=True)]
     common = _common(sizes)
     samples = 1 if common is None else common
-    if all(size in (None, 1, samples) for size in sizes):
+    if not agree or all(size in (None, 1, samples) for size in sizes):
         return samples
     mapping = batch.input is batch.target
     names = [*places_in(batch.input.form, "the batch" if mapping else "the input")]
     names += names if mapping else places_in(batch.target.form, "the target")
     first = next(n for n, size in enumerate(sizes) if size is not None and size != 1)
-    other = next(n for n, size in enumerate(sizes) if size not in (None, 1, samples))
+    known = sizes[first] if sizes[first] != -1 else samples
+    other = next(n for n, size in enumerate(sizes) if size not in (None, 1, known))
     than = "" if other == first else f"{names[first]} has {sizes[first]}, "
     raise ValueError(
         f"{batch.where}: its tensors must have the same size in dimension {both[other]}, that of "

@@ -176,7 +176,7 @@ class Source:
         count = len(parts)
         weights = self._weights([part.samples for part in parts], batch)
         for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
-            send_batch(edge, part.input, self._batch, Header(count, weight))
+            send_batch(edge, part.input, self._batch, Header(count, weight, part.samples))
         for edge, numbers in self._targets.items():
             targets = [parts[n].target for n in numbers if n < count]
             if not self._whole and count > 1:

@@ -38,8 +38,9 @@ from .arguments import (
     checked_stages,
     cut_place,
     devices_of,
+    evaluating_part,
 )
-from .batch import SplitDim, first_dim, sides_of
+from .batch import SplitDim, sides_of
 from .coding import crossed
 from .connections import Connections
 from .executor import Executor
@@ -182,9 +183,9 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                dim, keeps_there = first_dim(split_dim), offload in ("activations", "both")
+                keeps_there = offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], dim, keeps_there)
+                    Stage(k, module, device, recompute is True, blocks[k], keeps_there)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None
@@ -303,15 +304,20 @@ class Pipeline(Loops):
 
     def _warn_of_evaluation(self) -> None:
         """Warn once: ``train()`` of the uncut model may not reach the stages of a cut."""
-        found = [stage.index for stage in self._executor.stages if not stage.module.training]
-        if found and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"run: stages[{found[0]}] is in evaluation mode: it trains without dropout and "
-                "with fixed running statistics; call train() of the pipeline (that of the model "
-                "that was cut may not reach its stages)",
-                stacklevel=3,
-            )
+        if self._warned:
+            return
+        for stage in self._executor.stages:
+            name = evaluating_part(stage.module)
+            if name is not None:
+                self._warned = True
+                part = f": {name!r}" if name else ""
+                warnings.warn(
+                    f"run: stages[{stage.index}]{part} is in evaluation mode: it trains without "
+                    "dropout and with fixed running statistics; call train() of the pipeline "
+                    "(that of the model that was cut may not reach its stages)",
+                    stacklevel=3,
+                )
+                return
 
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None

@@ -18,7 +18,6 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
 from .activations import OnHost, RecomputedBlocks
-from .batch import samples_in
 from .checks import Checks
 from .coding import packed_message, unpacked_message
 from .edges import Cursor, SharedLosses, StageEdges
@@ -75,12 +74,11 @@ class Stage(Checks):
         device: torch.device,
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # recomputed in the backward
-        split_dim: int = 0,  # of the input's first tensor
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
-        self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
+        self.recomputes, self.offloads = recomputes, offloads
         self._blocks = RecomputedBlocks(module, blocks) if blocks else None
         self._on_host: OnHost | None = None
         self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
@@ -218,10 +216,8 @@ class Stage(Checks):
 
     @property
     def samples(self) -> int:
-        """The samples of the microbatch received last: the size of its first tensor."""
-        message = self._received.message
-        assert message is not None
-        return samples_in(message.tensors, self.split_dim) or 0
+        """The samples of the microbatch received last."""
+        return self._received.header.samples
 
     def forward(self, i: int, j: int) -> None:
         slot = self._received

@@ -174,6 +174,7 @@ class Header(NamedTuple):
     # With an input: the microbatch's share of the minibatch's samples. With a gradient: the loss as
     # far as it is known, or nan.
     value: float = 0.0
+    samples: int = 0  # with an input: of the microbatch
 
 
 NO_HEADER = Header()

@@ -126,7 +126,7 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
         if rank == 0:
             for seed, rows in messages:
                 sent = tensors(seed, rows)
-                send(end, *sent, grads=GRADS, header=Header(seed + 1, seed / 7))
+                send(end, *sent, grads=GRADS, header=Header(seed + 1, seed / 7, seed))
             end.end()
             end.flush()
         else:
@@ -134,7 +134,7 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
             n = 0
             while (slot := end.receive()) is not None:
                 seed = messages[n][0]
-                if slot.header != (seed + 1, seed / 7):
+                if slot.header != (seed + 1, seed / 7, seed):
                     wrong.append((n, slot.header))
                 callers_stream(CPU).reads(slot.buffer)
                 held.append((n, slot))

@@ -90,6 +90,45 @@ def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
     assert mean == pytest.approx([sum(part) / len(part) for part in expected])
 
 
+class Looks(nn.Module):
+    """Passes a table on in front of what has samples."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.linear, self.last = nn.Linear(5, 5), last
+
+    def forward(self, value):
+        table, x = value
+        x = self.linear(x) + table[: len(x)]
+        return x if self.last else (table, x)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_samples_are_not_the_rows_of_a_table(tmp_path, parts):
+    """Not of one in the batch, whole or not to be cut, and not of one that a stage passes on."""
+    table = torch.randn(40, 5)
+    data = [((table, x), y) for x, y in batches(6)]
+    cut = [st.Microbatches([pair, pair][:parts]) for pair in data]
+    for given, samples, split_dim in (
+        (data, 6, ((None, 0), 0)),
+        (cut, 6 * parts, ((None, 0), 0)),
+        *([(data, 6, 0)] if parts == 1 else []),
+    ):
+        pipe = st.Pipeline(
+            [Looks(False), Looks(True)],
+            lambda params: st.optim.SGD(params, lr=0.05),
+            nn.functional.mse_loss,
+            "vanilla",
+            microbatches=parts,
+            split_dim=split_dim,
+        )
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        with st.Metrics(pipe, path, every=6) as metrics:
+            list(pipe.run(given, trace=metrics))
+        for record in lines(path):
+            assert round(record["samples_per_second"] * record["seconds"]) == 6 * samples
+
+
 def test_staleness_is_what_the_schedule_says_once_the_pipeline_is_full(tmp_path):
     pipe = pipeline("vanilla", n=4)
     with st.Metrics(pipe, tmp_path / "m", every=10) as metrics:

@@ -699,6 +699,11 @@ def test_a_loss_that_is_no_number_is_logged(caplog):
     assert "fit: the mean loss of epoch 0 is nan" in caplog.text
 
 
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -706,6 +711,38 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + self.last(self.drop(self.first(x)))
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def block(drop=0.5):
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(drop))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Sequential(block().eval(), nn.Linear(5, 5)), "0.1"),  # as from_pretrained's
+        (lambda: nn.Sequential(Residual().eval()), "0.drop"),
+        (lambda: nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5).eval()), "1"),
+        (lambda: nn.Sequential(nn.LSTM(5, 5, 2, dropout=0.1).eval(), First()), "0"),
+        # nothing depends on the mode
+        (lambda: nn.Sequential(nn.Linear(5, 5).eval(), nn.Dropout(0.0).eval()), None),
+        # on purpose: fixed statistics, and a frozen part
+        (lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval()), None),
+        (lambda: nn.Sequential(frozen(block()).eval(), nn.Linear(5, 5)), None),
+    ],
+)
+def test_a_part_of_a_stage_in_evaluation_mode_is_warned_of_if_it_trains(make, name):
+    pipe = st.Pipeline([nn.Linear(5, 5), make()], sgd(), mse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.fit(batches(2))
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (name is not None)
+    assert name is None or f"run: stages[1]: {name!r} is in evaluation mode" in said[0]
 
 
 def test_a_stage_in_evaluation_mode_is_warned_of_once():
