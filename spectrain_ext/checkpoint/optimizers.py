@@ -203,7 +203,7 @@ class OptimizerState(Item):
         self._load({**more, "state": entries, "param_groups": groups}, self._as_saved)
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
-        """Load a state_dict, and undo torch's casts to a parameter's dtype."""
+        """Load a state_dict, and undo what torch does to deques, strings and dtypes."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Casting complex values to real")
             self._optimizer.load_state_dict(given)
@@ -212,8 +212,8 @@ class OptimizerState(Item):
         held = getattr(self._optimizer, "state", {})
         for index, (p, keeps) in enumerate(zip(self._params(), as_saved, strict=True)):
             entry = held.get(p)
-            if keeps and isinstance(entry, dict):
-                entry.update(_as_given(entry, given.get("state", {}).get(index)))
+            if isinstance(entry, dict):
+                entry.update(_as_given(entry, given.get("state", {}).get(index), keeps))
 
     def undo(self) -> Callable[[], object]:
         try:
@@ -224,15 +224,21 @@ class OptimizerState(Item):
         return lambda: self._load(before, every)
 
 
-def _as_given(loaded: Any, given: Any) -> Any:
-    """Return the loaded state with tensors in the dtype that they were given in."""
+def _as_given(loaded: Any, given: Any, keeps_dtype: bool) -> Any:
+    """Return the loaded state with the given strings, lengths of deques and dtypes."""
+
+    def member(loaded: Any, given: Any) -> Any:
+        return _as_given(loaded, given, keeps_dtype)
+
     if isinstance(loaded, Tensor) and isinstance(given, Tensor):
-        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+        stays = loaded.dtype == given.dtype or not keeps_dtype
+        return loaded if stays else given.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(given, Mapping):
-        return {key: _as_given(value, given.get(key)) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple, deque) and type(given) is type(loaded):
-        members = map(_as_given, loaded, given)
-        return deque(members, given.maxlen) if type(given) is deque else type(given)(members)
+        return {key: member(value, given.get(key)) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(given) is type(loaded):
+        return type(loaded)(map(member, loaded, given))
+    if isinstance(loaded, deque) and isinstance(given, deque):
+        return deque(map(member, loaded, given), given.maxlen)
     return given if isinstance(given, str) else loaded  # torch makes strings of generators
 
 

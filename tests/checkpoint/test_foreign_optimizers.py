@@ -91,6 +91,27 @@ def test_what_torchs_load_state_dict_takes(tmp_path, name, method):
     assert train(fresh, batches(5, seed=1)) == train(used, batches(5, seed=1)) == expected
 
 
+def test_in_a_model_of_another_dtype_torch_casts_tensors_only(tmp_path):
+    class Remembering(Lion):
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                past = deque([torch.ones(3), "one"], maxlen=2)
+                self.state[p].update(past=past, name="it", rate=0.5)
+
+    kept = pipeline(2, optimizer=Remembering, method="sync", scheduler=None)
+    train(kept, batches(1))
+    save(tmp_path / "c", kept)
+    wide = model().double()
+    optimizer = Remembering(list(wide.parameters()))
+    load(tmp_path / "c", wide, optimizer=optimizer)
+    past = deque([torch.ones(3).double(), "one"], maxlen=2)
+    for p in wide.parameters():
+        average = optimizer.state[p].pop("exp_avg")
+        assert average.dtype == torch.float64
+        same(optimizer.state[p], {"past": past, "name": "it", "rate": 0.5})
+
+
 def test_values_of_one_stage_do_not_load_into_parts_of_two(tmp_path):
     kept, other = (pipeline(n, optimizer=Counting, method="sync") for n in (2, 1))
     train(kept, batches(1))
