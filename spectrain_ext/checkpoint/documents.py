@@ -244,9 +244,11 @@ def read(directory: Path) -> Json:
                 raise ValueError(f"files: {name!r} is no file of a checkpoint")
         for name, entry in body["tensors"].items():
             _check_entry(f"tensors[{name!r}]", entry, body["files"])
-        for name in tensors_in([body["stages"], body["replicas"], body["processes"]]):
-            if name not in body["tensors"]:
+        named = {*tensors_in([body["stages"], body["replicas"], body["processes"]])}
+        for name in named ^ body["tensors"].keys():
+            if name in named:
                 raise ValueError(f"has no tensor {name!r}, which it names")
+            raise ValueError(f"tensors: nothing uses {name!r}")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return dict(body)

@@ -171,8 +171,11 @@ def load_from(
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
-        # Not the others: they would cost as much as the file claims to have.
         tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
+        if not only_model and fetch is None:
+            # Verify unused tensors too, such as generators of other cuts; each process takes some.
+            unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
+            storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])
 
     peers.call_or_fail_together(read_tensors, doing, str(directory))
     peers.call_on_all(lambda: _put(matched, tensors, directory), doing)

@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from .documents import Json
 #: Prefix of weights' names in a document; their own files omit it.
 WEIGHTS = "model."
 _METADATA = {"format": "pt"}  # Hugging Face's tools require it
+_PIECE = 1 << 20  # bytes
 
 # The directory
 
@@ -222,33 +224,67 @@ def read(path: Path) -> Json:
 
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors one at a time, on the CPU, after verifying their SHA-256."""
-    by_file: dict[str, list[str]] = {}
+    for file, own in _by_file(path, body, keys):
+        with _opened(file) as opened:
+            for key in own:
+                yield key, _checked(file, opened, key, body["tensors"][key])
+
+
+def verify_tensors(path: Path, body: Json, keys: Iterable[str]) -> None:
+    """Verify tensors as ``read_tensors`` does, in pieces that take little memory."""
+    for file, own in _by_file(path, body, keys):
+        with _opened(file) as opened, file.open("rb") as content:
+            start = 8 + int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(start - 8))
+            for key in own:
+                _mapped(file, opened, key, body["tensors"][key])
+                begin, end = header[_name_in_file(key)]["data_offsets"]
+                content.seek(start + begin)
+                digest = hashlib.sha256()
+                while begin < end and (piece := content.read(min(end - begin, _PIECE))):
+                    digest.update(piece)
+                    begin += len(piece)
+                _check_digest(file, key, digest.hexdigest(), body["tensors"][key])
+
+
+def _by_file(path: Path, body: Json, keys: Iterable[str]) -> Iterable[tuple[Path, list[str]]]:
+    found: dict[Path, list[str]] = {}
     for key in keys:
-        by_file.setdefault(body["tensors"][key]["file"], []).append(key)
-    for name, own in by_file.items():
-        file = path / name
-        try:
-            with safe_open(file, framework="pt") as opened:
-                if opened.metadata() != _METADATA:
-                    raise CheckpointError(f"{file}: damaged, its header has changed")
-                for key in own:
-                    mapped = opened.get_tensor(_name_in_file(key))  # nothing is read yet
-                    yield key, _checked(f"{file}: ", key, mapped, body["tensors"][key])
-        except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{file}: damaged, {error}") from error
+        found.setdefault(path / body["tensors"][key]["file"], []).append(key)
+    return found.items()
 
 
-def _checked(where: str, key: str, mapped: Tensor, entry: Json) -> Tensor:
-    """Return a verified copy of a tensor in a file, with its dtype and strides."""
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if opened.metadata() != _METADATA:
+                raise CheckpointError(f"{file}: damaged, its header has changed")
+            yield opened
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(f"{file}: damaged, {error}") from error
+
+
+def _mapped(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
+    """Return a tensor of which nothing has been read, if it has the listed dtype and shape."""
+    tensor: Tensor = opened.get_tensor(_name_in_file(key))
     dtype, shape = documents.dtype_of(entry["dtype"]), entry["shape"]
     stored = (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (dtype, shape)
-    # before the copy: a file that takes no space may claim any number of zeros
-    if (mapped.dtype, list(mapped.shape)) != stored:
-        raise CheckpointError(f"{where}holds something else than the tensor {key!r}")
-    tensor = mapped.clone()  # a mapped tensor would change with the file
-    if _sha256(tensor) != entry["sha256"]:
-        raise CheckpointError(f"{where}damaged, the SHA-256 of {key!r} is not what was saved")
-    if dtype.is_complex:
+    if (tensor.dtype, list(tensor.shape)) != stored:
+        raise CheckpointError(f"{file}: holds something else than the tensor {key!r}")
+    return tensor
+
+
+def _check_digest(file: Path, key: str, digest: str, entry: Json) -> None:
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
+
+
+def _checked(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
+    """Return a verified copy of a tensor in a file, with its dtype and strides."""
+    tensor = _mapped(file, opened, key, entry).clone()  # a mapped tensor would change with the file
+    _check_digest(file, key, _sha256(tensor), entry)
+    if documents.dtype_of(entry["dtype"]).is_complex:
         tensor = torch.view_as_complex(tensor)
     order = entry.get("order")
     if order is None:
