@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from spectrain_ext.distributed import join_ranks
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.exchange import Peers
-from spectrain_ext.distributed.failures import is_broken_connection
 from spectrain_ext.schedule import Replicas
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -179,9 +178,7 @@ class World:
             try:
                 for k in range(1, self.replicas.stages):
                     self._collect(k, stages[k], self._board)
-            except RuntimeError as error:
-                if not is_broken_connection(error):
-                    raise
+            except RuntimeError as error:  # from gloo: the missing rank has ended
                 raise ConnectionError(str(error)) from error
 
     def _collect(self, k: int, stage: nn.Module, board: Board) -> None:
