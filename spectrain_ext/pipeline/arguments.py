@@ -344,7 +344,7 @@ def evaluating_part(stage: nn.Module) -> str | None:
     for name, part in stage.named_modules():
         norm = getattr(part, "running_mean", None) is not None
         if not (part.training or norm) and any(p.requires_grad for p in part.parameters()):
-            return name
+            return str(name)
     return None
 
 
