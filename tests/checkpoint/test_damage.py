@@ -264,7 +264,7 @@ def test_the_pointer_is_no_pipe_and_not_long(tmp_path):
     os.mkfifo(tmp_path / "latest")
     with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
         manager.restore()
-    with pytest.raises(CheckpointError, match=r"expected a plain file: '.*latest'"):
+    with pytest.raises(CheckpointError, match="expected a plain file"):
         manager.save()  # as root it would have replaced /dev/null
     assert (tmp_path / "latest").is_fifo()
     (tmp_path / "latest").unlink()
