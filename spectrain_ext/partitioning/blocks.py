@@ -12,7 +12,7 @@ from spectrain_ext.transport import Value
 
 from .columns import Call
 from .outline import SPLIT_HINT, evaluated
-from .profile import Tie, untouched
+from .profile import Tie, blaming_example, untouched
 from .traced import TracedStage, split
 
 
@@ -156,11 +156,47 @@ def block_names(names: Sequence[str]) -> list[str]:
     return [name or str(index) for index, name in enumerate(names)]
 
 
+def calls_in(model: nn.Module, example: Value, call: Call) -> dict[nn.Module, int]:
+    """Run a model; return how often each module is called, in the order of first calls."""
+    for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
+        if not isinstance(argument, Tensor):
+            raise TypeError(
+                f"example_input: expected a tensor or a tuple of tensors, got a "
+                f"{type(argument).__name__} at {index}"
+            )
+    calls: dict[nn.Module, int] = {}
+    running: list[nn.Module] = []
+
+    def begins(module: nn.Module, *_: object) -> None:
+        calls[module] = calls.get(module, 0) + 1
+        running.append(module)
+
+    def ends(*_: object) -> None:
+        running.pop()
+
+    handles = [module.register_forward_pre_hook(begins) for module in model.modules()]
+    handles += [module.register_forward_hook(ends) for module in model.modules()]
+    try:
+        with evaluated(model), untouched(model):
+            call.run(model, example)
+    except Exception as error:
+        names = {module: name for name, module in model.named_modules()}
+        name = names[running[-1]] if running else ""
+        what = f"{type(model).__name__}{f' in its {name!r}' * bool(name)}"
+        with blaming_example(what, example):
+            raise error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
 def finest_cut(
     model: nn.Module,
     example: Value,
     n_stages: int,
     call: Call,
+    calls: Mapping[nn.Module, int],  # from calls_in
     planned: Sequence[str] | None = None,
 ) -> tuple[Sequence[str], Sequence[nn.Module]]:
     """Cut as finely as possible, before submodules called once; return their names and the blocks.
@@ -168,14 +204,14 @@ def finest_cut(
     With ``planned`` names nothing is traced, and the blocks are the submodules.
     """
     if planned is not None:
-        levels = list(_levels(model, example, call))
+        levels = list(_levels(model, calls))
         names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
         return names, [model.get_submodule(name) for name in names]
     why: Exception | None = None
     most = 1
     # First the innermost modules with parameters of their own. If torch.export fails, or a value
     # cannot be passed on, then the modules around them.
-    for names in _levels(model, example, call):
+    for names in _levels(model, calls):
         if len(names) < n_stages:
             most = max(most, len(names))
             continue
@@ -193,21 +229,8 @@ def finest_cut(
     raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}")
 
 
-def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]:
+def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[str]]:
     """Yield lists of submodules that may begin a block, in call order, the finest list first."""
-    calls: dict[nn.Module, int] = {}
-
-    def called(module: nn.Module, *_: object) -> None:
-        calls[module] = calls.get(module, 0) + 1
-
-    handles = [module.register_forward_pre_hook(called) for module in model.modules()]
-    try:
-        with evaluated(model), untouched(model):
-            args, kwargs = call(example if isinstance(example, tuple) else (example,))
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     names = {module: name for name, module in model.named_modules() if name}
     once = {module for module, count in calls.items() if count == 1}
     inner = [names[m] for m in calls if m in once and m in names and m._parameters]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,12 +24,17 @@ class Call:
 
     names: tuple[str, ...] = ()
     whole: bool = False  # pass a dict as the only argument
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments
 
     def __call__(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.names:
             return tuple(values), {}
         named = dict(zip(self.names, values, strict=True))
         return ((named,), {}) if self.whole else ((), named)
+
+    def run(self, model: nn.Module, value: Any) -> Any:
+        args, kwargs = self(value if isinstance(value, tuple) else (value,))
+        return model(*args, **kwargs, **self.fixed)
 
 
 BY_POSITION = Call()

@@ -40,6 +40,7 @@ class StageEstimate:
         parameter_bytes: size of the parameters, counted once.
         memory_bytes: all copies of the parameters, plus saved tensors of the window.
         speed: how many times as fast as the measured device the stage's devices are.
+        modules: the names of the first and the last block, or of the only one.
 
     Example:
         >>> blocks = (st.partitioning.BlockProfile(2.0), st.partitioning.BlockProfile(1.0))
@@ -54,6 +55,7 @@ class StageEstimate:
     parameter_bytes: int
     memory_bytes: int
     speed: float = 1.0
+    modules: str = ""
 
     @property
     def seconds(self) -> float:
@@ -98,15 +100,16 @@ class Cut:
 
     def __str__(self) -> str:
         unequal = any(stage.speed != 1 for stage in self.stages)
+        named = any(stage.modules for stage in self.stages)
         heading = f"{'stage':>5} {'blocks':>9} {'ms':>9} {'transfer':>9} {'MiB':>9}"
-        rows = [heading + f" {'speed':>9}" * unequal]
+        rows = [heading + f" {'speed':>9}" * unequal + "  modules" * named]
         for k, stage in enumerate(self.stages):
             blocks = f"{stage.blocks.start}..{stage.blocks.stop - 1}"
             rows.append(
                 f"{k:>5} {blocks:>9} {1e3 * stage.compute_seconds:>9.3f} "
                 f"{1e3 * stage.transfer_seconds:>9.3f} {stage.memory_bytes / 2**20:>9.1f}"
-                + f" {stage.speed:>9.4g}"
-                * unequal
+                + f" {stage.speed:>9.4g}" * unequal
+                + f"  {stage.modules}" * named
             )
         rows.append(f"slowest: stage {self.bottleneck}; balance {100 * self.balance:.0f} %")
         return "\n".join(rows)
@@ -207,6 +210,7 @@ class _Costs:
         window: int | StageCount,
     ) -> None:
         blocks, n = profile.blocks, len(replicas)
+        self._names = [block.name for block in blocks]
         self._replicas, self._speeds = replicas, speeds
         self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
         self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
@@ -243,6 +247,7 @@ class _Costs:
             self._parameters[end] - self._parameters[start],
             self.memory(start, end, k),
             self._speeds[k],
+            " to ".join(filter(None, dict.fromkeys((self._names[start], self._names[end - 1])))),
         )
 
 

@@ -253,6 +253,7 @@ def copy_sharing(
         elif child is not None and any(key.startswith(path + ".") for key in replaced):
             children[name] = copy_sharing(child, replaced, path + ".")
     vars(copied)["_modules"] = children
+    vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
     for own in (
         "_buffers",
         "_forward_hooks",

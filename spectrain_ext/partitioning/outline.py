@@ -89,7 +89,7 @@ def outline_columns(
 ) -> tuple[Outline, Any]:
     """Run a model; return an outline with its columns only, and its output."""
     outline = Outline("", (), {}, columns_of(model, more), _fixed(model))
-    given = outline.columns.of(example)
+    given = outline.columns.of(example, "example_input")
     try:
         with evaluated(model):
             return outline, model(**given, **outline.fixed)
@@ -100,13 +100,18 @@ def outline_columns(
             raise ValueError(
                 f"model: {what} token ids made up for its config; give an example_input ({why})"
             ) from error
-        raise ValueError(f"example_input: {what} it: {why}") from error
+        if "decoder_input_ids" in set(outline.columns.takes).difference(given):
+            why += "; give decoder_input_ids too: its stages do not make them from labels"
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+        raise ValueError(f"example_input: {what} {shapes}: {why}") from error
 
 
 def _fixed(model: nn.Module) -> dict[str, Any]:
     known = inspect.signature(model.forward).parameters
     more = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    caches = "use_cache" in known or (more and hasattr(of_text, "use_cache"))
     return {"use_cache": False} if caches else {}
 
 

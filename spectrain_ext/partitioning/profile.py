@@ -198,8 +198,10 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
-            with counter, torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
-                output = _checked(block(_entered(value, index)), index, index == len(blocks) - 1)
+            hooks = torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is)
+            with counter, hooks, blaming_example(f"block {index} ({type(block).__name__})", value):
+                output = block(_entered(value, index))
+            output = _checked(output, index, index == len(blocks) - 1)
             value = each(output, Tensor.detach)
             yield BlockProfile(
                 3e-12 * counter.get_total_flops(),
@@ -208,6 +210,18 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
                 sum(saved.values()),
                 f"{index}: {type(block).__name__}",
             )
+
+
+@contextmanager
+def blaming_example(what: str, value: object) -> Iterator[None]:
+    """Raise ValueError for an exception of a forward on the example, or on what was made of it."""
+    try:
+        yield
+    except Exception as error:
+        tensors = (f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in tensors_in(value))
+        raise ValueError(
+            f"example_input: {what} fails on {', '.join(tensors)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
@@ -319,7 +333,9 @@ def _forward_backward(
     with torch.enable_grad():
         _forget(given)
         start = time.perf_counter()
-        output = _checked(block(given), index, last)
+        with blaming_example(f"block {index} ({type(block).__name__})", value):
+            output = block(given)
+        output = _checked(output, index, last)
         _wait(output)
         forward = time.perf_counter() - start
         roots = [t for t in tensors_of(output) if t.requires_grad]

@@ -15,9 +15,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport import Value, tensors_in
 
-from .blocks import block_names, blocks_of, finest_cut, shared_of, slices_of, ties_of
+from .blocks import block_names, blocks_of, calls_in, finest_cut, shared_of, slices_of, ties_of
 from .columns import BY_POSITION, Columns, columns_in
 from .cut import (
     REMEDY,
@@ -349,11 +349,11 @@ def partition(
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
         )
-    given = profile.blocks
+    named = source.with_block_names(profile).blocks
 
     def best(ties: tuple[Tie, ...]) -> Cut:
         return cut(
-            Profile(given, ties),
+            Profile(named, ties),
             n_stages,
             speeds=speeds,
             bandwidth=bandwidth,
@@ -459,6 +459,30 @@ class _Source:
         return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
 
+#: By classes of modules around others.
+_WRAPPERS = {
+    "OptimizedModule": "compiled by torch.compile; cut its _orig_mod, and compile the stages",
+    "DistributedDataParallel": "wrapped in DistributedDataParallel; cut its .module, and give "
+    "DistributedPipeline replicas=",
+}
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if (why := _WRAPPERS.get(type(module).__name__)) is not None:
+            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
+
+
+def _check_values(model: nn.Module | Sequence[nn.Module], example: object) -> None:
+    blocks = [model] if isinstance(model, nn.Module) else model
+    for tensor in tensors_in(example):
+        if tensor.is_meta and not is_valueless(*blocks):
+            raise ValueError(
+                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
+                "has no values; the model has, and needs some"
+            )
+
+
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
 
 
@@ -477,6 +501,9 @@ def _source(
         raise ValueError(
             f"before, after: for a list of blocks only, model is a {type(model).__name__}"
         )
+    _check_values(model, example)
+    if isinstance(model, nn.Module) and not listed:
+        _check_unwrapped(model)
     pretrained = is_pretrained(model)
     base = adapted(model)[0] if isinstance(model, nn.Module) else model
     if is_pretrained(base) and split_points is None and takes_ids(base):
@@ -541,11 +568,13 @@ def _source(
     call = BY_POSITION
     if taken is not None:
         value, call = tuple(taken.of(example).values()), taken.call
+        call = call if outline is None else replace(call, fixed=outline.fixed)
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
+    calls = calls_in(model, value, call)
     if split_points is None:
         wanted = None if planned is None else planned.names
-        names, blocks = finest_cut(model, value, n_stages, call, wanted)
+        names, blocks = finest_cut(model, value, n_stages, call, calls, wanted)
         narrow = tuple(
             Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
             for index, block in enumerate(blocks)
@@ -566,13 +595,14 @@ def _source(
         first.columns = taken
         return _NO_LOSS if outline is None else own_loss(model, outline, example, output)
 
-    def run(value: Value) -> None:
-        args, kwargs = call(value if isinstance(value, tuple) else (value,))
-        model(*args, **kwargs)
-
     return _Source(
         *(block_names(names), blocks, make, partial(measure, blocks, value)),
-        *(partial(written_buffers, model, run, value), narrow, finish_traced, taken),
+        *(
+            partial(written_buffers, model, partial(call.run, model), value),
+            narrow,
+            finish_traced,
+            taken,
+        ),
     )
 
 

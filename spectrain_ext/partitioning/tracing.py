@@ -42,12 +42,6 @@ def traces(
     Returns:
         Per mode the graphs, of which the first that fits applies; or why there are none.
     """
-    for index, argument in enumerate(arguments):
-        if not isinstance(argument, Tensor):
-            raise TypeError(
-                f"example_input: expected a tensor or a tuple of tensors, got a "
-                f"{type(argument).__name__} at {index}"
-            )
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
     with _marked(before, after), _with_signature(model, call), modes, _checking_attributes(model):
@@ -158,6 +152,11 @@ def _exported(
                 exported = export(model, args, kwargs, strict=False)
         except Exception as error:
             what = str(error).strip().partition("\n")[0]  # torch appends a long report
+            if " in output, which is not a known type." in what:
+                what = what.partition(" If this")[0] + (
+                    " Put the model into a module whose forward returns tensors, such as "
+                    "model(..., use_cache=False).logits"
+                )
             raise RuntimeError(
                 f"torch.export cannot trace the model {name}: {type(error).__name__}: {what}"
             ) from error
@@ -202,14 +201,14 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _with_signature(model: nn.Module, call: Call) -> Iterator[None]:
-    """Give the forward a signature with the call's names: dynamic_shapes rejects ``**``."""
+    """Give the forward a signature with the call's tensors: dynamic_shapes rejects ``**``."""
     if call.whole or not call.names:
         yield
         return
     real = model.forward
 
     def forward(**given: Tensor) -> Any:
-        return real(**given)
+        return real(**given, **call.fixed)
 
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
     vars(forward)["__signature__"] = inspect.Signature(parameters)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spectrain_ext.transport import (
     NO_HEADER,
-    TENSOR,
     Buffer,
     Header,
     Message,
@@ -152,10 +151,14 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
 
 
 def _message(value: object, where: str, objects: bool) -> Message:
-    if isinstance(value, Tensor):
-        return Message((value.detach(),), (False,), TENSOR)
     tensors: list[Tensor] = []
     form = flattened(value, where, tensors, referred if objects else refused)
+    for tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{where}: a tensor of shape {tuple(tensor.shape)} is on the meta device and has "
+                "no values"
+            )
     detached = tuple([tensor.detach() for tensor in tensors])
     return Message(detached, (False,) * len(detached), form)
 

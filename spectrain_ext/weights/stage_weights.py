@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -35,6 +36,10 @@ class StageMemory(NamedTuple):
     versions: int
     weight_bytes: int
     microbatches: int
+
+
+#: Those of all pipelines that exist.
+_made: WeakSet[StageWeights] = WeakSet()
 
 
 class StageWeights:
@@ -87,6 +92,7 @@ class StageWeights:
         # Whether a backward may use other weights than its forward, or the same in another buffer.
         self.differs_in_backward = rules.retains(self._place.microbatches) or self._offloads
         self.storage: Storage | None = None
+        _made.add(self)
 
     # Storage.
 
@@ -181,11 +187,20 @@ class StageWeights:
                 or p.dtype != view.dtype
                 or p.stride() != view.stride()
             ):
+                if any(each is not self and each._holds(p) for each in _made):
+                    raise RuntimeError(
+                        f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
+                        "in its flat buffer; release() one before you build or run the other"
+                    )
                 raise RuntimeError(
                     f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
                     ".to() or load_state_dict(assign=True); change parameters in place, or call "
                     "release() first and build a new Pipeline afterwards"
                 )
+
+    def _holds(self, p: Tensor) -> bool:
+        views = {} if self.storage is None else self.storage.bound.flat.views
+        return p in views and views[p].data_ptr() == p.data_ptr()
 
     # A run.
 

@@ -61,7 +61,7 @@ def cuts(rank, ranks):
     for blocks in ([nn.Linear(3, 3), Fails(3, 3)], [nn.Linear(3, 3)] * (3 + rank)):
         try:
             st.partition(nn.Sequential(*blocks), 2, torch.randn(4, 3), repeats=1)
-        except (ArithmeticError, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
     return found, st.partition(model, 2, torch.randn(4, 3), repeats=1).cut.ends

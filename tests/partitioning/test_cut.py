@@ -127,6 +127,17 @@ def test_a_slower_device_gets_less_and_the_report_says_so():
     assert cut(alike, 3, speeds=(1, 0.5, 1), replicas=(1, 2, 1)).ends == cut(alike, 3).ends
 
 
+def test_the_report_names_modules():
+    names = ("embed", "blocks.0", "blocks.1", "head")
+    profile = Profile(tuple(BlockProfile(0.001, name=name) for name in names))
+    assert str(cut(profile, 2, speeds=(2, 1))).splitlines() == [
+        "stage    blocks        ms  transfer       MiB     speed  modules",
+        "    0      0..2     1.500     0.000       0.0         2  embed to blocks.1",
+        "    1      3..3     1.000     0.000       0.0         1  head",
+        "slowest: stage 0; balance 83 %",
+    ]
+
+
 def test_of_equal_bottlenecks_the_most_even_division():
     assert cut(profile_of(9, 1, 1, 1, 1), 3).ends == (1, 3, 5)
 

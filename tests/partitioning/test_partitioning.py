@@ -381,6 +381,45 @@ def test_bad_ends(ends, why):
         cut_at(layers(1, 1, 1, 1), ends)
 
 
+@pytest.mark.parametrize("points", [None, ["middle"]])
+def test_an_example_on_which_the_model_fails(points):
+    good, wide, meta = torch.ones(2, 3), torch.ones(2, 5), torch.ones(2, 3, device="meta")
+    blocks = layers(3, 3, 4)
+    with pytest.raises(
+        ValueError,
+        match=r"example_input: block 0 \(Linear\) fails on \(2, 5\) float32: RuntimeError",
+    ):
+        st.partition(blocks, 2, wide)
+    blocks[1] = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"block 1 \(Linear\) fails on \(2, 3\) float32: Run"):
+        st.partition(blocks, 2, good)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 3\) is on the meta device and"):
+        st.partition(blocks, 2, meta)
+    with torch.device("meta"):
+        valueless = layers(3, 3)
+    with pytest.raises(ValueError, match=r"block 0 \(Linear\) fails on \(2, 5\) float32: Runt"):
+        st.partition(valueless, 1, wide)
+    for model, example, error, why in (
+        (Twice(), wide, ValueError, r"Twice in its 'first' fails on \(2, 5\) float32: RuntimeErr"),
+        (Twice(), good.long(), ValueError, r"Twice in its 'first' fails on \(2, 3\) int64: Runti"),
+        (Twice(), (good, good), ValueError, r"Twice fails on \(2, 3\) float32, \(2, 3\) float32"),
+        (Twice(), [good], TypeError, "expected a tensor or a tuple of tensors, got a list"),
+        (Twice(), meta, ValueError, r"a tensor of shape \(2, 3\) is on the meta device"),
+    ):
+        with pytest.raises(error, match=f"example_input: {why}"):
+            st.partition(model, 1, example, split_points=points)
+
+
+def test_models_that_are_wrapped():
+    whole = Twice()
+    for wrapped in (torch.compile(whole), torch.compile(layers(3, 3))):
+        with pytest.raises(TypeError, match=r"model: it is compiled by torch.compile; cut its _or"):
+            st.partition(wrapped, 1, torch.zeros(2, 3))
+    whole.middle = torch.compile(whole.middle)
+    with pytest.raises(TypeError, match=r"model: its module 'middle' is compiled by torch.compile"):
+        st.partition(whole, 1, torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize("n", [0, 4])
 def test_bad_number_of_stages(n):
     with pytest.raises(ValueError, match=r"n_stages: expected 1 to 3"):

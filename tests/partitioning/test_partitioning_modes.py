@@ -796,4 +796,4 @@ def test_other_results_than_tensors():
     with pytest.raises(ValueError, match="the model returns 3, expected"):
         split(Number(nn.ReLU()), x, ["last"])
     with pytest.raises(TypeError, match=r"example_input: expected a tensor .* got a int at 1"):
-        split(Two(nn.ReLU()), (torch.randn(3, 4), 3), ["last"])
+        st.partition(Two(nn.ReLU()), 2, (torch.randn(3, 4), 3), split_points=["last"])

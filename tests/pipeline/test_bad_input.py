@@ -360,6 +360,10 @@ def test_batches_that_cannot_be_split():
         ValueError, match=r"batches\[0\]: .* the input has 4, the target has shape \(3, 5\)"
     ):
         losses(pipe, [(torch.zeros(4, 5), torch.zeros(3, 5))])
+    with pytest.raises(
+        ValueError, match=r"batches\[0\]: the target: a tensor of shape \(4, 5\) is on the meta"
+    ):
+        losses(pipe, [(torch.zeros(4, 5), torch.zeros(4, 5, device="meta"))])
     assert len(losses(pipe, batches(2, size=4))) == 2
 
 
@@ -414,6 +418,22 @@ def test_a_parameter_that_left_the_flat_buffer(how):
         losses(pipe, batches(3))
     for name, tensor in pipe.state_dict().items():
         assert torch.equal(tensor, values[name])
+
+
+def test_two_pipelines_of_one_model():
+    stages = tanh_stages(2)
+    first = st.Pipeline(stages, sgd(), mse)
+    list(first.run(batches(2)))
+    second = st.Pipeline(stages, sgd(), mse)
+    with pytest.raises(
+        RuntimeError, match=r"stages\[0\]: another pipeline of this model .*release"
+    ):
+        list(first.run(batches(1)))
+    list(second.run(batches(1)))
+    first.release()
+    list(second.run(batches(1)))
+    second.release()
+    list(first.run(batches(1)))
 
 
 def test_a_parameter_that_leaves_while_the_run_is_suspended():
