@@ -191,7 +191,8 @@ def _document_for(body: Json, part: Part) -> Json:
         and len(every) == part.replicas
         and part.as_saved(body) is not None
     )
-    return {**body, "stages": own} if alike else body
+    # Copies of another stage's buffers are in none of its own.
+    return {**body, "stages": own, "of_all_stages": body["stages"]} if alike else body
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:

@@ -139,9 +139,14 @@ def parts_of(
         keys = names_of(home)[copy.original]
         return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
 
+    known: set[str] = set()  # names in earlier stages
     for (k, module), random in zip(modules.items(), target.random, strict=True):
         stage = ahead + k
         copies, names = target.copied(k), _names(module, f"{stage}.")
+        buffers = _copied(module, names)
+        if not isinstance(target, DistributedPipeline):  # another module may replace the stage
+            buffers = {name: there for name, there in buffers.items() if name in known}
+        known.update(names.values())
         own = set(module.parameters()) - copies.keys()
         found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
         parts.append(
@@ -157,7 +162,7 @@ def parts_of(
                 replicas,
                 averaged.get(k),
                 {names[key]: names_elsewhere(c) for c in copies.values() for key in c.names}
-                | _copied(module, names),
+                | buffers,
             )
         )
     return parts

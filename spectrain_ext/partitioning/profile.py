@@ -166,7 +166,7 @@ def measure(
 
     Raises:
         TypeError: a block other than the last returns a value that stages cannot pass on.
-        ValueError: ``repeats`` is below 1.
+        ValueError: ``repeats`` is below 1, or a block fails on the example; the message names it.
 
     Example:
         >>> profile = st.partitioning.measure([nn.Linear(8, 8), nn.ReLU()], torch.ones(4, 8))

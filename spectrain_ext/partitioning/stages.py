@@ -86,8 +86,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
             if tie.first < end <= tie.last:
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}; {REMEDY}")
     stages = slices_of(named, ends)
-    _mark(stages)
-    _refer(stages, model)
+    _mark(stages, model)
     return stages
 
 
@@ -111,18 +110,19 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
             homes.setdefault(p, (k, name))
 
 
-def _mark(stages: Sequence[Any]) -> None:
-    """Record in every stage its place in the cut, the model's names, and copies of buffers.
+def _mark(stages: Sequence[Any], model: nn.Module | Sequence[nn.Module]) -> None:
+    """Record in every stage its model, its place in the cut, the names, and copies of buffers.
 
     Pipelines check the places with ``check_order``. ``materialize`` uses the names to tell which
     tensors a file may hold, and under which names a tied tensor may be stored. A buffer that an
     earlier stage holds under the same name is a copy: the earlier stage saves it, and both load it.
     """
     mark_ties(stages)
+    uncut = _Uncut(model) if isinstance(model, nn.Module) else None
     tied: dict[Tensor, list[str]] = {}
     buffers: set[str] = set()
     for k, stage in enumerate(stages):
-        stage.cut_place = (k, len(stages))
+        stage.cut_place, stage.uncut = (k, len(stages)), uncut
         full = {name: stage.full_name(name) for name, _ in _named_tensors(stage)}
         for name, tensor in _named_tensors(stage):
             tied.setdefault(tensor, []).append(full[name])
@@ -142,7 +142,7 @@ class _Uncut:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._model: Callable[[], nn.Module | None] = _none if model is None else ref(model)
+        self._model: Callable[[], nn.Module | None] = _no_model if model is None else ref(model)
         self._elsewhere: Sequence[int] | None = None  # None: the model has no hooks yet
 
     def trained_elsewhere(self, stages: Sequence[int]) -> None:
@@ -170,14 +170,8 @@ class _Uncut:
         return _Uncut, ()
 
 
-def _none() -> None:
-    return None
-
-
-def _refer(stages: Sequence[Any], model: object) -> None:
-    uncut = _Uncut(model) if isinstance(model, nn.Module) else None
-    for stage in stages if uncut is not None else ():
-        stage.uncut = uncut
+def _no_model() -> None:
+    pass
 
 
 def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -209,9 +203,6 @@ class Partition:
     profile: Profile
     _loss: OwnLoss | str
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _mark(self.stages)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
@@ -363,16 +354,16 @@ def partition(
         )
 
     found = best(ties if planned is None else planned.closed)
+    if ties and planned is None:
+        _log_ties(ties, found, best(()))
     if source.narrow and bandwidth is None:
         # Without a bandwidth the cost of several tensors at a cut is unknown: prefer cuts with one.
         with suppress(ValueError):
             narrow = best((*ties, *source.narrow))
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
-    if ties and planned is None:
-        _log_ties(ties, found, best(()))
     stages = source.make(found.ends)
-    _refer(stages, model)
+    _mark(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
     if planned is None:
@@ -595,15 +586,10 @@ def _source(
         first.columns = taken
         return _NO_LOSS if outline is None else own_loss(model, outline, example, output)
 
-    return _Source(
-        *(block_names(names), blocks, make, partial(measure, blocks, value)),
-        *(
-            partial(written_buffers, model, partial(call.run, model), value),
-            narrow,
-            finish_traced,
-            taken,
-        ),
-    )
+    measured = partial(measure, blocks, value)
+    written = partial(written_buffers, model, partial(call.run, model), value)
+    own_names = block_names(names)
+    return _Source(own_names, blocks, make, measured, written, narrow, finish_traced, taken)
 
 
 def _check_stages(n_stages: int, most: int) -> None:
