@@ -161,7 +161,7 @@ class Board:
         thread.start()
 
     def finish(self) -> None:
-        """Wait for the threads to end, which includes telling the other ranks of a failure."""
+        """Wait at most ``grace`` seconds until all ranks are notified and no thread is in torch."""
         self._messages = list
         self._over.set()
         self._wake.set()

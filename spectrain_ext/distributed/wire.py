@@ -35,7 +35,7 @@ TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
 TAGS = 4  # tags reserved per link
 TAG_NEVER = 2**16  # of no message; above all others
 # A wait for gloo cannot be interrupted, and one that times out breaks all connections of its group.
-# So the board keeps the deadlines, and after a failure ``disconnect`` ends the waits.
+# So the board keeps the deadlines, and breaks the connections after a failure.
 ENDLESS = timedelta(days=365)
 
 _CPU = torch.device("cpu")

@@ -188,7 +188,7 @@ def test_rank_0_keeps_the_store_and_ends_early():
     assert "timeout: expected a positive number of seconds" in first.error
     for end in others:
         assert end.code == 1
-        assert "first cause: rank 0, last known in starting: the store that it" in end.error
+        assert "first cause: rank 0, last known in starting: its process has ended" in end.error
 
 
 def test_only_rank_0_has_batches():
