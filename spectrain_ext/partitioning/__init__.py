@@ -2,9 +2,10 @@
 
 from .blocks import Slice
 from .cut import Cut, StageEstimate, cut
+from .marks import mark_ties
 from .materializing import materialize
 from .profile import BlockProfile, Profile, Tie, measure
-from .stages import Partition, cut_at, mark_ties, partition, profile_of
+from .stages import Partition, cut_at, partition, profile_of
 from .traced import TracedStage
 
 __all__ = [
