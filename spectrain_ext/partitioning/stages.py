@@ -471,7 +471,9 @@ def _source(
         call = call if outline is None else replace(call, fixed=outline.fixed)
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
-    calls = calls_in(model, value, call)
+    # With split_points a trace tells as much of a model without values.
+    unneeded = split_points is not None and is_valueless(model)
+    calls = {} if unneeded else calls_in(model, value, call)
     if split_points is None:
         wanted = None if planned is None else planned.names
         names, blocks = finest_cut(model, value, n_stages, call, calls, wanted)
