@@ -245,9 +245,9 @@ def read(directory: Path) -> Json:
         for name, entry in body["tensors"].items():
             _check_entry(f"tensors[{name!r}]", entry, body["files"])
         named = {*tensors_in([body["stages"], body["replicas"], body["processes"]])}
-        for name in named ^ body["tensors"].keys():
-            if name in named:
-                raise ValueError(f"has no tensor {name!r}, which it names")
+        for name in named - body["tensors"].keys():
+            raise ValueError(f"has no tensor {name!r}, which it names")
+        for name in body["tensors"].keys() - named:
             raise ValueError(f"tensors: nothing uses {name!r}")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -203,7 +203,7 @@ def result_of(what: str, function: Callable[[], Any]) -> Any:
 
 def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
     """Describe an error with its last line in ``files``, or else in the working directory."""
-    lines = traceback.extract_tb(error.__traceback__)
+    lines = traceback.extract_tb((error.__cause__ or error).__traceback__)
     own = [at for at in lines if at.filename in files]
     own = own or [at for at in lines if at.filename.startswith(os.getcwd())]
     last = (own or lines)[-1]

@@ -342,7 +342,7 @@ def check_mode(call: str, devices: Iterable[torch.device]) -> None:
 def evaluating_part(stage: nn.Module) -> str | None:
     """Return the name of a trainable part in evaluation mode; a batch norm may be on purpose."""
     for name, part in stage.named_modules():
-        norm = getattr(part, "running_mean", None) is not None
+        norm = part._buffers.get("running_mean") is not None
         if not (part.training or norm) and any(p.requires_grad for p in part.parameters()):
             return str(name)
     return None

@@ -454,5 +454,5 @@ def test_groups_without_a_learning_rate(tmp_path, name):
         with st.Metrics(pipe, tmp_path / "metrics.jsonl", every=2) as metrics:
             assert len([*pipe.run(data, trace=metrics)]) == 4
     for method, more in (("auto", {"microbatches": 1}), ("pipemare", {})):
-        with pytest.raises(ValueError, match=r"group 0 of a .* has no learning rate"):
+        with pytest.raises(ValueError, match=r"parameter group 0 of the .* has no 'lr'"):
             st.Pipeline(stages, PECULIAR[name], mse, method, **more)

@@ -174,8 +174,9 @@ def test_while_a_run_is_suspended():
     run.close()
     assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"])
     list(alone.run(batches[:1]))
-    for name in ("last.weight", "last.bias"):  # true weights, with what the first minibatch made
-        same({name: found[name]}, {name: before[name]})
+    after = alone.state_dict()
+    for name in ("first.weight", "first.bias"):  # true weights, with what the first minibatch made
+        same({name: found[name]}, {name: after[f"0.{name}"]})
 
 
 SAVES = {
