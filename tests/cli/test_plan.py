@@ -181,7 +181,7 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
         assert why in wrong.output
     wrong = run("--model", "planned_model:broken", "--devices", 2)
     assert wrong.exit_code == 1
-    assert "'planned_model:broken', measured, failed: ValueError: example_input: Own fails" in wrong.output
+    assert "measured, failed: ValueError: example_input: Own fails" in wrong.output
     assert "(planned_model.py, line 1" in wrong.output
 
 
