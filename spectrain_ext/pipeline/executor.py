@@ -234,11 +234,12 @@ class Executor:
     # runs one, and so on, until all have finished. For a 1F1B schedule (F: forward, B: backward and
     # the update that may follow) this gives
     #
-    # stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ... stage 1      F0 F1 B0 F2 B1 F3 B2 ... stage 2         F0
-    # B0 F1 B1 F2 B2 ...
+    # stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
+    # stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    # stage 2         F0 B0 F1 B1 F2 B2 ...
     #
     # Each of these consists of steps, see ``schedule/lowering.py``; F3 on stage 1, for example:
-    # load forward weights, receive activation, forward, send activation. </raw>
+    # load forward weights, receive activation, forward, send activation.
 
     def _steps(self, observers: Sequence[Observer]) -> Iterator[Result]:
         """Run all stages in turn until all have finished."""
