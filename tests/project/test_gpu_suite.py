@@ -227,7 +227,7 @@ class TestSteps:
     ) -> None:
         fails = steps.Step("f", self._python("print('ERROR SUMMARY: 3 errors'); exit(4)"), 9)
         hangs = steps.Step("h", ["sleep", "100"], 9)
-        outcomes = self._run(steps, tmp_path, fails, hangs, seconds=2)
+        outcomes = self._run(steps, tmp_path, fails, hangs, seconds=6)
         assert (outcomes[0].status, outcomes[0].code) == ("failed", 4)
         assert outcomes[0].facts == {"sanitizer_errors": 3}
         assert outcomes[1].status == "timed out" and 1 < outcomes[1].seconds < 20
