@@ -186,7 +186,7 @@ def _not_taken_back(module: nn.Module, where: str) -> list[str]:
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     parts: dict[str, list[str]] = {}
-    given = module.state_dict()
+    given = module.state_dict(keep_vars=True)  # without a warning, see ``Part.tensors``
     for key in given:
         path = key.rpartition(".")[0]
         while path not in modules:  # such as "0.weight" of "0.weight.absmax"

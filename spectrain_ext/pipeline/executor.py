@@ -152,7 +152,10 @@ class Executor:
             stage.check()
 
     def _take_back(self) -> None:
-        """Make the same check, after comparing a few addresses, since the caller had control."""
+        """Take gradients and optimizers back from the caller, who may have moved parameters, too.
+
+        Compares a few addresses first, which costs less than ``_check``.
+        """
         for stage in self.stages:
             weights = stage.weights
             if weights is not None and weights.storage and not weights.storage.in_place():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -162,3 +163,16 @@ def kept(path):
     """Return a checkpoint's content without the random generators of processes."""
     body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
     return {key for key in body["tensors"] if not key.startswith("random.process")}
+
+
+def test_the_uncut_model_loads_what_other_processes_have_trained_without_a_warning(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    stages = cut_at(model, [1, 2])
+    save(tmp_path / "c", model)
+    stages[0].uncut.trained_elsewhere([1])
+    with pytest.warns(UserWarning, match=r"have trained stages \[1\] of this model"):
+        model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tmp_path / "c", model)
+        model.state_dict()
