@@ -6,7 +6,6 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.corrections import Coefficients
 from spectrain_ext.operators.expressions import Program
 from spectrain_ext.operators.numbers import Setting, Term
 
@@ -26,8 +25,6 @@ class Role:
     STASHED: ClassVar[Role]
     OUT: ClassVar[Role]
     SECOND: ClassVar[Role]
-    AVERAGE: ClassVar[Role]
-    STALE: ClassVar[Role]
 
 class Opcode:
     """An operation of a program."""
@@ -46,7 +43,6 @@ class InputType:
     INT64: ClassVar[InputType]
 
 _List: TypeAlias = tuple[Role, str, bool, tuple[Any, ...]]
-_Correction: TypeAlias = tuple[bool, Sequence[Coefficients]] | None
 
 class Plan:
     """Validated lists of arrays, resolved once."""
@@ -92,7 +88,6 @@ class Plan:
         options: StepOptions,
         stream: Any,
         program: Program | None = None,
-        correction: _Correction = None,
     ) -> None: ...
     def adam_step_(
         self,
@@ -101,7 +96,6 @@ class Plan:
         options: StepOptions,
         stream: Any,
         program: Program | None = None,
-        correction: _Correction = None,
     ) -> None: ...
     def keep(self, watch: bool) -> None: ...
     def pin_gradients(self) -> None: ...

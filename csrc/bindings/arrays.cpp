@@ -36,9 +36,7 @@ bool has_internal_overlap(const Borrowed& b) {
   return false;
 }
 
-bool is_state(Role role) {
-  return role == Role::momentum || role == Role::second || role == Role::average;
-}
+bool is_state(Role role) { return role == Role::momentum || role == Role::second; }
 
 }  // namespace
 
@@ -131,10 +129,6 @@ Column* Arrays::column_of(Role role, size_t* outs) const {
       return &plan->grads;
     case Role::stashed:
       return &plan->stashed;
-    case Role::average:
-      return &plan->average;
-    case Role::stale:
-      return &plan->stale;
     case Role::out:
       return &plan->outs[(*outs)++];
   }
@@ -145,10 +139,7 @@ std::string Arrays::describe(const UnsupportedTypes& error) const {
   const Place place = place_of(params_name_, error.item);
   return place.text() + ": no kernel takes " + name_of(error.key.w) + " weights with " +
          name_of(error.key.g) + " gradients, " + name_of(error.key.s) + " state and " +
-         name_of(error.key.o) + " outputs together" +
-         (error.key.operation >= Operation::sgd_plain_delay
-              ? "; corrected by stale weights are float32 and float64 ones"
-              : "");
+         name_of(error.key.o) + " outputs together";
 }
 
 bool Arrays::has(Role role) const {
@@ -161,8 +152,8 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
   const Layout& layout = layouts_[i];
   // State may be wider than 16-bit parameters; gradients and outputs may be narrower than float32.
   const bool wider = is_state(role) && size_of(layout.dtype) == 2;
-  const bool narrower = (role == Role::grads || role == Role::out || role == Role::stale) &&
-                        layout.dtype == DType::float32;
+  const bool narrower =
+      (role == Role::grads || role == Role::out) && layout.dtype == DType::float32;
   if (b.dtype != layout.dtype && !(wider && b.dtype == DType::float32) &&
       !(narrower && size_of(b.dtype) == 2)) {
     throw py::value_error(place.text() + ": expected " + name_of(layout.dtype) +
@@ -195,8 +186,7 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
   }
 }
 
-// Two arrays may share memory only if both are only read. Exception: stale weights may be an
-// output, because each element is read before it is written. Gradients are checked later.
+// Two arrays may share memory only if both are only read. Gradients are checked later.
 void Arrays::check_overlap() {
   struct Interval {
     const char *begin, *end;
@@ -212,11 +202,7 @@ void Arrays::check_overlap() {
     for (size_t i = 0; i < column.at.size(); ++i) {
       const int64_t bytes = plan->size_of_item(i) * size_of(column.dtype[i]);
       const auto* begin = static_cast<const char*>(column.at[i]);
-      const bool is_out =
-          role == Role::stale && std::any_of(plan->outs.begin(), plan->outs.end(), [&](auto& out) {
-            return out.at[i] == begin && out.dtype[i] == column.dtype[i];
-          });
-      if (bytes > 0 && !is_out) intervals.push_back({begin, begin + bytes, l, i, kept_[l].writes});
+      if (bytes > 0) intervals.push_back({begin, begin + bytes, l, i, kept_[l].writes});
     }
   }
   const auto before = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };

@@ -15,7 +15,7 @@
 namespace spectrain {
 
 // The role of a list in a plan.
-enum class Role { params, momentum, grads, stashed, out, second, average, stale };
+enum class Role { params, momentum, grads, stashed, out, second };
 
 // Which lists a call reads or writes.
 class Roles {

@@ -94,7 +94,7 @@ class PyPlan {
 
   void sgd_step_(py::handle settings, bool with_momentum, py::handle first_step,
                  py::handle predictions, const py::dict& options, py::handle stream,
-                 py::handle with_program, py::handle correction) {
+                 py::handle with_program) {
     const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
@@ -105,20 +105,18 @@ class PyPlan {
     for (Setting& s : step.settings) s.first_step = first;
     Roles roles{Role::params, Role::grads};
     if (with_momentum) roles.add(Role::momentum);
-    if (!correction.is_none()) correct(step, roles, correction);
     if (!step.predictions.empty()) roles.add(Role::out);
     run(roles, stream, with_program,
         [&](Plan& plan, void* s) { plan.sgd_step_(std::move(step), flags, with_momentum, s); });
   }
   void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
-                  py::handle stream, py::handle with_program, py::handle correction) {
+                  py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
     need_state(true);
     need_gradients();
     Loans loans{arrays_.first(), {}};
     Plan::Step step = checked_step(settings, predictions, options, loans);
     Roles roles = state(true).add(Role::grads);
-    if (!correction.is_none()) correct(step, roles, correction);
     if (!step.predictions.empty()) roles.add(Role::out);
     run(roles, stream, with_program,
         [&](Plan& plan, void* s) { plan.adam_step_(std::move(step), s); });
@@ -207,21 +205,6 @@ class PyPlan {
     }
     step.options = arrays_.options(given_options, loans);
     return step;
-  }
-
-  // `given`: whether there is an average, and the coefficients of every group.
-  void correct(Plan::Step& step, Roles& roles, py::handle given) const {
-    Items pair(given, 2);
-    const bool averages = pair.next().cast<bool>();
-    step.correction = averages ? Plan::Correction::gap : Plan::Correction::delay;
-    need(Role::stale, "stale", "a correction by stale weights needs them");
-    roles.add(Role::stale);
-    if (averages) {
-      need(Role::average, "gap_averages", "a gap-aware step needs the averages");
-      roles.add(Role::average);
-    }
-    Items groups(pair.next(), step.settings.size());
-    for (Setting& s : step.settings) s.correcting = numbers_of<Correcting>(groups.next());
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -339,9 +322,7 @@ void export_constants(py::module_& m) {
       .value("GRADS", Role::grads)
       .value("STASHED", Role::stashed)
       .value("OUT", Role::out)
-      .value("SECOND", Role::second)
-      .value("AVERAGE", Role::average)
-      .value("STALE", Role::stale);
+      .value("SECOND", Role::second);
   py::enum_<Opcode>(m, "Opcode")
       .value("ADD", Opcode::add)
       .value("SUBTRACT", Opcode::subtract)
@@ -374,7 +355,6 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   spectrain::export_constants(m);
   const auto stream = py::arg("stream");
   const auto program = py::arg("program") = py::none();
-  const auto correction = py::arg("correction") = py::none();
   py::class_<PyPlan, std::shared_ptr<PyPlan>>(m, "Plan")
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
@@ -392,10 +372,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def("distance_scratch", method(&PyPlan::distance_scratch))
       .def("distances", method(&PyPlan::distances), py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", method(&PyPlan::sgd_step_), py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program,
-           correction)
+           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program)
       .def("adam_step_", method(&PyPlan::adam_step_), py::arg("settings"), py::arg("predictions"),
-           py::arg("options"), stream, program, correction)
+           py::arg("options"), stream, program)
       .def("keep", method(&PyPlan::keep), py::arg("watch"))
       .def("pin_gradients", method(&PyPlan::pin_gradients))
       .def("refresh", method(&PyPlan::refresh))

@@ -24,14 +24,6 @@ struct Term {
   double root = 1.0;
 };
 
-// Coefficients of a correction by stale weights, see rules/correct.h.
-struct Correcting {
-  double strength = 0.0;
-  double decay = 0.0;  // of the average: A' = decay*A + (1 - decay)*step*step
-  double root = 0.0;   // bias correction of its square root
-  double eps = 0.0;
-};
-
 // The step is also a term: W' = keep*W - (momentum*v' + gradient*d) / D.
 struct Setting {
   double sign = 1.0;          // -1: maximize
@@ -41,7 +33,6 @@ struct Setting {
   double decay2 = 0.0;  // of Adam's second moment: u' = decay2*u + (1 - decay2)*d*d
   double eps = 0.0;
   Term step;
-  Correcting correcting;
   bool first_step = false;  // v' = d for all tensors; single tensors have kFirstStep in their row
   int n_outs = 0;
   int out_end[kMaxOuts] = {};  // terms of prediction j: [out_end[j-1], out_end[j])
@@ -57,13 +48,6 @@ SPECTRAIN_HD void each_number(Term& t, F&& f) {
   f("momentum", t.momentum);
   f("gradient", t.gradient);
   f("root", t.root);
-}
-template <class F>
-SPECTRAIN_HD void each_number(Correcting& c, F&& f) {
-  f("strength", c.strength);
-  f("decay", c.decay);
-  f("root", c.root);
-  f("eps", c.eps);
 }
 template <class F>
 SPECTRAIN_HD void each_number(Setting& s, F&& f) {

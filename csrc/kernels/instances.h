@@ -5,7 +5,6 @@
 #include "kernels.h"
 #include "rules/adam.h"
 #include "rules/copy.h"
-#include "rules/correct.h"
 #include "rules/extrapolate.h"
 #include "rules/sgd.h"
 #include "rules/swap.h"
@@ -93,11 +92,6 @@ struct MakeAdamPredict {
   template <class T>
   using Rule = AdamPredict<typename T::W, typename T::S, typename T::O>;
 };
-template <class Make, template <class> class By>
-struct MakeCorrected {
-  template <class T>
-  using Rule = Corrected<typename Make::template Rule<T>, By, typename T::S, typename T::O>;
-};
 struct MakeExtrapolate {
   template <class T>
   using Rule = Extrapolate<typename T::W>;
@@ -113,10 +107,6 @@ using PlainTypes =
     TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
               Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>,
               Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
-// Types of a pipeline's true weights. Stale weights have the type of outputs.
-using CorrectedTypes =
-    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
-              Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>>;
 using WeightTypes =
     TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
               Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>>;
@@ -160,18 +150,6 @@ static inline Entry find_sgd_family(KernelKey k) {
       return find_in<Entry, Launcher, MakeSgdPredict>(PredictTypes{}, k, false, true, true);
     case Operation::sgd_stash_predict:
       return find_in<Entry, Launcher, MakeSgdStashPredict>(Uniform{}, k, false, true, false);
-    case Operation::sgd_plain_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdPlain, DelayCompensation>>(
-          CorrectedTypes{}, k, true, false, true);
-    case Operation::sgd_momentum_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdMomentum, DelayCompensation>>(
-          CorrectedTypes{}, k, true, true, true);
-    case Operation::sgd_plain_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdPlain, GapAware>>(CorrectedTypes{}, k,
-                                                                             true, true, true);
-    case Operation::sgd_momentum_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdMomentum, GapAware>>(CorrectedTypes{}, k,
-                                                                                true, true, true);
     default:
       return {};
   }
@@ -184,12 +162,6 @@ static inline Entry find_adam_family(KernelKey k) {
       return find_in<Entry, Launcher, MakeAdamStep>(AllTypes{}, k, true, true, true);
     case Operation::adam_predict:
       return find_in<Entry, Launcher, MakeAdamPredict>(PredictTypes{}, k, false, true, true);
-    case Operation::adam_step_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeAdamStep, DelayCompensation>>(
-          CorrectedTypes{}, k, true, true, true);
-    case Operation::adam_step_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeAdamStep, GapAware>>(CorrectedTypes{}, k,
-                                                                             true, true, true);
     default:
       return {};
   }

@@ -23,23 +23,14 @@ enum class Operation : uint8_t {
   adam_step,
   adam_predict,
   extrapolate,
-  // Corrected steps (rules/correct.h), in the order of the plain ones.
-  sgd_plain_delay,
-  sgd_momentum_delay,
-  adam_step_delay,
-  sgd_plain_gap,
-  sgd_momentum_gap,
-  adam_step_gap,
 };
-constexpr int kOperations = 16;
+constexpr int kOperations = 10;
 
 // The roles of an operation's streams: w parameters (and tensors like them), g gradients, s state
-// (momentum, second moment, average), o output (and stale weights, which have its type). Further
-// streams are further outputs.
+// (momentum, second moment), o output. Further streams are further outputs.
 inline const char* roles(Operation operation) {
-  constexpr const char* names[kOperations] = {"ww",    "wo",   "ww",    "wg",    "wgs", "wso",
-                                              "wsw",   "wgss", "wsso",  "wwo",   "wgo", "wgso",
-                                              "wgsso", "wgso", "wgsso", "wgssso"};
+  constexpr const char* names[kOperations] = {"ww",  "wo",  "ww",   "wg",   "wgs",
+                                              "wso", "wsw", "wgss", "wsso", "wwo"};
   return names[static_cast<int>(operation)];
 }
 

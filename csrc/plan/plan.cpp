@@ -64,18 +64,6 @@ void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
   }
 }
 
-Operation corrected(Operation plain, Plan::Correction correction) {
-  const bool delay = correction == Plan::Correction::delay;
-  switch (plain) {
-    case Operation::sgd_plain:
-      return delay ? Operation::sgd_plain_delay : Operation::sgd_plain_gap;
-    case Operation::sgd_momentum:
-      return delay ? Operation::sgd_momentum_delay : Operation::sgd_momentum_gap;
-    default:
-      return delay ? Operation::adam_step_delay : Operation::adam_step_gap;
-  }
-}
-
 }  // namespace
 
 Plan::Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups)
@@ -311,21 +299,16 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
 }
 
 void Plan::step(Request request, Step given, const Family& family, void* stream) {
-  auto& [settings, predictions, correction, options] = given;
-  if (correction != Correction::none) {
-    request.operation = corrected(request.operation, correction);
-    if (correction == Correction::gap) request.streams.push_back(&average);
-    request.streams.push_back(&stale);
-  }
+  auto& [settings, predictions, options] = given;
   const bool everywhere = all_gradients();
   request.which = everywhere ? Which::all : Which::with_gradient;
-  // The step writes outputs of one element type (that of stale weights, if any), as many as a
-  // kernel supports. Each other output takes a separate pass over the stored values, with the same
-  // bits. Predictions that need the gradient come first, because it is gone by then.
+  // The step writes outputs of one element type, as many as a kernel supports. Each other output
+  // takes a separate pass over the stored values, with the same bits. Predictions that need the
+  // gradient come first, because it is gone by then.
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
   request.positions = options.rounding.stochastic;
-  const size_t n_state = request.streams.size() - (correction != Correction::none ? 1 : 0);
+  const size_t n_state = request.streams.size();
   std::vector<Call> later;
   for (const Prediction& p : predictions) {
     const Column& out = outs.at(p.out);

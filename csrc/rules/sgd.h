@@ -67,15 +67,11 @@ struct SgdMomentum {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[3]) {
-    moved(a, x, a.direction(x[kGrad], x[kParam]));
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc moved(const Step& a, Acc (&x)[N], Acc d) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
     const Acc v = a.first != Flag<Acc>(0) ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kMomentum] = v;
     x[kParam] = sgd_step(a.move, x[kParam], v, d);
     x[kGrad] = d;
-    return v;
   }
 
   static constexpr bool has_outs = true;
@@ -112,13 +108,9 @@ struct SgdPlain : NoOuts {
     return {a.direction.scaled(factor), a.keep, a.gradient};
   }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[2]) {
-    moved(a, x, a.direction(x[kGrad], x[kParam]));
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc moved(const Args& a, Acc (&x)[N], Acc d) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
     const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
     x[kParam] = multiply_add(-a.gradient, d, kept);
-    return d;
   }
 };
 

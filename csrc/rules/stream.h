@@ -31,13 +31,6 @@ struct StreamList {
   static constexpr int size = sizeof...(S);
 };
 
-template <class List, class... More>
-struct Appended;
-template <class... S, class... More>
-struct Appended<StreamList<S...>, More...> {
-  using type = StreamList<S..., More...>;
-};
-
 template <int I, class List>
 struct StreamAt;
 template <class Head, class... Tail>
@@ -70,9 +63,6 @@ SPECTRAIN_HD void unroll(F&& f) {
 //   `step(args, flags, factor)` from the row's flags and the gradients' factor;
 // - `apply(step, x)`, the update of one element of every stream;
 // - kGradient, the stream of gradients, negative if there is none.
-//
-// A rule that can be corrected (correct.h) also has moved(step, x, d), which is `apply` for a given
-// direction d; it returns the change of the weights.
 //
 // A rule without extra outputs uses its Args as Step. With outputs (has_outs = true) it also has:
 // - `predictions` in its Args; OutType; and Move, the coefficients of one term;

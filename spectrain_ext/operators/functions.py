@@ -34,11 +34,10 @@ from .calls import (
     sgd_step_arguments,
     step_arguments,
 )
-from .corrections import StaleCorrection, coefficients_of
 from .expressions import lower, traced
 from .laws import Horizon, as_laws
 from .library import traceable
-from .numbers import Adam, Sgd, horizon
+from .numbers import Adam, horizon
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
@@ -220,11 +219,6 @@ def sgd_step_(
     ema: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    correction: StaleCorrection | None = None,
-    stale: Tensors | None = None,
-    gap_averages: Tensors | None = None,
-    largest_lr: float | None = None,
-    averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
@@ -257,14 +251,6 @@ def sgd_step_(
             there is no buffer yet. The old content of the buffer is not used. With dampening or
             `ema`, a second-order prediction needs the same for all tensors.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
-        correction: a correction of `spectrain_ext.corrections` that reads `stale`. It is applied
-            after `clip_factor` and `grad_scale` and before the momentum. Weights must be float32
-            or float64.
-        stale: the weights that g was computed with: like the parameters, or bfloat16 or float16
-            for float32 parameters. May be an output of `predict`; it is read first.
-        gap_averages: of `corrections.GapAware`: A, like the momentum, zeros at first.
-        largest_lr: of `corrections.GapAware`: the largest learning rate so far; None: `lr`.
-        averaged: of `corrections.GapAware`: how many steps A includes, 0 at the first one.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
             found_inf is not 0, nothing is written: neither weights, buffers (a first step stays
@@ -292,17 +278,12 @@ def sgd_step_(
     if momentum_buffers is not None:
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
-    _add_stale(lists, stale, gap_averages)
     plan = lists.plan()
     row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
     (settings, with_momentum, predictions), program = sgd_step_arguments(
         row, 1, horizons, first_step
     )
-    correcting = None
-    if correction is not None:
-        correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)
-    more = options, stream, program, correcting
-    plan.sgd_step_(settings, with_momentum, first_step, predictions, *more)
+    plan.sgd_step_(settings, with_momentum, first_step, predictions, options, stream, program)
     without = traced("momentum", momentum) is None and momentum == 0.0
     lists.bump(untouched=Role.MOMENTUM if without else None)
 
@@ -324,11 +305,6 @@ def adam_step_(
     momentum_decay: float | None = None,
     mu_product: float = 1.0,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    correction: StaleCorrection | None = None,
-    stale: Tensors | None = None,
-    gap_averages: Tensors | None = None,
-    largest_lr: float | None = None,
-    averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
@@ -360,7 +336,6 @@ def adam_step_(
         predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
             the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
             the stored values.
-        correction, stale, gap_averages, largest_lr, averaged: as in `sgd_step_`.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step is not counted: the
             next one has the same number.
         zero_grad, rounding_seed: as in `sgd_step_`.
@@ -377,13 +352,11 @@ def adam_step_(
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons = _add_outs(lists, predict)
-    _add_stale(lists, stale, gap_averages)
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
     (settings, _, predictions), program = step_arguments([numbers], horizons)
-    correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
-    plan.adam_step_(settings, predictions, options, stream, program, correcting)
+    plan.adam_step_(settings, predictions, options, stream, program)
     lists.bump()
 
 
@@ -527,10 +500,3 @@ def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[
         horizons.append(pair[0])
         lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
     return horizons
-
-
-def _add_stale(lists: Lists, stale: Tensors | None, averages: Tensors | None) -> None:
-    if stale is not None:
-        lists.add(Role.STALE, "stale", stale, writes=False)
-    if averages is not None:
-        lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)

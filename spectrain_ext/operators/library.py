@@ -135,7 +135,6 @@ def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
 
 
 _STEPS = ("sgd_step_", "adam_step_")
-_OF_A_CORRECTION = ("stale", "gap_averages", "largest_lr", "averaged")
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lr": _rate,
     "steps": lambda steps: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
@@ -152,10 +151,6 @@ def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
     """Call the registered operator with the arguments of the package's operator."""
     if given.pop("stream", None) is not None:
         raise ValueError("stream: a compiled function works on the current one, expected None")
-    if given.pop("correction", None) is not None:
-        raise ValueError("correction: a compiled function takes none, expected None")
-    for key in _OF_A_CORRECTION:
-        given.pop(key, None)
     out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
     if name in _STEPS:
         given.setdefault("predict", ())

@@ -20,14 +20,12 @@ from .calls import (
     sgd_step_arguments,
     step_arguments,
 )
-from .corrections import coefficients_of
 from .expressions import lower
 from .laws import Horizons, as_laws
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from .calls import AdamStep, Numbers, SgdNumbers
-    from .corrections import StaleCorrection
 
 Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
@@ -85,10 +83,6 @@ class Plan:
         stashed: where `stash` keeps a version of the weights; like the parameters.
         outs: a sequence of lists like the parameters, for predictions; bfloat16 or float16 is
             allowed for float32 weights.
-        stale: the weights that gradients are computed with, for steps with a correction; like an
-            output, and may be one of them.
-        gap_averages: the average of `corrections.GapAware`, zeros at first; like the momentum,
-            with the same dtypes.
         groups: the parameter group of every tensor, from 0; one launch handles all groups. None:
             one group.
 
@@ -116,8 +110,6 @@ class Plan:
         grads: Gradients = None,
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
-        stale: Tensors | None = None,
-        gap_averages: Tensors | None = None,
         groups: Sequence[int] | None = None,
     ) -> None:
         lists = Lists(params, "params", writes=True)
@@ -132,11 +124,9 @@ class Plan:
             (Role.GRADS, "grads", grads),
             (Role.STASHED, "stashed", stashed),
             *((Role.OUT, f"outs[{j}]", out) for j, out in enumerate(outs)),
-            (Role.STALE, "stale", stale),
-            (Role.AVERAGE, "gap_averages", gap_averages),
         ):
             if given is not None or role is Role.OUT:
-                lists.add(role, name, given, writes=role not in (Role.GRADS, Role.STALE))
+                lists.add(role, name, given, writes=role is not Role.GRADS)
         self._single = lists.single
         self._native = lists.plan(groups)
         self._native.keep(self._watches)
@@ -207,9 +197,6 @@ class Plan:
         ema: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizons | None] = (),
-        correction: StaleCorrection | None = None,
-        largest_lr: float | None = None,
-        averaged: int = 0,
         stream: Any = None,
         **options: Unpack[StepOptions],
     ) -> None:
@@ -222,7 +209,6 @@ class Plan:
                 required) to `ema` hold for all of them.
             predict: the horizon, or law of `spectrain_ext.laws`, of every output:
                 outs[j] <- W' - lr*predict[j]*v'. None does not write outs[j].
-            correction, largest_lr, averaged: as in `spectrain_ext.sgd_step_`.
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
         if len(predict) > self._n_outs:
@@ -235,12 +221,8 @@ class Plan:
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
             step, program = step_arguments(self._checked(groups, Sgd), predict, first_step)
-        correcting = None
-        if correction is not None:
-            own = groups or [Sgd(*cast("SgdRow", row))] * self._n_groups
-            correcting = coefficients_of(correction, own, largest_lr, averaged)
         settings, with_momentum, predictions = step
-        more = options, stream, program, correcting
+        more = options, stream, program
         self._native.sgd_step_(settings, with_momentum, first_step, predictions, *more)
 
     def adam_step_(
@@ -248,9 +230,6 @@ class Plan:
         groups: Sequence[Adam] | None = None,
         *,
         predict: Sequence[Horizons | None] = (),
-        correction: StaleCorrection | None = None,
-        largest_lr: float | None = None,
-        averaged: int = 0,
         stream: Any = None,
         **options: Unpack[AdamStep],
     ) -> None:
@@ -264,8 +243,7 @@ class Plan:
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
         (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
-        correcting = coefficients_of(correction, groups, largest_lr, averaged)
-        self._native.adam_step_(settings, predictions, options, stream, program, correcting)
+        self._native.adam_step_(settings, predictions, options, stream, program)
 
     # Versions of the weights.
 

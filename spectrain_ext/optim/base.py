@@ -15,17 +15,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import (
-    AdaptiveBraking,
-    Correction,
-    as_correction,
-    stale_correction,
-)
+from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, as_correction
 from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
-from .launch import Correcting, Launch, Launches, Scaling
+from .launch import Launch, Launches, Scaling
 from .parameters import Binding, Parameters, PredictionSink, Views
 from .rule import Rule, plain
 from .state import (
@@ -294,7 +289,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _step(self) -> None:
         correction = self._parameters.correction
-        correcting = None if correction is None else self._correcting(correction)
+        largest_rates = self._largest_rates(correction)
         templates = self._parameters.numbers(self.param_groups)
         sink, laws, checked = self._next_write or (None, None, None)
         launches = self._resolved(sink)
@@ -313,11 +308,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 launch.read_gradients()  # again: those of another layout had been copied
         for launch in launches:
             options: StepOptions = {} if scaling is None else scaling.on(launch.device)
-            launch.prepare_step(templates, laws, options, correcting)
+            launch.prepare_step(templates, laws, options)
 
         # From here on nothing can be refused.
         for launch in launches:
-            if launch.step(self.state):
+            if launch.step(self.state, largest_rates):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
@@ -342,23 +337,20 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         outs = None if sink is None else sink.outs
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
-    def _correcting(self, correction: Correction) -> Correcting | None:
-        """Return a correction that reads stale weights, with each group's largest learning rate."""
-        if not correction.reads_stale:
-            return None
-        by = stale_correction(correction)
-        if not by.buffers:
-            return by, [0.0] * len(self.param_groups)  # unused
+    def _largest_rates(self, correction: Correction | None) -> list[float]:
+        """Return each group's largest learning rate so far, for a correction with averages."""
+        if correction is None or not correction.buffers:
+            return [0.0] * len(self.param_groups)  # unused
         rates = []
         for index, group in enumerate(self.param_groups):
             try:
                 now = float(plain(group["lr"], "lr"))
             except ValueError as error:
-                raise ValueError(f"parameter group {index}: {by}: {error}") from error
+                raise ValueError(f"parameter group {index}: {correction}: {error}") from error
             rates.append(max(now * self.rate_factor, group.get("gap_rate", 0.0)))
             if group.get("gap_rate") != rates[-1]:
                 group["gap_rate"] = rates[-1]  # in the group, so that it is saved
-        return by, rates
+        return rates
 
     # Prediction in place.
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
-from spectrain_ext.operators.corrections import StaleCorrection
+from spectrain_ext.operators.corrections import Late, StaleCorrection
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
@@ -21,9 +21,6 @@ from spectrain_ext.operators.plan import Plan
 from .parameters import Kinds, Parameters, Views
 from .rule import Group, Rule, Scalars
 from .state import State, empty_like
-
-# A correction, and the largest learning rate of every group.
-Correcting: TypeAlias = tuple[StaleCorrection, Sequence[float]]
 
 _STILL = Linear(0)  # for weights that were never updated or are frozen
 _gradient = attrgetter("grad")
@@ -96,14 +93,12 @@ class Launch:
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
 
-        stale = None if binding is None else binding.stale
         state = zip(self.rule.columns, self._buffers or (), strict=False)
         self.native = _Plan(
             self._weights,
             grads=[None] * len(params),
             stashed=self._stashed,
             outs=() if outs is None else [[outs[p].detach() for p in params]],
-            stale=None if stale is None else [stale[p].detach() for p in params],
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
         )._native
@@ -163,7 +158,6 @@ class Launch:
         templates: Sequence[Any],
         laws: tuple[Law, ...] | None,  # for the outs, of every group; None: no outs
         options: StepOptions,
-        correcting: Correcting | None,  # constant during the lifetime of this launch
     ) -> None:
         """Prepare the update of rows that have a gradient; raises all errors of a step."""
         if not options and self._step is not None and self._step.serves(templates, laws):
@@ -188,32 +182,28 @@ class Launch:
                     for law, n, first in zip(own, numbers, starts, strict=True)
                 ]
             predict = (tuple(own),)
-        if rule.is_for_matrices:  # `_make_updates` divides by the scale; skips were handled before
-            self._scale, options = options.get("grad_scale"), {}
-        correction = None
-        if correcting is not None:
-            by, rates = correcting
-            averages = bool(by.buffers)
-            coefficients = [
-                by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
-                for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
-            ]
-            correction = averages, coefficients
+        if rule.is_for_matrices or isinstance(self.parameters.correction, StaleCorrection):
+            self._scale = options.pop("grad_scale", None)  # divided by before the kernel
         (settings, momentum, predictions), program = step_arguments(numbers, predict)
         call = partial(self.native.adam_step_, settings)
         if not isinstance(numbers[0], Adam):
             call = partial(self.native.sgd_step_, settings, momentum, self._first_step(groups))
-        call = partial(call, predictions, options, None, program, correction)
+        call = partial(call, predictions, options, None, program)
         lasts = not options and self._lasts(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
-    def step(self, state: State) -> bool:
+    def step(self, state: State, largest_rates: Sequence[float]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
-        step = self._step
+        step, correction = self._step, self.parameters.correction
         assert step is not None
+        averaging: list[Callable[[], None]] = []
         if self.rule.is_for_matrices:
             self._make_updates(step, state)
+        elif isinstance(correction, StaleCorrection):
+            averaging = self._correct(correction, step.templates, largest_rates)
         step.call()
+        for average in averaging:
+            average()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
         self.forget_gradients()
@@ -234,6 +224,39 @@ class Launch:
                 given = self._weights[row], gradient, momentum, state[p], int(step.after[n][0])
                 changes[row] = numbers.update(*given).sub_(last)
         self.native.set_gradients(tuple(changes), False)
+
+    @torch.no_grad()
+    def _correct(
+        self, by: StaleCorrection, templates: Sequence[Any], largest_rates: Sequence[float]
+    ) -> list[Callable[[], None]]:
+        """Pass corrected gradients to the plan; return the updates of averages after the step."""
+        binding = self.parameters.binding
+        assert binding is not None and binding.stale is not None
+        given = {row: p.grad for row, p in enumerate(self.params) if p.grad is not None}
+        corrected: list[Tensor | None] = [None] * len(self.params)
+        averaging: list[Callable[[], None]] = []
+        for cohort in self.cohorts:
+            rows = [row for row in cohort.rows if row in given]
+            if not rows:  # foreach operators refuse empty lists
+                continue
+            numbers, weights = templates[cohort.group], [self._weights[row] for row in rows]
+            # In the dtype of the true weights; the parameters keep their own gradients.
+            gradients = [empty_like(weight, weight.dtype) for weight in weights]
+            torch._foreach_copy_(gradients, [given[row] for row in rows])
+            if self._scale is not None:
+                gradients = [gradient.div_(self._scale) for gradient in gradients]
+            gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
+            own = [[column[row] for row in rows] for column in self._buffers or ()]
+            averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
+            rate = largest_rates[cohort.group]
+            late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
+            for row, gradient in zip(rows, by.corrected(late), strict=True):
+                corrected[row] = gradient
+            if by.buffers:
+                before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
+                averaging.append(partial(by.average, late, before))
+        self.native.set_gradients(tuple(corrected), False)
+        return averaging
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
@@ -370,7 +393,7 @@ class Launches:
         parameters = self.parameters
         kinds, binding = parameters.kinds, parameters.binding
         version = parameters.look(groups, state)
-        places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
+        places = (outs,) if binding is None else (outs, binding.weights)
         key = stash, *map(id, places)
         known = self._known.get(key)
         moved = False

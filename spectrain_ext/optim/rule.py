@@ -59,7 +59,6 @@ class Rule:
         return replace(
             self,
             buffers=(*self.buffers, *buffers),
-            columns=(*self.columns, "gap_averages"),
             scalars={**self.scalars, "gap_step": 0.0},
         )
 

@@ -406,10 +406,9 @@ def test_a_plan_breaks_the_graph_and_says_what_to_do_where_it_may_not() -> None:
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in _ARGUMENTS}))
 def test_a_graph_takes_what_the_operator_takes(name: str) -> None:
-    """In the schema's form or another; corrections with their arguments are rejected."""
+    """In the schema's form or another."""
     schema = {a.name for a in getattr(_ops, name).default._schema.arguments}
     takes = set(inspect.signature(getattr(st, name)).parameters)
     if "options" in takes:
         takes = takes - {"options"} | set(StepOptions.__annotations__)
-    takes -= {"correction", "stale", "gap_averages", "largest_lr", "averaged"}
     assert takes - schema <= {"betas", "predict", "zero_grad", "out", "stream"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +93,7 @@ class Definition:
 
     def _step(self, i: int, g: Tensor, stale: Tensor) -> None:
         w, n, gap = self.w[i], self.steps[i], self.w[i] - stale
+        g = -g if self.group.get("maximize") else g
         sgd, decay = self.name == "SGD", self.group["weight_decay"]
         penalty = torch.ones_like(w)
         if isinstance(self.correction, DelayCompensation):
@@ -235,6 +238,47 @@ class TestSteps:
         if correction.buffers:
             assert stage.optimizer.state[stage.params[0]]["gap_average"].dtype == torch.float32
 
+    def test_up_and_down_are_the_same(self, name: str, correction: Any) -> None:
+        """Minimizing f is maximizing -f."""
+        down, up = Stage(name, correction), Stage(name, correction, maximize=True)
+        for each, sign in ((down, 1.0), (up, -1.0)):
+            torch.manual_seed(7)
+            for _ in range(3):
+                each.stale()
+                give_gradients(each.params)
+                for p in each.params:
+                    p.grad = sign * p.grad
+                each.optimizer.step()
+        assert_bits(down.weights, up.weights)
+
+    def test_gradients_are_unscaled_first(self, name: str, correction: Any) -> None:
+        scaled, plain = Stage(name, correction), Stage(name, correction)
+        for each, scale in ((scaled, 8.0), (plain, 1.0)):
+            torch.manual_seed(8)
+            each.optimizer.grad_scale, each.optimizer.found_inf = torch.tensor(scale), None
+            for _ in range(3):
+                each.stale()
+                give_gradients(each.params)
+                for p in each.params:
+                    p.grad = p.grad * scale
+                each.optimizer.step()
+        assert_bits(scaled.weights, plain.weights)
+
+
+def test_second_order_predictions_have_the_corrected_gradient() -> None:
+    stage, plain = Stage("SGD", DelayCompensation(0.3)), Stage("SGD", None)
+    for _ in range(2):
+        weights, stale = stage.weights, stage.stale()
+        give_gradients(stage.params, plain.params)
+        for p, w, s in zip(plain.params, weights, stale, strict=True):
+            assert p.grad is not None
+            p.grad += 0.3 * p.grad**2 * (w - s)
+        for each in (stage, plain):
+            each.optimizer.write_with_next_step(each.sink, st.laws.SecondOrder(2))
+            each.optimizer.step()
+    for a, b in zip(stage.params, plain.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
 
 class TestOwnAverage:
     def test_is_the_storages(self) -> None:
@@ -271,6 +315,25 @@ class TestOwnAverage:
         stage.optimizer.load_state_dict(saved)
         stage.step()
         assert stage.optimizer.param_groups[0]["gap_rate"] == 0.1
+
+
+class TestValues:
+    def test_are_values(self) -> None:
+        assert GapAware() == GapAware(0.999)
+        assert len({DelayCompensation(1), DelayCompensation(1.0)}) == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            GapAware().decay = 0.5  # type: ignore[misc]
+        assert st.corrections.GapAware is GapAware
+
+    @pytest.mark.parametrize("strength", [-1.0, math.nan, math.inf, "1", None])
+    def test_bad_strength(self, strength: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match="strength"):
+            DelayCompensation(strength)
+
+    @pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan, "1"])
+    def test_bad_decay(self, decay: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match="decay"):
+            GapAware(decay)
 
 
 @pytest.fixture

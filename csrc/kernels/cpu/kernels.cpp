@@ -287,7 +287,7 @@ struct Cpu {
         for (int j = 0; j < args.predictions.n_outs; ++j) {
           char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
                      begin * static_cast<int64_t>(sizeof(T));
-          bool read = false;  // whether it is the parameters or the stale weights
+          bool read = false;  // whether it is the parameters
           unroll<n_streams>([&](auto index) {
             constexpr int s = decltype(index)::value;
             if constexpr (stream<s>::reads) read |= at == p[s];

@@ -62,12 +62,10 @@ __device__ __forceinline__ void run_body(const void* arguments, const TableView&
                   {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
-// With 64 registers, corrected steps with mixed widths and divisions spill 40 bytes on sm_100 and
-// later.
 template <class Rule, size_t Bytes>
-__global__ void __launch_bounds__(
-    LaunchPolicy::threads,
-    LaunchPolicy::blocks_per_multiprocessor(Rule::divides, mixed<Rule> && !is_corrected<Rule>))
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides,
+                                                                          mixed<Rule>))
     run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
   run_body<Rule>(table.storage, table.view());
 }

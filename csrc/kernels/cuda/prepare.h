@@ -5,7 +5,6 @@
 #include "core/program.h"
 #include "kernels/kernels.h"
 #include "rules/adam.h"
-#include "rules/correct.h"
 #include "rules/extrapolate.h"
 #include "rules/sgd.h"
 
@@ -37,18 +36,6 @@ SPECTRAIN_HD void place_arguments(Operation operation, const Setting& s, void* t
       return place<AdamPredict<Acc, Acc, Acc>>(s, to);
     case Operation::extrapolate:
       return place<Extrapolate<Acc>>(s, to);
-    case Operation::sgd_plain_delay:
-      return place<Corrected<SgdPlain<Acc, Acc>, DelayCompensation, Acc, Acc>>(s, to);
-    case Operation::sgd_plain_gap:
-      return place<Corrected<SgdPlain<Acc, Acc>, GapAware, Acc, Acc>>(s, to);
-    case Operation::sgd_momentum_delay:
-      return place<Corrected<SgdMomentum<Acc, Acc, Acc, Acc>, DelayCompensation, Acc, Acc>>(s, to);
-    case Operation::sgd_momentum_gap:
-      return place<Corrected<SgdMomentum<Acc, Acc, Acc, Acc>, GapAware, Acc, Acc>>(s, to);
-    case Operation::adam_step_delay:
-      return place<Corrected<AdamStep<Acc, Acc, Acc, Acc>, DelayCompensation, Acc, Acc>>(s, to);
-    case Operation::adam_step_gap:
-      return place<Corrected<AdamStep<Acc, Acc, Acc, Acc>, GapAware, Acc, Acc>>(s, to);
   }
 }
 

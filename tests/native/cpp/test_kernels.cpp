@@ -113,13 +113,7 @@ const char* name_of(Operation op) {
                                     "sgd_stash_predict",
                                     "adam_step",
                                     "adam_predict",
-                                    "extrapolate",
-                                    "sgd_plain_delay",
-                                    "sgd_momentum_delay",
-                                    "adam_step_delay",
-                                    "sgd_plain_gap",
-                                    "sgd_momentum_gap",
-                                    "adam_step_gap"};
+                                    "extrapolate"};
   return names[static_cast<int>(op)];
 }
 
@@ -430,7 +424,6 @@ Setting example(int variant, int n_outs) {
   s.decay2 = 0.99;
   s.eps = 1e-8;
   s.step = {variant == 2 ? 0.999 : 1.0, 0.05, variant == 0 ? 0.05 : 0.0, 1.25};
-  s.correcting = {variant == 2 ? 0.0 : 3.0, 0.9, 1.5, 1e-8};
   // Predictions: one that moves, one that stays, one with several terms and the gradient.
   const std::vector<std::vector<Term>> predictions = {
       {{1.0, 0.2, 0.0, 1.25}},
@@ -517,13 +510,6 @@ void check_all() {
         run(Operation::sgd_momentum, {w, g, s, o, o, o}, 3);
         run(Operation::adam_step, {w, g, s, s}, 0);
         run(Operation::adam_step, {w, g, s, s, o, o, o}, 3);
-        if (size_of(w) == 2 || g != o) continue;
-        run(Operation::sgd_plain_delay, {w, g, o}, 0);
-        run(Operation::sgd_plain_gap, {w, g, s, o}, 0);
-        run(Operation::sgd_momentum_delay, {w, g, s, o, o}, 1);
-        run(Operation::sgd_momentum_gap, {w, g, s, s, o, o, o}, 2);
-        run(Operation::adam_step_delay, {w, g, s, s, o, o, o, o}, 3);
-        run(Operation::adam_step_gap, {w, g, s, s, s, o, o, o, o}, 3);
       }
     }
   }
