@@ -35,7 +35,6 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators import (
     Plan,
-    Scalar,
     adam_predict,
     adam_step_,
     averaging,
@@ -78,7 +77,6 @@ __all__ = [
     "Pipeline",
     "Plan",
     "RankError",
-    "Scalar",
     "ScheduleError",
     "StageError",
     "Trace",

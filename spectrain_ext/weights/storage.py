@@ -353,7 +353,7 @@ class Storage:
         if plan is None:
             true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
-        plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
+        plan._native.extrapolate(steps, 0, None)  # it may extrapolate backwards
         if out is not target:
             self._copy(out, target)
 
