@@ -217,7 +217,7 @@ def sgd_step_(
     nesterov: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    ema: bool = False,
+    smoothed: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
@@ -232,7 +232,7 @@ def sgd_step_(
         W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
         out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
 
-    With `ema`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
+    With `smoothed`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
     `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
 
     Predictions use the stored values, so they have the same bits as a later `predict`.
@@ -250,7 +250,7 @@ def sgd_step_(
         maximize: maximize the objective instead of minimizing it.
         first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
             there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `ema`, a second-order prediction needs the same for all tensors.
+            `smoothed`, a second-order prediction needs the same for all tensors.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
@@ -280,7 +280,16 @@ def sgd_step_(
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
     plan = lists.plan()
-    row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+    row = (
+        lr,
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        maximize,
+        decoupled_weight_decay,
+        smoothed,
+    )
     (settings, with_momentum, predictions), program = sgd_step_arguments(
         row, 1, horizons, first_step
     )

@@ -14,7 +14,7 @@ from spectrain_ext.operators.corrections import Correction
 from . import rule
 from .base import PredictingOptimizer
 
-_EXTRAS = ("ema", "decoupled_weight_decay")  # options of SGD that torch's does not have
+_EXTRAS = ("smoothed", "decoupled_weight_decay")  # options of SGD that torch's does not have
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -41,12 +41,13 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         fused: accepted for compatibility, without effect.
         momentum_dtype: dtype of the momentum buffers; None means the parameter's. 16-bit parameters
             may have ``torch.float32`` momentum.
-        ema: averaged momentum, ``v = momentum*v + (1 - momentum)*g`` from ``v = 0``, as in the
-            SpecTrain paper; needs ``0 < momentum < 1`` and no dampening.
+        smoothed: the momentum is the SpecTrain paper's smoothed gradient,
+            ``v = momentum*v + (1 - momentum)*g`` from ``v = 0``; needs ``0 < momentum < 1`` and no
+            dampening.
         decoupled_weight_decay: multiply the weights by ``1 - lr*weight_decay`` before each step
             instead of adding an L2 penalty to the gradient.
 
-    ``ema`` and ``decoupled_weight_decay`` can be set per parameter group. They are keys of the
+    ``smoothed`` and ``decoupled_weight_decay`` can be set per parameter group. They are keys of the
     groups only if one of them is used.
 
     Raises:
@@ -83,7 +84,7 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         momentum_dtype: torch.dtype | None = None,
-        ema: bool = False,
+        smoothed: bool = False,
         decoupled_weight_decay: bool = False,
     ) -> None:
         self._prepare(momentum_dtype)
@@ -100,7 +101,7 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
             fused=fused,
         )
         # Only where they are asked for: by default the groups' keys are torch's.
-        asked = {"ema": ema, "decoupled_weight_decay": decoupled_weight_decay}
+        asked = {"smoothed": smoothed, "decoupled_weight_decay": decoupled_weight_decay}
         self.defaults.update((key, True) for key in _EXTRAS if asked[key])
         self._complete_groups()
         for index in range(len(self.param_groups)):

@@ -133,7 +133,7 @@ def _sgd_numbers(group: Group) -> Sgd:
         bool(group["nesterov"]) and momentum != 0,  # ignored without momentum, as in torch
         bool(group["maximize"]),
         bool(group.get("decoupled_weight_decay", False)),
-        bool(group.get("ema", False)),
+        bool(group.get("smoothed", False)),
     )
 
 
