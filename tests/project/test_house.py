@@ -12,9 +12,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.house import CEILINGS, PACKAGE, ROOT, counts
 
 import spectrain_ext as st
-from helpers.house import CEILINGS, PACKAGE, ROOT, counts
 
 #: Each package imports only from lower levels, never from its own level.
 FLOORS = (
