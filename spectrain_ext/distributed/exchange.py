@@ -1,4 +1,4 @@
-"""Exchanges values, errors and tensors among the processes of a group."""
+"""Exchanges values and errors among the processes of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
 
@@ -79,17 +78,6 @@ class Peers:
                 told = f"{what}: {'; '.join(listed)}"
             raise CheckpointError(told) from error
         return [answer["value"] for answer in found]
-
-    def broadcast(self, rank: int, mine: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Return the CPU tensor of this shape and dtype that process ``rank`` passes."""
-        found = torch.empty(shape, dtype=dtype) if mine is None else mine.contiguous()
-        if found.numel() and self.size > 1:
-            assert self._group is not None
-            # As bytes, because gloo does not support all dtypes.
-            body = found.view(-1).view(torch.uint8)
-            with _connected():
-                dist.broadcast(body, dist.get_global_rank(self._group, rank), group=self._group)
-        return found
 
     def _attempted(
         self, make: Callable[[], T], doing: str
