@@ -23,7 +23,6 @@ from spectrain_ext.method import (
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
-    Durations,
     Entries,
     Kind,
     Place,
@@ -32,6 +31,9 @@ from spectrain_ext.schedule import (
     count_stage,
     find_generator,
     flushes,
+)
+from spectrain_ext.simulation import (
+    Durations,
     simulate,
     simulate_ranks,
     simulate_repeating,
