@@ -20,7 +20,8 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import Profile
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import (
     Count,
     Entries,
