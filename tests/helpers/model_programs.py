@@ -59,11 +59,11 @@ def cuts(rank, ranks):
     found = []
     for blocks in ([nn.Linear(3, 3), Fails(3, 3)], [nn.Linear(3, 3)] * (3 + rank)):
         try:
-            st.partition(nn.Sequential(*blocks), 2, torch.randn(4, 3), repeats=1)
+            st.partition(nn.Sequential(*blocks), 2, torch.randn(4, 3))
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
-    return found, st.partition(model, 2, torch.randn(4, 3), repeats=1).cut.ends
+    return found, st.partition(model, 2, torch.randn(4, 3)).cut.ends
 
 
 def decoder(rank, ranks, tied):
