@@ -54,7 +54,7 @@ def test_an_adapted_model_is_whole_on_every_rank():
     pytest.importorskip("peft")
     torch.set_num_threads(1)
     said, adapter, trained, whole, _ = model_programs.adapters(0, 1)
-    assert len(trained) == 4 * 2 + 4 * 2
+    assert len(trained) == 4 * 2
     for theirs, its_adapter, its_trained, its_whole, travelled in run_ranks(
         model_programs.adapters, 2
     ):
@@ -85,13 +85,8 @@ def test_a_model_is_written_back_where_it_is_wanted():
     assert not torch.equal(second["1.running_mean"], its_own["1.running_mean"])
 
 
-def test_what_cannot_be_unfrozen_ends_all_ranks():
-    whys = (
-        "stages[1]: parameter '0.weight' is tied to '0.weight' of stages[0] and has become",
-        "stages[0]: parameter 'weight' has become trainable, and the averages of replicas",
-    )
+def test_what_one_rank_has_unfrozen_ends_all_ranks():
     first, second = run_ranks(model_programs.unfreezing, 2)
-    for mine, its, why in zip(first, second, whys, strict=True):
-        assert mine.startswith(f"ValueError: {why}")
-        assert its.startswith("RankError: rank 1")
-        assert why in its
+    why = "stages[1]: parameter 'bias' was unfrozen since the pipeline was made"
+    assert second.startswith(f"RuntimeError: {why}")
+    assert first.startswith("RankError: rank") and why in first
