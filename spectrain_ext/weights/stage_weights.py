@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim.foreign import Foreign, Updater, loose_state, updater_of
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.state import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
@@ -104,7 +105,7 @@ class StageWeights:
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
             return []
-        return [*self.storage.buffers(), *loose_state(self.optimizer)]
+        return [*self.storage.buffers(), *self.updater.loose_state()]
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
@@ -156,7 +157,7 @@ class StageWeights:
         for p, master in other.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(other.updater, Foreign):  # it has no bound state
+        if not isinstance(other.updater, PredictingOptimizer):  # it has no bound state
             for p, entry in entries.items():
                 state[p].update(entry)
 
