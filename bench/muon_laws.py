@@ -27,7 +27,7 @@ from rivals.machine import environment
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.optim.orthogonal import orthogonalized
+from spectrain_ext.optim.matrices import orthogonalized
 from studies.data.batches import Batches
 from studies.data.split import Split
 from studies.data.text import load_text

@@ -1,10 +1,11 @@
-// SGD with momentum with torch.optim's arithmetic (or EMA momentum): the step, which also writes
-// predictions, and predictions alone.
+// SGD with momentum with torch.optim's arithmetic: the step, which also writes predictions, and
+// predictions alone.
 //
 //   d  = sign*factor*g + weight_decay*W
 //   v' = decay*v + gain*d
-//   W' = keep*W - momentum*v' - gradient*d        (and the same form, from W', for every
-//   prediction)
+//   W' = keep*W - momentum*v' - gradient*d
+//
+// Every prediction has the last form, from W'.
 #pragma once
 
 #include "stream.h"

@@ -202,7 +202,7 @@ class SgdNumbers(TypedDict, total=False):
     nesterov: bool
     maximize: bool
     decoupled_weight_decay: bool
-    ema: bool
+    smoothed: bool
 
 
 class AdamStep(StepOptions, total=False):
@@ -229,7 +229,7 @@ def sgd_prediction(
     dampening: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    ema: bool = False,
+    smoothed: bool = False,
 ) -> Prediction:
     """Translate a prediction under SGD with the same hyperparameters for all groups."""
     rate = learning_rate(lr)
@@ -245,7 +245,7 @@ def sgd_prediction(
             if not isinstance(law, Linear):
                 raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
-    more = nesterov, maximize, decoupled_weight_decay, ema
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
     return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
 
 

@@ -215,7 +215,7 @@ def sgd_step_(
     nesterov: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    ema: bool = False,
+    smoothed: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
@@ -230,7 +230,7 @@ def sgd_step_(
         W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
         out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
 
-    With `ema`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
+    With `smoothed`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
     `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
 
     Predictions use the stored values, so they have the same bits as a later `predict`.
@@ -248,7 +248,7 @@ def sgd_step_(
         maximize: maximize the objective instead of minimizing it.
         first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
             there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `ema`, a second-order prediction needs the same for all tensors.
+            `smoothed`, a second-order prediction needs the same for all tensors.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
@@ -278,7 +278,8 @@ def sgd_step_(
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
     plan = lists.plan()
-    row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
+    row = lr, momentum, dampening, weight_decay, *more
     settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
     plan.sgd_step_(settings, with_momentum, first_step, predictions, options, stream, rates)
     lists.bump(untouched=None if with_momentum else Role.MOMENTUM)

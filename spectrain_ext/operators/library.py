@@ -64,7 +64,7 @@ SCHEMAS = (
     f"{_RATE}, {_HORIZON}, {_SGD}) -> ()",
     "sgd_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] momentum_buffers, *, "
     f"{_RATE}, float momentum, float dampening=0, float weight_decay=0, bool nesterov=False, "
-    "bool maximize=False, bool decoupled_weight_decay=False, bool ema=False, "
+    "bool maximize=False, bool decoupled_weight_decay=False, bool smoothed=False, "
     f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}, {_GATE}) -> ()",
     "adam_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] exp_avgs, "
     f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "

@@ -166,7 +166,7 @@ class Corrected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """Hyperparameters of SGD with torch's momentum, or with an averaged (EMA) momentum."""
+    """Hyperparameters of SGD with torch's momentum, or with that of smoothed gradients."""
 
     trust: ClassVar[float] = 1.0  # factor of the momentum's last change in predictions
 
@@ -178,7 +178,7 @@ class Sgd:
     nesterov: bool = False
     maximize: bool = False
     decoupled_weight_decay: bool = False
-    ema: bool = False
+    smoothed: bool = False
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
@@ -188,8 +188,8 @@ class Sgd:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
         if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
-        if self.ema and (self.dampening != 0.0 or not 0.0 < self.momentum < 1.0):
-            raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
+        if self.smoothed and (self.dampening != 0.0 or not 0.0 < self.momentum < 1.0):
+            raise ValueError("smoothed: needs 0 < momentum < 1 and dampening == 0")
 
     @property
     def has_momentum(self) -> bool:
@@ -198,7 +198,7 @@ class Sgd:
     @property
     def gain(self) -> float:
         """Factor of the gradient in the momentum buffer."""
-        return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
+        return 1.0 - self.momentum if self.smoothed else 1.0 - self.dampening
 
     @property
     def l2(self) -> float:

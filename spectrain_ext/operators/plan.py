@@ -192,7 +192,7 @@ class Plan:
         nesterov: bool = False,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        ema: bool = False,
+        smoothed: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizons | None] = (),
         stream: Any = None,
@@ -204,14 +204,23 @@ class Plan:
 
         Args:
             groups: the hyperparameters of every parameter group. None: `lr` and `momentum` (both
-                required) to `ema` hold for all of them.
+                required) to `smoothed` hold for all of them.
             predict: the horizon, or law of `spectrain_ext.laws`, of every output:
                 outs[j] <- W' - lr*predict[j]*v'. None does not write outs[j].
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
-        row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+        row = (
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            decoupled_weight_decay,
+            smoothed,
+        )
         if groups is None:
             step = sgd_step_arguments(row, self._n_groups, predict, first_step)
         elif row != _NO_NUMBERS:

@@ -1,8 +1,13 @@
 """Optimizers with torch.optim's interface whose step can also write predicted weights."""
 
+from typing import TYPE_CHECKING, Any
+
 from .base import PredictingOptimizer
-from .optimizers import SGD, SOAP, Adam, AdamW, Muon, NAdam, hidden_matrices
+from .optimizers import SGD, Adam, AdamW, NAdam
 from .parameters import PredictionSink
+
+if TYPE_CHECKING:
+    from .matrices import SOAP, Muon, hidden_matrices
 
 __all__ = [
     "SGD",
@@ -15,3 +20,15 @@ __all__ = [
     "PredictionSink",
     "hidden_matrices",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import matrices  # loaded on first use
+
+    return getattr(matrices, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from .state import (
     ruled,
     without_state,
 )
+
+if TYPE_CHECKING:
+    from .foreign import Foreign
 
 StateDict = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -255,6 +258,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         buffers = [entry[key] for key in keys if entry.get(key) is not None]
         saved = buffers[0].dtype if buffers else param.dtype
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
+
+    def loose_state(self) -> list[Tensor]:
+        """Return state tensors on a GPU outside the buffers of ``bind``."""
+        found = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
+        return [tensor for tensor in found if tensor is not None and tensor.is_cuda]
 
     # The step.
 
@@ -601,3 +609,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         if sink is not None and sink.binding is not binding:
             raise RuntimeError(f"{what}: the sink belongs to another binding")
         return binding
+
+
+#: An optimizer as a stage's storage uses it.
+Updater: TypeAlias = "PredictingOptimizer | Foreign"
+
+
+def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
+    """Return one of this package's optimizers unchanged, and wrap any other."""
+    if isinstance(optimizer, PredictingOptimizer):
+        return optimizer
+    from .foreign import Foreign  # loaded only where it is used
+
+    return Foreign(optimizer)

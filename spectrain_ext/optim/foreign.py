@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -21,7 +21,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as version
 
 from spectrain_ext.operators.corrections import Correction
 
-from .base import PredictingOptimizer
 from .parameters import PredictionSink, Views
 from .state import Ordered, laid_out_as
 
@@ -173,27 +172,14 @@ class Foreign(Ordered):
                 if isinstance(p, Tensor) and isinstance(entry, dict):
                     entry.update({key: laid_out_as(p, value) for key, value in entry.items()})
 
+    def loose_state(self) -> list[Tensor]:
+        """Return all state tensors on a GPU."""
+        return [tensor for tensor in _tensors_in(_state_of(self._optimizer)) if tensor.is_cuda]
+
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)
         if isinstance(entry, dict):
             entry.update(_converted(entry, like))
-
-
-#: An optimizer as a stage's storage uses it.
-Updater: TypeAlias = PredictingOptimizer | Foreign
-
-
-def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
-    """Return one of this package's optimizers unchanged, and wrap any other."""
-    return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
-
-
-def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return state tensors on a GPU outside the buffers of ``bind``."""
-    found = _state_of(optimizer)
-    if isinstance(optimizer, PredictingOptimizer):
-        found = [e.get(key) for e in optimizer.state.values() for key in optimizer.loose_keys]
-    return [tensor for tensor in _tensors_in(found) if tensor.is_cuda]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -275,9 +275,9 @@ class Launch:
         return [starts[n] for n in self._assignment]
 
     def _starts(self, groups: Sequence[Sgd]) -> list[bool]:
-        # torch's first buffer is the undampened gradient; an EMA starts at 0.
+        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
         pairs = zip(self.cohorts, groups, strict=True)
-        return [not cohort.started and not numbers.ema for cohort, numbers in pairs]
+        return [not cohort.started and not numbers.smoothed for cohort, numbers in pairs]
 
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that the step's kernel has not written."""

@@ -10,9 +10,6 @@ import torch
 
 from spectrain_ext.operators.numbers import Adam, Sgd, non_negative
 
-from .orthogonal import Orthogonal
-from .rotated import LOOSE, Rotated
-
 Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
@@ -102,7 +99,7 @@ def scalar_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
-def _rate(value: Any) -> Any:
+def rate_of(value: Any) -> Any:
     """Return a learning rate as a number, or as it is if it is on a device."""
     on_device = isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
     return value.detach() if on_device else plain(value, "lr")
@@ -124,55 +121,25 @@ def plain(value: Any, name: str) -> Any:
 def _sgd_numbers(group: Group) -> Sgd:
     momentum = plain(group["momentum"], "momentum")
     return Sgd(
-        _rate(group["lr"]),
+        rate_of(group["lr"]),
         momentum,
         group["dampening"],
         plain(group["weight_decay"], "weight_decay"),
         bool(group["nesterov"]) and momentum != 0,  # ignored without momentum, as in torch
         bool(group["maximize"]),
         bool(group.get("decoupled_weight_decay", False)),
-        bool(group.get("ema", False)),
+        bool(group.get("smoothed", False)),
     )
 
 
-def _of_updates(group: Group) -> dict[str, Any]:
-    decay = plain(group["weight_decay"], "weight_decay")
-    decoupled = {"weight_decay": decay, "decoupled_weight_decay": True}
-    return {"lr": _rate(group["lr"]), "momentum": 1.0, **decoupled}
-
-
-def _muon_numbers(group: Group) -> Orthogonal:
-    return Orthogonal(
-        **_of_updates(group),
-        beta=plain(group["momentum"], "momentum"),
-        mixes=bool(group["nesterov"]),
-        coefficients=group["ns_coefficients"],
-        eps=group["eps"],
-        iterations=group["ns_steps"],
-        adjusts=group["adjust_lr_fn"],
-    )
-
-
-def _betas(group: Group) -> Any:
+def betas_of(group: Group) -> Any:
     return tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"]))
-
-
-def _soap_numbers(group: Group) -> Rotated:
-    adam = Adam(1.0, _betas(group), plain(group["eps"], "eps"), step=1)
-    beta = group["shampoo_beta"]
-    return Rotated(
-        **_of_updates(group),
-        adam=adam,
-        shampoo_beta=adam.betas[1] if beta is None else plain(beta, "shampoo_beta"),
-        frequency=group["precondition_frequency"],
-        max_dimension=group["max_dimension"],
-    )
 
 
 def _adam_numbers(group: Group) -> Adam:
     return Adam(
-        _rate(group["lr"]),
-        _betas(group),
+        rate_of(group["lr"]),
+        betas_of(group),
         plain(group["eps"], "eps"),
         plain(group["weight_decay"], "weight_decay"),
         1,
@@ -201,20 +168,3 @@ ADAM = Rule(
     },
 )
 NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
-#: The kernel uses the update; the momentum behind it is not the kernel's.
-MUON = Rule(
-    _muon_numbers,
-    buffers=("update_buffer", "momentum_buffer"),
-    columns=("momentum_buffers",),
-    scalars={"step": 0.0},
-    refused={},
-    kind="use_muon",
-    rest=ADAM,
-)
-SOAP = replace(
-    MUON,
-    numbers=_soap_numbers,
-    buffers=("update_buffer", "exp_avg"),
-    loose=LOOSE,
-    kind="rotated",
-)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .matrices import MatrixUpdate
-from .rotated import loose_dtype
 from .rule import Group, Rule, Scalars
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -174,22 +172,18 @@ def put_saved(
         made.update(zip(own.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
         for name, value in zip(own.scalars, scalars, strict=True):
             made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        if isinstance(numbers, MatrixUpdate):
-            made.update(_loose_state(where, numbers, p, entry))
+        for name, shape in numbers.loose(p.shape).items() if own.loose else ():
+            value = entry.get(name)
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not isinstance(value, Tensor) or got != shape:
+                raise ValueError(f"{where}: {name} must be a tensor of shape {shape}, got {got}")
+            # Contiguous, so that matrix products have the same bits for any saved strides.
+            made[name] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(value)
 
 
-def _loose_state(
-    where: str, numbers: MatrixUpdate, p: Tensor, entry: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    found = {}
-    for key, shape in numbers.loose(p.shape).items():
-        saved = entry.get(key)
-        got = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-        if got != shape:
-            raise ValueError(f"{where}: {key} must be a tensor of shape {shape}, got {got}")
-        # Contiguous, so that matrix products have the same bits for any saved strides.
-        found[key] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(entry[key])
-    return found
+def loose_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of state that kernels do not use."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 class Ordered:

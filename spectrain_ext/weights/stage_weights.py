@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim.foreign import Foreign, Updater, loose_state, updater_of
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.state import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
@@ -60,7 +61,6 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
-        held: Set[Tensor] = frozenset(),  # held by the optimizer, frozen or not
         offloads: bool = False,  # moves versions that wait to CPU memory
         factor: Callable[[int], float] | None = None,  # of a minibatch, on its learning rates
     ) -> None:
@@ -72,9 +72,7 @@ class StageWeights:
         self._factor = factor
         self.minibatches = 0  # of training so far
         self._names: dict[Tensor, str] = {
-            p: name
-            for name, p in module.named_parameters()
-            if (p.requires_grad or p in held) and p not in copies
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules
@@ -107,7 +105,7 @@ class StageWeights:
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
             return []
-        return [*self.storage.buffers(), *loose_state(self.optimizer)]
+        return [*self.storage.buffers(), *self.updater.loose_state()]
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
@@ -141,12 +139,6 @@ class StageWeights:
             made.unbind()
             raise
         self.storage = made
-        self._moving = [p.requires_grad for p in self.params]
-
-    @property
-    def refrozen(self) -> bool:
-        """Whether a parameter has been frozen or unfrozen since ``bind``."""
-        return self._moving != [p.requires_grad for p in self.params]
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""
@@ -165,7 +157,7 @@ class StageWeights:
         for p, master in other.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(other.updater, Foreign):  # it has no bound state
+        if not isinstance(other.updater, PredictingOptimizer):  # it has no bound state
             for p, entry in entries.items():
                 state[p].update(entry)
 

@@ -18,7 +18,7 @@ from spectrain_ext.transport import Buffer, Event
 
 if TYPE_CHECKING:
     from spectrain_ext.optim import PredictionSink
-    from spectrain_ext.optim.foreign import Updater
+    from spectrain_ext.optim.base import Updater
 
 ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 

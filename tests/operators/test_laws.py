@@ -30,7 +30,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 @hs.composite
 def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
     mu = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
-    kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "ema", "ema nesterov"]))
+    kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "smoothed", "smoothed nesterov"]))
     with_decay = draw(hs.booleans()) if decay is None else decay
     return Sgd(
         lr=draw(hs.floats(1e-4, 0.5)),
@@ -39,7 +39,7 @@ def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
         weight_decay=draw(hs.floats(1e-4, 0.5)) if with_decay else 0.0,
         nesterov="nesterov" in kind,
         decoupled_weight_decay=draw(hs.booleans()),
-        ema="ema" in kind,
+        smoothed="smoothed" in kind,
     )
 
 
@@ -53,7 +53,7 @@ def update(numbers: Sgd, w: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     decay, l2 = numbers.weight_decay, 0.0
     if not numbers.decoupled_weight_decay:
         decay, l2 = 0.0, numbers.weight_decay
-    gain = 1 - numbers.momentum if numbers.ema else 1 - numbers.dampening
+    gain = 1 - numbers.momentum if numbers.smoothed else 1 - numbers.dampening
     d = g + l2 * w
     v = numbers.momentum * v + gain * d
     by = gain * d + numbers.momentum * v if numbers.nesterov else v
@@ -237,14 +237,14 @@ class TestSecondOrder:
 
     def test_over_a_run(self) -> None:
         """Including the first step, for a sum, with dampening, and for an average."""
-        for ema, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
+        for smoothed, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
             w, v, out = torch.randn(20).double(), torch.zeros(20).double(), torch.zeros(20).double()
             v_prev = v.clone()
             for i in range(10):
                 g = torch.randn(20).double()
                 st.sgd_step_(
-                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, ema=ema, first_step=i == 0,
-                    predict=[(SecondOrder(3, 1), out)],
+                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, smoothed=smoothed,
+                    first_step=i == 0, predict=[(SecondOrder(3, 1), out)],
                 )  # fmt: skip
                 close(out, w - 0.1 * (4 * v + 6 * (v - v_prev)), w, 10 * v, 10 * g)
                 v_prev = v.clone()
@@ -265,7 +265,7 @@ class TestSecondOrder:
             plan.sgd_step_(first_step=[False, True], predict=predict, dampening=0.5, **numbers)
         with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
             pairs = [(predict[0], out)]
-            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, ema=True, **numbers)
+            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, smoothed=True, **numbers)
         assert all(map(torch.equal, state, (*w, *v, *out)))
 
     def test_without_delay_it_is_linear_and_needs_no_gradient(self) -> None:

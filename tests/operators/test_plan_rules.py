@@ -206,7 +206,7 @@ class TestManyOutputs:
     def test_second_order_to_the_bit(self, case: Case, lead: float, delay: int) -> None:
         """From the unrounded direction and the stored weights and moments."""
         law = SecondOrder(delay, lead)
-        hyper = ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.1, ema=True)
+        hyper = ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.1, smoothed=True)
         w, g, v, out = (case.stream(i, momentum=i == 2) for i in range(4))
         d = [hyper.direction(*row) for row in zip(tensors(w), tensors(g), strict=True)]
         st.sgd_step_(

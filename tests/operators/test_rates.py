@@ -57,7 +57,7 @@ class TestTheBitsOfPlainNumbers:
 
     @given(lr=RATES, mu=MOMENTA, decay=DECAYS, steps=HORIZONS, kind=some.integers(0, 4))
     def test_sgd_step(self, lr: float, mu: float, decay: float, steps: float, kind: int) -> None:
-        flags = [{}, {"nesterov": True}, {"ema": True}, {"decoupled_weight_decay": True},
+        flags = [{}, {"nesterov": True}, {"smoothed": True}, {"decoupled_weight_decay": True},
                  {"nesterov": True, "decoupled_weight_decay": True}][kind]  # fmt: skip
 
         def call(plan: st.Plan, rate: Any) -> None:

@@ -41,8 +41,8 @@ def zero_gradient_steps(optimizer: Any, rates: list[float]) -> list[Tensor]:
 
 
 SGD_OPTIONS = [
-    {"nesterov": nesterov, "ema": ema, **decay}
-    for nesterov, ema, decay in itertools.product(
+    {"nesterov": nesterov, "smoothed": smoothed, **decay}
+    for nesterov, smoothed, decay in itertools.product(
         (False, True),
         (False, True),
         ({}, {"weight_decay": 0.05}, {"weight_decay": 0.05, "decoupled_weight_decay": True}),
@@ -141,7 +141,10 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "dampening": 0.5}),
-    ("SGD", {"momentum": 0.9, "ema": True, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (
+        "SGD",
+        {"momentum": 0.9, "smoothed": True, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ),
     ("Adam", {"weight_decay": 0.1}),
     ("AdamW", {"weight_decay": 0.1}),
     ("NAdam", {}),

@@ -93,7 +93,7 @@ def test_braking_of_half_precision_has_its_angle_in_single(momentum):
 
 def test_error_feedback_is_twice_an_update_less_the_one_before():
     """W' = W - lr*(2u' - u) equals a plain step plus its change from the previous step."""
-    for optimizer in (sgd(weight_decay=0.1), sgd(ema=True, maximize=True)):
+    for optimizer in (sgd(weight_decay=0.1), sgd(smoothed=True, maximize=True)):
         torch.manual_seed(0)
         start = torch.randn(7)
         found = [start] + [stepped(corrections.ErrorFeedback(), optimizer, n) for n in range(1, 4)]
