@@ -57,11 +57,7 @@ def _in_the_end(method: Method, **fields: Any) -> Method:
 
 
 def contender(name: str) -> Contender:
-    """Return a contender by name: a method, ``module:NAME``, or one that only studies have.
-
-    Raises:
-        ValueError: unknown name, or as ``method_of``.
-    """
+    """Return a contender by name: a method, ``module:NAME``, or one that only studies have."""
     return _EXTRA.get(name) or Contender(method_of(name))
 
 

@@ -17,10 +17,11 @@ from rich.table import Table
 from spectrain_ext.cli.options import plain_table
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import delay_under, delayed_places, phase_places, phases_of
+from spectrain_ext.method import delay_under, phase_places, phases_of
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
+from .delayed import uniform_places
 from .looks import looks
 from .study import Cell, Curve, Curves, judged
 from .times import Work, measured_work, minibatch_time
@@ -90,11 +91,7 @@ class Row:
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
-    """Compare the finished runs of every cell at its best learning rate, over the available seeds.
-
-    Raises:
-        ValueError: a number of stages has no ``sync`` run to compare with.
-    """
+    """Compare the finished runs of every cell at its best learning rate."""
     curves = Curves(folder)
 
     def runs(cell: Cell) -> dict[int, Curve]:
@@ -188,7 +185,7 @@ def _delay(cell: Cell) -> int:
     asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
     if asked.uniform:
-        found = delayed_places(asked.method, n, n - 1)
+        found = uniform_places(asked.method, n, n - 1)
     else:
         found = phase_places(asked.method, n, m // asked.replicas)
     phases = zip(phases_of(asked.method), found, strict=True)

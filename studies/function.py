@@ -23,11 +23,7 @@ ALWAYS = ("seed", "stages", "method", "epochs", "lr")
 
 @lru_cache
 def parameters_of(name: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the function ``module:function``.
-
-    Raises:
-        OptionError: the function does not exist, or no option provides one of its parameters.
-    """
+    """Return the parameters of the function ``module:function``."""
     function = function_of(name)
     found = inspect.signature(function).parameters
     for parameter in found.values():
@@ -61,11 +57,7 @@ def function_of(name: str) -> Callable[..., object]:
 
 
 def start_rate(name: str) -> float | None:
-    """Return the default of the function's ``lr``, None if it has none.
-
-    Raises:
-        OptionError: as ``parameters_of``.
-    """
+    """Return the default of the function's ``lr``, None if it has none."""
     parameter = parameters_of(name).get("lr")
     default = None if parameter is None else parameter.default
     return float(default) if isinstance(default, (int, float)) else None

@@ -20,9 +20,6 @@ def own(settings: TrainSettings, method: Method, stages: int, seed: int) -> Work
     """Call the function of the settings' ``workload`` with the options it has parameters for.
 
     It runs with torch's random state seeded by ``seed``; the previous state is restored afterwards.
-
-    Raises:
-        OptionError: the result is not a workload, or as ``parameters_of``.
     """
     name = settings.workload
     assert name is not None

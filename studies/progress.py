@@ -27,12 +27,7 @@ _EVERY = 10.0  # seconds between lines
 
 
 class Progress(ABC):
-    """The progress of a comparison, shown inside its ``with``.
-
-    Args:
-        per_run: minibatches of one run.
-        runs: their number.
-    """
+    """The progress of a comparison, shown inside its ``with``."""
 
     def __init__(self, per_run: int, runs: int) -> None:
         self.per_run, self.total = per_run, per_run * runs

@@ -120,13 +120,7 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
 
 
 class RunStore:
-    """One JSON file per run, identified by method, seed and all else that the run depends on.
-
-    Args:
-        folder: folder of the files, created with the first file.
-        settings: JSON values that the runs depend on besides method and seed. The store ignores
-            runs of other settings in the folder.
-    """
+    """One JSON file per run, identified by method, seed and all else that the run depends on."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
         self._folder = folder

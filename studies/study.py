@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from spectrain_ext import Delayed
 from spectrain_ext.codecs import NAMES
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
@@ -31,6 +30,7 @@ from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of
 from .contenders import Study, contender
+from .delayed import Delayed
 from .errors import OptionError
 from .function import source_of, source_of_function, start_rate
 from .own import own
@@ -81,22 +81,7 @@ def cells_of(
     contenders: Sequence[str],
     length: float | None = None,
 ) -> list[Cell]:
-    """Return a cell per contender, number of stages and of microbatches for which it is defined.
-
-    Args:
-        work: the study's workload.
-        data_dir: its file or folder.
-        stages: numbers of stages.
-        microbatches: numbers, or ``"N"`` and ``"2N"`` for the number of stages and twice that.
-        contenders: names. A contender that flushes is trained once for all numbers of microbatches;
-            one with its own number of microbatches is trained with that.
-        length: length of delayed runs in synchronous runs. None: 1.5 if delays exceed 1 and the
-            rate is searched and constant, to see how many updates it takes; otherwise 1.
-
-    Raises:
-        ValueError: an unknown name, or no contender is defined for these numbers.
-        OptionError: invalid settings.
-    """
+    """Return a cell per contender, number of stages and of microbatches for which it is defined."""
     found: dict[tuple[str, int, int], Cell] = {}
     why = ValueError("contenders: expected at least one")
     for n in stages:
@@ -171,11 +156,7 @@ def judged(cell: Cell, curve: Curve) -> Curve:
 
 
 def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, list[Delayed]]:
-    """Return what a run of a cell trains and its optimizers, by replica.
-
-    Raises:
-        ValueError: the method cannot work with the optimizer.
-    """
+    """Return what a run of a cell trains and its optimizers, by replica."""
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     asked = contender(cell.contender)
@@ -189,7 +170,7 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
             workload.loss,
             method,
             scheduler=workload.scheduler,
-            delays=settings.stages - 1 if asked.uniform else None,
+            delay=settings.stages - 1 if asked.uniform else None,
             microbatches=parts,
             clip_norm=settings.clip_norm,
             codec=None if settings.codec is None else NAMES[settings.codec],
@@ -280,23 +261,14 @@ def _loaded(settings: TrainSettings, folder: Path) -> Maker:
 
 
 def maker_in(settings: TrainSettings, folder: Path) -> Maker:
-    """Return the factory of a cell's workloads; decoded images are cached below the folder.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or invalid.
-    """
+    """Return the factory of a cell's workloads; decoded images are cached below the folder."""
     # equal for all cells, so that a process reads the data once
     alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
     return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
 
 
 def own_study(workload: str, epochs: int) -> Study:
-    """Return the study of a workload made by ``module:function``.
-
-    Raises:
-        OptionError: the workload is unavailable, or its function has no initial learning rate.
-        ValueError: its training minibatches cannot be counted.
-    """
+    """Return the study of a workload made by ``module:function``."""
     if start_rate(workload) is None:
         raise OptionError(
             "workload",

@@ -135,7 +135,7 @@ def study(
 ) -> None:
     """Find how well methods train at every depth and delay, against synchronous training.
 
-    Runs use `spectrain_ext.Delayed`, which gives the pipeline's numbers with far fewer calls.
+    Runs have no pipeline: `studies.delayed` gives its numbers with far fewer calls.
     """
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy", REMEDY)

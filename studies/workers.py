@@ -180,13 +180,7 @@ RULES: dict[str, Rule] = {
 
 
 def order_of(workers: int, variation: float, seed: int) -> Iterator[int]:
-    """Yield which worker finishes next, endlessly; times follow a gamma distribution of mean 1.
-
-    Args:
-        workers: their number.
-        variation: standard deviation of a time over its mean; 0.1 in DANA.
-        seed: seed of the times.
-    """
+    """Yield which worker finishes next, endlessly; times follow a gamma distribution of mean 1."""
     draw = random.Random(seed)
     shape = 1 / variation**2
     through = [(draw.gammavariate(shape, 1 / shape), worker) for worker in range(workers)]
@@ -205,20 +199,7 @@ def run_rule(
     workers: int,
     rates: Sequence[float],
 ) -> Iterator[tuple[int, float]]:
-    """Train ``theta`` in place, one update per rate, on minibatches 0, 1, 2, ...
-
-    Args:
-        rule: the training rule.
-        theta: the master's weights, one flat tensor.
-        gradient: the gradient of given weights on a minibatch.
-        order: the sequence of workers that finish.
-        workers: their number; all receive theta first.
-        rates: the learning rate of every update.
-
-    Yields:
-        For every update, the lag (the master's updates since it sent those weights) and the gap
-        (the root mean square of theta - theta_stale before the update).
-    """
+    """Train ``theta`` in place, one update per rate, on minibatches 0, 1, 2, ..."""
     master = rule.master(theta, workers, max(rates))
     sent = [(0, theta.clone()) for _ in range(workers)]
     buffers = [torch.zeros_like(theta) for _ in range(workers)]
@@ -261,16 +242,6 @@ def train(
     The rate falls linearly from ``lr`` to zero. The minibatches come from shuffled epochs and are
     the same for all rules and numbers of workers. An update uses one minibatch, whichever worker
     computes it.
-
-    Args:
-        rule: the training rule.
-        model: the initial model.
-        data: training and test data.
-        workers: their number.
-        lr: the first learning rate.
-        updates: number of the master's updates.
-        batch_size: samples of a gradient.
-        seed: seed of the sample order and of the times (variation 0.1).
     """
     model = copy.deepcopy(model)
     params = list(model.parameters())

@@ -58,11 +58,7 @@ Maker = Callable[[TrainSettings, Method, int, int], Workload]
 
 
 def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
-    """Return the model cut into stages.
-
-    Raises:
-        ValueError: it has fewer layers than stages.
-    """
+    """Return the model cut into stages."""
     return cut_evenly(list(workload.model), stages)
 
 
@@ -87,9 +83,6 @@ def tested(
 
     The accuracy is nan if targets are not classes. ``told`` is called with the progress from time
     to time.
-
-    Raises:
-        ValueError: there are no test minibatches.
     """
     model.eval()
     total, correct, count = 0.0, 0.0, 0

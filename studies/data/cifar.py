@@ -31,19 +31,6 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
 
     The order mixes the classes, so that the first samples of both parts cover all of them. Nothing
     in the files is executed, and nothing is written next to them.
-
-    Args:
-        path: one of these files, or a folder with one: the folder ``cifar-10-batches-py`` or the
-            file ``cifar-10-python.tar.gz``, as torchvision's ``CIFAR10`` leaves them; or a tar
-            file, compressed or not, of JPEG files ``train/<class>/<name>.jpg`` and ``test/...``,
-            whose name contains "cifar".
-        cache: folder for decoded JPEG files, stored by the hash of the tar file.
-
-    Raises:
-        FileNotFoundError: none of them exists, or a part of one is missing.
-        ValueError: a file is invalid or much larger than CIFAR-10 (a batch of more than 64 MiB, an
-            archive of more than 1 GiB decompressed).
-        ModuleNotFoundError: JPEG files, but Pillow is missing; the message names the remedy.
     """
     source = _find(path)
     if source.is_dir() or source.name.startswith("cifar-10-python."):

@@ -44,9 +44,6 @@ class Arrays:
     """Images are uint8 ``(samples, 3, 32, 32)``, labels int64 ``(samples,)`` below 10.
 
     ``lossy`` means that the images are not the original pixels.
-
-    Raises:
-        ValueError: an array has another type or shape, or a label is out of range.
     """
 
     NAMES: ClassVar = ("train_images", "train_labels", "test_images", "test_labels")
@@ -84,12 +81,7 @@ class Arrays:
 
 
 def read_folder(folder: Path) -> Arrays:
-    """Read the six batches in ``folder``.
-
-    Raises:
-        FileNotFoundError: a batch is missing.
-        ValueError: a batch is not a pickle of only images and labels, or has more than 64 MiB.
-    """
+    """Read the six batches in ``folder``."""
     batches = {}
     for name in _TRAIN + _TEST:
         try:
@@ -104,13 +96,7 @@ def read_folder(folder: Path) -> Arrays:
 
 
 def read_archive(path: Path) -> Arrays:
-    """Read the six batches from the archive without unpacking it.
-
-    Raises:
-        FileNotFoundError: a batch is missing.
-        ValueError: it is not a tar file, or a batch is not a pickle of only images and labels, or
-            has more than 64 MiB.
-    """
+    """Read the six batches from the archive without unpacking it."""
     members = {f"{FOLDER}/{name}": name for name in _TRAIN + _TEST}
     batches = {}
     for member, content in tar_files(
@@ -184,14 +170,7 @@ def _calls(value: Any, name: str, *modules: str) -> TypeGuard[Call]:
 
 
 def read_images(path: Path) -> Arrays:
-    """Decode all images, in half a minute; classes are numbered in alphabetical order.
-
-    Raises:
-        FileNotFoundError: a part has no images.
-        ValueError: it is not a tar file, the parts do not have the same ten classes, a file is not
-            an image of 32x32 pixels or has more than 1 MiB, or there are more than 100,000 images.
-        ModuleNotFoundError: Pillow is missing; the message names the remedy.
-    """
+    """Decode all images, in half a minute; classes are numbered in alphabetical order."""
     require("PIL.Image", "images in JPEG files need Pillow", REMEDY)
     found: dict[str, dict[str, dict[str, _Array]]] = {"train": {}, "test": {}}
     for count, (member, content) in enumerate(

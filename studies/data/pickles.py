@@ -45,9 +45,6 @@ def read_pickle(content: bytes) -> Any:
     Values are None, numbers, str and bytes in lists, tuples and dicts. Python 2 strings become
     bytes. The reader supports the instructions that ``pickle`` writes for these values with
     protocols 2 to 4. Memory and time are proportional to ``len(content)``.
-
-    Raises:
-        ValueError: any other content.
     """
     try:
         return _run(io.BytesIO(content), len(content))

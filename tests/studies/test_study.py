@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,17 +116,7 @@ def test_finer_rates_lie_half_a_factor_of_two_beside_the_best(
     assert sorted(asked[before:]) == sorted({(0.5, 0), (0.5, 1), (1.5, 0), (1.5, 1)} | last)
 
 
-def test_uniform_delays_are_those_of_the_first_stage(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    delays = []
-
-    class Seen(study.Delayed):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            delays.append(self.delays)
-
-    monkeypatch.setattr(study, "Delayed", Seen)
+def test_uniform_delays_are_those_of_the_first_stage(tmp_path: Path) -> None:
     cells = _cells("sync", "pipedream", "pipedream-uniform", "auto-uniform")
     assert [(c.contender, c.settings.microbatches) for c in cells if c.length > 1] == [
         ("pipedream", 1),
@@ -137,7 +126,6 @@ def test_uniform_delays_are_those_of_the_first_stage(
     cells = [cell for cell in cells if cell.settings.microbatches == 1]
     found = dict.fromkeys(cells, 0.0125)
     losses = [study.run_one(tmp_path, cell, lr, 0).loss for cell, lr in found.items()]
-    assert delays == [(0, 0, 0), (2, 1, 0), (2, 2, 2), (2, 2, 2)]
     assert len(set(losses)) == 4, "each trains otherwise"
     rows = rows_of(tmp_path, found, [0], study.maker_in(cells[0].settings, tmp_path))
     assert [row.delay for row in rows] == [0, 2, 2, 2]

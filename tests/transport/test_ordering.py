@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.meeting import Meeting
 from helpers.pipeline_cases import (
     batches,
     every_method,
@@ -36,7 +37,6 @@ from spectrain_ext.transport import (
 )
 from spectrain_ext.transport import streams as stream_kinds
 from spectrain_ext.transport.streams import CheckedEvent, CheckedStream, HostStream, callers_stream
-from studies.meeting import Meeting
 
 CPU = torch.device("cpu")
 
