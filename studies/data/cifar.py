@@ -34,11 +34,11 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
     """
     source = _find(path)
     if source.is_dir() or source.name.startswith("cifar-10-python."):
-        read = cifar_files.read_folder if source.is_dir() else cifar_files.read_archive
-        arrays = read(source)
+        arrays = cifar_files.read_batches(source)
         fingerprint = arrays.fingerprint()
     else:
-        fingerprint = _digest(source)
+        with source.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         kept = None if cache is None else cache / f"cifar10-{fingerprint[:16]}.npz"
         arrays = _through_cache(kept, lambda: cifar_files.read_images(source))
     name = "CIFAR-10 (JPEG)" if arrays.lossy else "CIFAR-10"
@@ -57,14 +57,6 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         prepare=normalize,
         fingerprint=fingerprint,
     )
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _find(path: Path) -> Path:
