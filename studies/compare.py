@@ -22,7 +22,7 @@ from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .function import source_of
+from .own import source_of_method
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import describe, versions
@@ -82,7 +82,8 @@ def train_all(
     """Train every method with every seed; read finished runs from ``folder`` and save new ones."""
     about = {**describe(settings, first, world), **versions()}
     stores = {
-        name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
+        name: RunStore(folder / "runs", {**about, **source_of_method(name)})
+        for name in settings.methods
     }
     per_run = settings.epochs * len(first.train)
     count = len(settings.seeds) * len(settings.methods)
@@ -90,7 +91,7 @@ def train_all(
     found = 0
     with (
         threads(settings.threads),
-        Progress.on(console, per_run, count, shown=world.first) as progress,
+        Progress(console, per_run, count, shown=world.first) as progress,
     ):
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):

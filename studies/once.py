@@ -12,7 +12,7 @@ from rich.logging import RichHandler
 
 from spectrain_ext.errors import CheckpointError, RankError, StageError
 
-from .errors import OptionError
+from .options import OptionError
 from .world import World
 
 _LOGGERS = ("spectrain_ext", "studies")

@@ -15,8 +15,8 @@ from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
-from .errors import OptionError
 from .optimizers import make_optimizer
+from .options import OptionError
 from .own import own
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Workload

@@ -20,8 +20,8 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.schedule import Replicas, takes_window
 
-from .errors import OptionError
-from .function import OFFERED, parameters_of, start_rate
+from .options import OptionError
+from .own import OFFERED, parameters_of, start_rate
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 

@@ -31,9 +31,8 @@ from spectrain_ext.schedule import flushes
 from .builtin import maker_of
 from .contenders import Study, contender
 from .delayed import Delayed
-from .errors import OptionError
-from .function import source_of, source_of_function, start_rate
-from .own import own
+from .options import OptionError
+from .own import own, source_of_method, source_of_workload, start_rate
 from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
@@ -62,6 +61,11 @@ class Cell:
     def total(self) -> int:
         """Updates of a run."""
         return round(self.updates * self.length)
+
+    @property
+    def microbatches(self) -> int:
+        assert self.settings.microbatches != "auto"
+        return self.settings.microbatches
 
     @property
     def decays(self) -> bool:
@@ -186,9 +190,7 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     training: Delayed | Replicated = replicas[0]
     averaging = contender(cell.contender).averaging
     if averaging is not None:
-        parts = cell.with_rate(lr).microbatches
-        assert parts != "auto"
-        training = Replicated(replicas, averaging, parts)
+        training = Replicated(replicas, averaging, cell.microbatches)
     due = [update * _POINTS // cell.updates for update in range(cell.total + 1)]
     points = []
     began = time.perf_counter()
@@ -202,10 +204,6 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
                 accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
     return Curve(tuple(points), time.perf_counter() - began)
-
-
-def _source_of_own(workload: str | None) -> dict[str, str]:
-    return {} if workload is None else {"workload_sha256": source_of_function(workload)}
 
 
 class Curves:
@@ -224,8 +222,8 @@ class Curves:
             "length": cell.length,
             "seed": seed,
             "settings": settings,
-            **source_of(cell.contender),
-            **_source_of_own(cell.settings.workload),
+            **source_of_method(cell.contender),
+            **(source_of_workload(name) if (name := cell.settings.workload) else {}),
         }
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
@@ -255,16 +253,14 @@ class Curves:
         replace_file(path, f"{text}\n".encode())
 
 
-@lru_cache(maxsize=1)
-def _loaded(settings: TrainSettings, folder: Path) -> Maker:
-    return maker_of(settings, folder / "data-cache")
+_loaded = lru_cache(maxsize=1)(maker_of)
 
 
 def maker_in(settings: TrainSettings, folder: Path) -> Maker:
     """Return the factory of a cell's workloads; decoded images are cached below the folder."""
     # equal for all cells, so that a process reads the data once
     alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
-    return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
+    return _loaded(replace(settings, **alike), folder / "data-cache")  # type: ignore[arg-type]
 
 
 def own_study(workload: str, epochs: int) -> Study:
@@ -300,10 +296,11 @@ def search(
     first: int,
     *,
     fine: bool = False,
+    reach: int = 2,
 ) -> float:
     """Return the learning rate with the lowest loss, among ``start`` times powers of two.
 
-    The search descends from the start until two rates on either side are worse, judged by the
+    The search descends from the start until ``reach`` rates on either side are worse, judged by the
     ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
     start is the result. ``fine`` also tries the best rate times and divided by the square root of
     two at the end. With only one neighbour on either side the search missed lower losses of
@@ -321,7 +318,8 @@ def search(
 
     best = 0.0
     while first:
-        better = min((best, best + 1, best - 1, best + 2, best - 2), key=loss)
+        beside = (best + d for far in range(1, reach + 1) for d in (far, -far))
+        better = min((best, *beside), key=loss)
         if better == best or abs(better) > 6:
             break
         best = better

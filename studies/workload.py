@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from spectrain_ext.method import Method
 
 from .models.building import cut_evenly
-from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .settings import TrainSettings
 
 Batch = tuple[Any, Tensor]
 
@@ -54,7 +56,7 @@ class Workload:
 
 
 #: Makes the workload of a run from settings, method, number of stages and seed.
-Maker = Callable[[TrainSettings, Method, int, int], Workload]
+Maker: TypeAlias = "Callable[[TrainSettings, Method, int, int], Workload]"
 
 
 def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
