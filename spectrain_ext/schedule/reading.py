@@ -71,13 +71,11 @@ class Rules:
         return self.law == "second-order" and (self.forward_horizon != 0 or self.lead != 0)
 
     def retains(self, microbatches: int | None) -> bool:
-        """Whether a backward and its forward read different weights, each in a buffer of its own.
-
-        They share one buffer, written before each use, where that is as fast: an update comes
-        between any two forwards, and the weights of both forward and backward are predicted.
-        """
+        """Whether a backward and its forward read different weights, each in its own buffer."""
         if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
             return False
+        # They share one buffer, written before each use, where that is as fast: an update comes
+        # between any two forwards, and the weights of both forward and backward are predicted.
         overwrites = (
             microbatches == 1
             and self.backward == "predict"
@@ -139,10 +137,7 @@ W = TypeVar("W", bound=tuple[Any, ...])
 
 
 class Reader(ABC, Generic[W]):
-    """Applies ``Rules``: which weights an instruction computes with, and which must be kept.
-
-    A ``Ledger`` counts with it; the engine loads weights by it.
-    """
+    """Applies ``Rules`` for a ``Ledger`` and the engine: what to compute with, what to keep."""
 
     def __init__(
         self, rules: Rules, microbatches: int | None = None, entries: Entries | None = None
