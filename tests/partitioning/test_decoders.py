@@ -263,7 +263,7 @@ def test_a_model_generates_between_runs(tmp_path):
                 alone(**given).loss.backward()
                 optimizer.step()
         for each in (model, other):
-            pipe.write_back(each)
+            each.load_state_dict(pipe.state_dict())
         found = [
             each.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
             for each in (alone, model, other)

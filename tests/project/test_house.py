@@ -12,11 +12,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.house import CEILINGS, PACKAGE, ROOT, counts
 
 import spectrain_ext as st
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "spectrain_ext"
 
 #: Each package imports only from lower levels, never from its own level.
 FLOORS = (
@@ -202,6 +200,12 @@ def test_studies_use_no_more_behind_the_rooms_faces_than_is_listed() -> None:
                 if package == "spectrain_ext" and file and room != "cli":
                     found.add(below)
     assert found == BEHIND_FACES
+
+
+@pytest.mark.processes
+def test_nothing_grows_above_its_ceiling() -> None:
+    above = {name: count for name, count in counts().items() if count > CEILINGS[name]}
+    assert not above, "see helpers/house.py"
 
 
 def test_the_package_knows_nothing_of_studies() -> None:
