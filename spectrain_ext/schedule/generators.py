@@ -133,7 +133,8 @@ class Interleaved:
         flushes: whether every minibatch ends before the next begins.
 
     Example:
-        >>> from spectrain_ext.schedule import Interleaved, streams, validate
+        >>> from spectrain_ext.schedule import Interleaved, streams
+        >>> from spectrain_ext.simulation import validate
         >>> schedule = Interleaved(chunks=2)
         >>> windows = [schedule.window(k, 4, 4) for k in range(4)]
         >>> counts = validate(streams(schedule, windows, 4), minibatches=5)
@@ -192,7 +193,8 @@ class WPipe:
     k in flight.
 
     Example:
-        >>> from spectrain_ext.schedule import WPipe, streams, validate
+        >>> from spectrain_ext.schedule import WPipe, streams
+        >>> from spectrain_ext.simulation import validate
         >>> counts = validate(streams(WPipe(), [2, 1], 1), minibatches=10)
         >>> [max(count.delays) for count in counts]
         [1, 0]
