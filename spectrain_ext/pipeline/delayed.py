@@ -373,9 +373,7 @@ class Delayed:
         self._loss_fn, self._microbatches = loss_fn, parts
         self._codecs = codecs_of(codec)
         here = dict(enumerate(modules))
-        training = Training(
-            *(self.method, places, here, lambda k: {}, optimizer, scheduler, None, False)
-        )
+        training = Training(*(self.method, places, here, lambda k: {}, optimizer, scheduler, None))
         self._modules, self._phases = modules, training.phases(clip_norm, "auto")
         self.minibatches = 0
         self.stages: list[DelayedStage] = []

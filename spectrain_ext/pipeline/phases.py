@@ -56,7 +56,6 @@ class Training:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     scheduler: Callable[[Any], LRScheduler] | None
     master_dtype: torch.dtype | None
-    offloads: bool  # moves versions of the weights to CPU memory
 
     @property
     def _phases(self) -> list[tuple[Method, list[Place]]]:
@@ -95,7 +94,6 @@ class Training:
                 phase.schedule,
                 self.master_dtype,
                 self.copies(k).keys(),
-                self.offloads,
                 self._factor(k),
             )
             for phase, places in self._phases

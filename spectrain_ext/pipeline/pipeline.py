@@ -87,7 +87,7 @@ class Pipeline(Loops):
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
         on_nonfinite: what to do if a loss or gradient is inf or nan: ``"raise"``, ``"skip"``, None.
-        offload: moves ``"activations"``, weight ``"versions"`` or ``"both"`` to CPU memory.
+        offload: ``"activations"`` keeps what autograd saves in CPU memory.
         codec: packs what stages send one another, see ``spectrain_ext.codecs``.
 
     Attributes:
@@ -154,15 +154,14 @@ class Pipeline(Loops):
             check_recompute(recompute)
             check_on_nonfinite(on_nonfinite)
             self._on_nonfinite = on_nonfinite
-            check_offload(offload, recompute, on_nonfinite)
+            check_offload(offload, recompute)
             blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
             copies = partial(copies_in, self._copies)
-            offloads = offload in ("versions", "both")
             self._phases = Training(
-                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype, offloads)
+                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype)
             ).phases(clip_norm, clip_scope)
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
@@ -181,9 +180,8 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                keeps_there = offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], keeps_there)
+                    Stage(k, module, device, recompute is True, blocks[k], offload is not None)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None

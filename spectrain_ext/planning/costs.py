@@ -325,7 +325,6 @@ class _Books:
     """A stand-in for ``Storage`` without memory."""
 
     same_dtype = predicts = True
-    pool_limit, offloaded = None, ()
 
     def __init__(self, master: bool) -> None:
         self.home = _Buffer()
