@@ -94,7 +94,7 @@ class VersionBuffer:
     """A buffer that holds one version of a stage's weights at a time."""
 
     flat: Flat
-    memory: Buffer  # stands for its memory where streams are checked
+    memory: Buffer  # stands for its memory
     content: Content | None = None  # None: nothing useful
     written: Event | None = None  # the last write, on the stream that writes weights
     read: Event | None = None  # the last read, on the stream that computes
