@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint import CheckpointManager, load, memory, save, storage
+from spectrain_ext.checkpoint import CheckpointManager, load, save, storage
 from spectrain_ext.partitioning import cut_at
 
-KINDS = ("drained", "saved", "saved in a thread", "copied to memory", "copied in a thread")
+KINDS = ("drained", "saved", "saved in a thread")
+MEMORY = Path("/dev/shm")
 #: Parts of a save's time, and the function of each.
 PARTS = {"SHA-256": (storage, "_sha256"), "files": (storage, "save_file"), "fsync": (os, "fsync")}
 
@@ -55,17 +56,9 @@ def seconds_of(
 ) -> float:
     """Return the seconds of a whole run, until its last checkpoint is complete."""
     batches = [data] * options.every
-    with (
-        tempfile.TemporaryDirectory(dir=options.directory) as directory,
-        tempfile.TemporaryDirectory(dir=memory.ROOT) as in_memory,
-        patch.object(memory, "ROOT", Path(in_memory)),
-    ):
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         manager = CheckpointManager(
-            directory,
-            pipe,
-            keep=1,
-            asynchronous=kind.endswith("in a thread"),
-            memory_every=options.every if kind.startswith("copied") else None,
+            directory, pipe, keep=1, asynchronous=kind.endswith("in a thread")
         )
         start = time.perf_counter()
         if kind == "not drained":
@@ -108,7 +101,7 @@ def places(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for _ in pipe.run([(data, data)] * 2 * options.stages):
             pass
         for _ in range(options.rounds):
-            for name, place in (("disk", options.directory), ("memory", memory.ROOT)):
+            for name, place in (("disk", options.directory), ("memory", MEMORY)):
                 with tempfile.TemporaryDirectory(dir=place) as directory, ExitStack() as timing:
                     parts = {part: timing.enter_context(_timed(*at)) for part, at in PARTS.items()}
                     start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import bench_failures
@@ -78,31 +78,6 @@ def stage_threads(results: Path) -> str:
     return table("two stages of|>" + "|>".join(variants), lines)
 
 
-def checkpoint_places(results: Path) -> str:
-    """Seconds of a save to the disk, to memory, and to a disk of an assumed speed."""
-    rows = read(results, "2026-11-25-checkpoint/memory.json")["seconds"]
-    lines = []
-    for size in sorted({row["bytes"] for row in rows}):
-        taken = {
-            (place, part): [
-                row[part] for row in rows if (row["bytes"], row["place"]) == (size, place)
-            ]
-            for place in ("disk", "memory")
-            for part in ("whole", "SHA-256")
-        }
-        disk, memory = taken["disk", "whole"], taken["memory", "whole"]
-        sha = median(taken["memory", "SHA-256"])
-        lines.append(
-            [
-                f"{size / 1e6:.0f}",
-                *(f"{median(s):.2f} ({min(s):.2f} to {max(s):.2f})" for s in (disk, memory)),
-                f"{sha:.2f}",
-                f"{size / 100e6 + sha:.1f}",
-            ]
-        )
-    return table("MB|>to the disk, s|>to memory, s|>of it SHA-256|>at 100 MB/s, calculated", lines)
-
-
 def faults(results: Path) -> str:
     """Number of random faults in the campaign."""
     return f"{read(results, '2026-11-22-failures/campaign.json')['faults']:,}"
@@ -139,27 +114,6 @@ def restarts_brief(results: Path) -> str:
     return table("|>".join(["median", *by_kind]), lines)
 
 
-def restarts_lost(results: Path) -> str:
-    """Minibatches lost with saves to the disk alone, and with copies in memory between them."""
-    lines = []
-    for run in (read(results, _UNDER_TORCHRUN), read(results, _WITH_COPIES)):
-        options, faults = run["options"], run["faults"]
-        copies = options.get("memory_every")
-        seconds = [sum(row["seconds"].values()) for row in faults if "again" in row["seconds"]]
-        lost = [row["lost"] for row in faults]
-        lines.append(
-            [
-                f"every {options['every']} minibatches",
-                f"every {copies}" if copies else "none",
-                f"{len(faults)}",
-                f"{mean(lost):.1f}, {max(lost)}",
-                f"{median(seconds):.1f}",
-            ]
-        )
-    heads = "saves|copies in memory|>failures|>minibatches lost: mean, most|>seconds, median"
-    return table(heads, lines)
-
-
 def restarts_count(results: Path) -> str:
     """Number of faults in these runs."""
     runs = (read(results, path) for path in (_UNDER_TORCHRUN, _WITH_COPIES))
@@ -186,7 +140,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "accuracy.twice": accuracy.twice,
     "build": built,
     "build.again": built_again,
-    "checkpoint.places": checkpoint_places,
     "cost.added": cost.added,
     "cost.memory": cost.memory,
     "cost.predicting": cost.predicting,
@@ -234,7 +187,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "restarts.brief": restarts_brief,
     "restarts.count": restarts_count,
     "restarts.failed": restarts_failed,
-    "restarts.lost": restarts_lost,
     "slow-links": slow_links.section,
     "slow-links.gain": slow_links.gain,
     "slow-links.microbatches": slow_links.by_microbatches,

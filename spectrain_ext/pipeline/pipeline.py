@@ -47,7 +47,7 @@ from .executor import Executor
 from .loads import OnNonfinite
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
-from .names import same_memory, tensors_by_name, use_model_names
+from .names import use_model_names
 from .observer import Observer, observers_of, observing
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
@@ -449,30 +449,6 @@ class Pipeline(Loops):
             for stage in self._executor.stages:
                 held.enter_context(stage.guard.lifted())
             return super().state_dict(*args, **kwargs)
-
-    def write_back(self, model: nn.Module) -> None:
-        """Write the true weights and the module buffers into the uncut model, between two runs.
-
-        You can then call ``generate``, ``save_pretrained``, ``push_to_hub`` or ``merge_and_unload``
-        of the model. Training can go on afterwards.
-
-        Args:
-            model: the model that was cut, which mostly shares its tensors with the stages and
-                continues to; or another one with the names of ``state_dict``, in any dtype and on
-                any devices.
-
-        Raises:
-            RuntimeError: a run has not ended yet.
-            TypeError, ValueError: ``model`` is not a module, or has other names or shapes; nothing
-                has been written.
-        """
-        self.check_drained("write_back")
-        state = self.state_dict()
-        places = tensors_by_name(model, {name: value.shape for name, value in state.items()})
-        with torch.no_grad(), self._executor.callers_turn():
-            for name, value in state.items():
-                if not same_memory(places[name], value):
-                    places[name].copy_(value)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run that an exception cut short."""

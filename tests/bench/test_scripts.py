@@ -64,7 +64,7 @@ def test_checkpoints_beside_none(
     path = tmp_path / "checkpoint.json"
     small = "--width 8 --rounds 2 --every 2 --directory"
     arguments = ["bench_checkpoint.py", *small.split(), str(tmp_path), "--json", str(path)]
-    monkeypatch.setattr(bench_checkpoint.memory, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_checkpoint, "MEMORY", tmp_path)
     monkeypatch.setattr(sys, "argv", arguments)
     bench_checkpoint.main()
     rounds = json.loads(path.read_text())["seconds"]
@@ -77,7 +77,7 @@ def test_checkpoints_beside_none(
 def test_single_saves_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_checkpoint.memory, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_checkpoint, "MEMORY", tmp_path)
     small = "bench_checkpoint.py --widths 8 16 --rounds 2 --directory"
     monkeypatch.setattr(sys, "argv", [*small.split(), str(tmp_path)])
     bench_checkpoint.main()
