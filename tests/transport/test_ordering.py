@@ -29,8 +29,8 @@ from torch import nn
 from spectrain_ext.errors import StageError
 from spectrain_ext.method import Phase, find_method
 from spectrain_ext.observation.meter import Probe
-from spectrain_ext.pipeline.phases import Until
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.segments import Until
 from spectrain_ext.schedule import Kind, Rules
 from spectrain_ext.transport import (
     Buffer,
@@ -212,7 +212,7 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
 
     def measure():
         coming = Phase(find_method("sync"), after=None, gap=0.1)
-        Until(iter(()), coming, 0).watch(stage, nothing)[Kind.FORWARD](1, 0)
+        Until(coming).watch(stage, nothing)[Kind.FORWARD](1, 0)
 
     for observe in (look, measure):
         observe()
