@@ -170,13 +170,9 @@ def weights_of(body: Json) -> Json:
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
 
 
-def _domain(dtype: torch.dtype) -> str:
-    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
-    if dtype.is_complex:
-        return "complex"
-    if dtype.is_floating_point:
-        return "floating point"
-    return "bool" if dtype is torch.bool else "integer"
+def _domain(dtype: torch.dtype) -> tuple[bool, ...]:
+    """Return what dtypes that differ only in precision have in common."""
+    return dtype.is_complex, dtype.is_floating_point, dtype is torch.bool
 
 
 def _not_taken_back(module: nn.Module, where: str) -> list[str]:
