@@ -28,7 +28,8 @@ from slow_link import Host, SlowLink
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
+from spectrain_ext.schedule import Kind, streams
+from spectrain_ext.simulation import Durations, simulate, summarize
 
 WINDOWS = {"classic": [2, 1], "wide": [3, 1]}
 WARM = 16

@@ -37,7 +37,8 @@ from spectrain_ext.cli.doctor import cpu_name
 from spectrain_ext.cli.links import measured_link
 from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
-from spectrain_ext.partitioning import BlockProfile, Profile, cut, cut_at
+from spectrain_ext.partitioning import Profile, cut, cut_at
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.planning import Layers, Link, measure_layers
 from spectrain_ext.planning.costs import Costs, Setting, Way
 from spectrain_ext.schedule import Replicas

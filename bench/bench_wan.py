@@ -32,7 +32,8 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.method import Window, check, delay_under, find_method, places_of
 from spectrain_ext.planning import LINKS, Link
-from spectrain_ext.schedule import Durations, simulate_repeating, takes_window
+from spectrain_ext.schedule import takes_window
+from spectrain_ext.simulation import Durations, simulate_repeating
 
 WAN = LINKS["wan200"]
 WARM = 4

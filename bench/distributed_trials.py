@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.distributed import connections
 from spectrain_ext.distributed.links import Links, open_links
-from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
+from spectrain_ext.schedule import Kind, streams
+from spectrain_ext.simulation import Durations, simulate, summarize
 
 IDLE_GROUPS = 16
 #: Microbatches in flight on the two stages; (2, 1) is the classic window, (3, 1) the wide one.

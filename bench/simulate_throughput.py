@@ -28,7 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import spectrain_ext as st
 from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
-from spectrain_ext.partitioning import BlockProfile, Profile, cut
+from spectrain_ext.partitioning import Profile, cut
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.planning import (
     LINKS,
     Layers,

@@ -52,8 +52,7 @@ from .observer import Observer, observers_of, observing
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
 from .tape import ModuleModes
-from .ties import Copy, copies_in, copies_of, follow_homes
-from .trainable import with_new
+from .ties import Copy, copies_in, copies_of
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -162,10 +161,9 @@ class Pipeline(Loops):
             check_functions(optimizer, loss_fn, scheduler)
             copies = partial(copies_in, self._copies)
             offloads = offload in ("versions", "both")
-            self._training = Training(
+            self._phases = Training(
                 *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype, offloads)
-            )
-            self._phases = self._training.phases(clip_norm, clip_scope)
+            ).phases(clip_norm, clip_scope)
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
@@ -260,11 +258,10 @@ class Pipeline(Loops):
             StageError: an exception inside a stage, the loss or an optimizer; its cause is the
                 original.
             TypeError, ValueError: a batch of another form, without a tensor, with tensors of
-                different sizes, or one that may be a pair as well as two microbatches; or a
-                parameter became trainable that nothing can train: replicas are averaged, or the
-                scheduler does not know its group.
-            RuntimeError: another run has not ended, a parameter left its flat buffer or got a
-                gradient in the loop, or autocast or inference mode is on.
+                different sizes, or one that may be a pair as well as two microbatches.
+            RuntimeError: another run has not ended, a parameter was frozen or unfrozen since the
+                pipeline was made, left its flat buffer or got a gradient in the loop, or autocast
+                or inference mode is on.
 
         After an exception, what was in flight is dropped and the modules hold the true weights;
         some stages may have made more updates than others. The pipeline can run again. A Ctrl-C
@@ -354,7 +351,7 @@ class Pipeline(Loops):
 
     def _enter(self) -> None:
         with deferred():
-            self._train_new_parameters()
+            self._refuse_changed_flags()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -362,11 +359,9 @@ class Pipeline(Loops):
             now = self._phases[self.phase]
             for stage, weights in zip(self._executor.stages, now.weights, strict=True):
                 stage.before, old = self.minibatches, stage.weights
-                if weights is not None and old is not None and old.bound:
-                    stays = old is weights and not old.refrozen
-                    if not stays:
-                        callers_stream(stage.device).lend(old.buffers())
-                        old.hand_over(weights)
+                if weights is not None and old is not None and old is not weights and old.bound:
+                    callers_stream(stage.device).lend(old.buffers())
+                    old.hand_over(weights)
                 stage.weights = weights
                 if weights is not None:
                     weights.minibatches = self.minibatches
@@ -374,28 +369,19 @@ class Pipeline(Loops):
                         weights.bind()
             for copy in self._copies:
                 copy.bind()
-            if follow_homes(self._copies):
-                self._executor.connections.tie_again(self._copies)
             before = self._entered.method
             if self._entered is not now:
                 self._train_by(now)
             if now.method is not before:
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
-    def _train_new_parameters(self) -> None:
-        connections = self._executor.connections
+    def _refuse_changed_flags(self) -> None:
         try:
-            phases = with_new(
-                self._training, self._phases, self.minibatches, connections.averaged.keys()
-            )
-        except Exception:
-            with connections.run():  # tells the other processes
+            for stage in self._executor.stages:
+                stage.check_flags()
+        except RuntimeError:
+            with self._executor.connections.run():  # tells the other processes
                 raise
-        if phases is self._phases:
-            return
-        self._phases = phases
-        for weights in self._weights_of_all_phases():
-            weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
         """Use a phase, whose weights are bound, from the next run on."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import Slice, cut_at
+from spectrain_ext.partitioning import cut_at
+from spectrain_ext.partitioning.blocks import Slice
 
 LOSS = nn.functional.mse_loss
 
@@ -68,7 +69,7 @@ def sliced(model):
 def traced(model):
     example = torch.randn(5, 3)
     points = ["body.norm", "body.last"]
-    return st.partition(model, 3, example, split_points=points, repeats=1)
+    return st.partition(model, 3, example, split_points=points)
 
 
 CASES = {
@@ -267,7 +268,7 @@ def test_two_names_of_one_tensor():
             return self.end(self.last(self.first(x)))
 
     model = Tied()
-    stages = st.partition(model, 2, torch.randn(2, 3), split_points=["end"], repeats=1)
+    stages = st.partition(model, 2, torch.randn(2, 3), split_points=["end"])
     pipe = st.Pipeline(stages, sgd, LOSS)
     assert set(pipe.state_dict()) == set(model.state_dict())
     fresh = Tied().state_dict()

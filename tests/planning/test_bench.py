@@ -13,7 +13,8 @@ from report import planner
 from report import throughput as report
 from torch import nn
 
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import Profile
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.planning import Layers, Link
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
