@@ -10,9 +10,6 @@ from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int
 MAX_TERMS: int
-#: The names of the numbers of a term and of a setting, in order.
-TERM: tuple[str, ...]
-SETTING: tuple[str, ...]
 
 class Role:
     """What a list is to a plan."""
@@ -30,18 +27,11 @@ class Plan:
     """Validated lists of arrays, resolved once."""
 
     def __init__(self, lists: Sequence[_List], groups: Sequence[int], single: bool) -> None: ...
-    def predict_(
-        self,
-        terms: Sequence[Sequence[Term]],
-        eps: Sequence[float],
-        stream: Any,
-        rates: Rates = None,
-    ) -> None: ...
     def predict(
         self,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
-        out: int,
+        out: int | None,
         stream: Any,
         rates: Rates = None,
     ) -> None: ...

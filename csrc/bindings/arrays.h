@@ -67,9 +67,6 @@ class Arrays {
   // Checks that no array of the lists has moved; throws a RuntimeError that names the array.
   void check_in_place(Roles roles);
 
-  // Checks that the outs have the parameters' dtypes: in other uses they may be narrower.
-  void check_same_dtypes() const;
-
   // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
 
@@ -80,20 +77,13 @@ class Arrays {
   // Describes a combination of types without a kernel, by the arguments' names.
   std::string describe(const UnsupportedTypes& error) const;
   bool has_gradients() const { return gradients_known_; }
-  size_t n_outs() const { return plan->outs.size(); }
   py::handle first() const { return params_.empty() ? py::handle(Py_None) : params_[0]; }
 
   std::unique_ptr<Plan> plan;
 
  private:
-  // The layout of params[i], which all of its other arrays must have.
-  struct Layout {
-    DType dtype;
-    int ndim;
-    size_t at;  // into extents_: ndim sizes, then ndim strides
-  };
-  // Memory of an array of kept_[list] that operators write.
-  struct Written {
+  // Memory of an array of kept_[list].
+  struct Span {
     const char *begin, *end;
     size_t list, index;
   };
@@ -103,7 +93,6 @@ class Arrays {
   void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
-  py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   // Borrows an array with one float32, or float64 if allowed, on the plan's device.
   Borrowed borrow_number(py::handle array, const Place& place, bool may_be_double,
                          Loans& loans) const;
@@ -117,7 +106,7 @@ class Arrays {
   void check_gradients_writable();
   Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradients_in_place();
-  void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
+  void check_apart(const Borrowed& b, const Place& place, const std::vector<Span>& others) const;
   void check_pinned(const Column& column) const;
   void take_gradients(const py::tuple& grads);
   py::tuple parameter_gradients() const;
@@ -127,12 +116,12 @@ class Arrays {
   std::string params_name_, grads_name_ = "grads";
   std::vector<ArrayList> kept_;  // owns references; for gradients only the name
   Loans loans_, gradient_loans_;
-  // Sorted by address.
-  std::vector<Written> written_;
-  std::vector<Written> writable_gradients_;  // set by check_gradients_writable
+  // What operators write, sorted by address.
+  std::vector<Span> written_;
+  std::vector<Span> writable_gradients_;  // set by check_gradients_writable
   bool gradients_writable_ = false;
-  std::vector<Layout> layouts_;
-  std::vector<int64_t> extents_;
+  std::vector<Borrowed> layouts_;              // of the parameters; other arrays have the same
+  std::vector<std::vector<int64_t>> extents_;  // their shapes and strides
   Device device_;
   py::tuple grads_;
   std::vector<bool> from_parameter_;  // gradient i is params[i].grad

@@ -1,37 +1,12 @@
 // Sets, releases and checks the gradients of a plan; the other lists are fixed.
 #include "arrays.h"
-#include "shared.h"
 
 namespace spectrain {
 namespace {
 
-// Returns the C function behind a type's `.grad` attribute, or null. Calling it directly saves the
-// attribute lookup, 15 of 80 ns.
-const PyGetSetDef* find_grad_getter(PyTypeObject* type) {
-  const PyGetSetDef* getter = nullptr;
-  if (type->tp_getattro == PyObject_GenericGetAttr) {
-    PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
-    if (found == nullptr) {
-      dismiss_error();
-    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
-               PyType_IsSubtype(type, PyDescr_TYPE(found))) {  // a class can borrow another's
-      getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
-    }
-    Py_XDECREF(found);  // owned by the type, which is kept alive
-  }
-  return getter;
-}
-
 py::object gradient_of(py::handle param) {
-  thread_local LastType<const PyGetSetDef*> last;
-  const PyGetSetDef* getter = last.of(Py_TYPE(param.ptr()), find_grad_getter);
-  PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
-                                     : PyObject_GetAttrString(param.ptr(), "grad");
-  if (grad == nullptr) {
-    dismiss_error();
-    return py::none();
-  }
-  return py::reinterpret_steal<py::object>(grad);
+  py::object grad = attribute(param, "grad");
+  return grad ? grad : py::none();
 }
 
 }  // namespace

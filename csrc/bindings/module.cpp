@@ -4,9 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 
 #include "arrays.h"
-#include "exchange.h"
 #include "kernels/cuda/launch.h"
 #include "memory.h"
 #include "numbers.h"
@@ -20,29 +20,25 @@ using PyList = std::tuple<Role, std::string, bool, py::tuple>;
 
 class PyPlan {
  public:
+  Turns turns;
+
   PyPlan(const std::vector<PyList>& lists, std::vector<uint16_t> groups, bool single)
       : arrays_(array_lists(lists), std::move(groups), single) {
     const Device device = arrays_.plan->device();
     if (device.cuda) arrays_.plan->allocate = allocator(device.index);
   }
 
-  void predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
-    const Turn turn(turns_);
+  // Writes to the weights if `out` is None.
+  void predict(py::handle given, py::handle eps, std::optional<size_t> out, py::handle stream,
+               py::handle rates) {
     const Plan::Family by = family(eps);
     const Plan::Terms t = checked(terms(given));
-    run(state(by.adam), stream, rates,
-        [&](Plan& plan, void* s) { plan.predict(by, t, plan.params, s); });
-  }
-  void predict(py::handle given, py::handle eps, size_t out, py::handle stream, py::handle rates) {
-    const Turn turn(turns_);
-    const Plan::Family by = family(eps);
-    need_out(out);
-    const Plan::Terms t = checked(terms(given));
-    run(state(by.adam).add(Role::out), stream, rates,
-        [&](Plan& plan, void* s) { plan.predict(by, t, plan.outs[out], s); });
+    Roles roles = state(by.adam);
+    if (out) roles.add(Role::out);
+    run(roles, stream, rates,
+        [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
   void stash_predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
-    const Turn turn(turns_);
     const Plan::Family by = family(eps);
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
@@ -50,41 +46,28 @@ class PyPlan {
         [&](Plan& plan, void* s) { plan.stash_predict_(by, t, s); });
   }
   void extrapolate(double steps, size_t out, py::handle stream) {
-    const Turn turn(turns_);
     need(Role::stashed, "previous", "needed to extrapolate");
-    need_out(out);
     run({Role::params, Role::stashed, Role::out}, stream, py::none(),
         [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
-    const Turn turn(turns_);
-    need(Role::stashed, "stashed", "needed to stash");
-    run({Role::params, Role::stashed}, stream, py::none(),
-        [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
+    move_stashed("needed to stash", stream,
+                 [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
   }
   void restore_(py::handle stream) {
-    const Turn turn(turns_);
-    need(Role::stashed, "stashed", "needed to restore");
-    run({Role::params, Role::stashed}, stream, py::none(),
-        [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
+    move_stashed("needed to restore", stream,
+                 [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
   }
   void swap_(py::handle stream) {
-    const Turn turn(turns_);
-    need(Role::stashed, "stashed", "needed to swap");
-    run({Role::params, Role::stashed}, stream, py::none(),
-        [](Plan& plan, void* s) { plan.swap_(s); });
+    move_stashed("needed to swap", stream, [](Plan& plan, void* s) { plan.swap_(s); });
   }
   void write_out(size_t out, py::handle stream) {
-    const Turn turn(turns_);
-    need_out(out);
     run({Role::params, Role::out}, stream, py::none(),
         [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
   size_t distance_scratch() { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
-    const Turn turn(turns_);
-    arrays_.check_same_dtypes();
     run({Role::params, Role::out}, stream, py::none(), [&](Plan& plan, void* s) {
       plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
     });
@@ -93,74 +76,46 @@ class PyPlan {
   void sgd_step_(py::handle settings, bool with_momentum, py::handle first_step,
                  py::handle predictions, const py::dict& options, py::handle stream,
                  py::handle rates) {
-    const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
-    need_gradients();
-    Loans loans{arrays_.first(), {}};
-    Plan::Step step = checked_step(settings, predictions, options, loans);
+    Roles roles{Role::params};
+    if (with_momentum) roles.add(Role::momentum);
     bool first = false;
     const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
-    for (Setting& s : step.settings) s.first_step = first;
-    Roles roles{Role::params, Role::grads};
-    if (with_momentum) roles.add(Role::momentum);
-    if (!step.predictions.empty()) roles.add(Role::out);
-    run(roles, stream, rates,
-        [&](Plan& plan, void* s) { plan.sgd_step_(std::move(step), flags, with_momentum, s); });
+    step(roles, settings, predictions, options, stream, rates,
+         [&](Plan& plan, Plan::Step step, void* s) {
+           for (Setting& each : step.settings) each.first_step = first;
+           plan.sgd_step_(std::move(step), flags, with_momentum, s);
+         });
   }
   void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
                   py::handle stream) {
-    const Turn turn(turns_);
     need_state(true);
-    need_gradients();
-    Loans loans{arrays_.first(), {}};
-    Plan::Step step = checked_step(settings, predictions, options, loans);
-    Roles roles = state(true).add(Role::grads);
-    if (!step.predictions.empty()) roles.add(Role::out);
-    run(roles, stream, py::none(),
-        [&](Plan& plan, void* s) { plan.adam_step_(std::move(step), s); });
+    step(state(true), settings, predictions, options, stream, py::none(),
+         [](Plan& plan, Plan::Step step, void* s) { plan.adam_step_(std::move(step), s); });
   }
 
   // For a plan that is used more than once.
-  void keep(bool watch) {
-    const Turn turn(turns_);
-    arrays_.keep(watch);
-  }
-  void pin_gradients() {
-    const Turn turn(turns_);
-    arrays_.plan->pin_gradients();
-  }
-  void refresh() {
-    const Turn turn(turns_);
-    arrays_.refresh();
-  }
+  void keep(bool watch) { arrays_.keep(watch); }
+  void pin_gradients() { arrays_.plan->pin_gradients(); }
+  void refresh() { arrays_.refresh(); }
   // Returns whether no gradient is None.
   bool set_gradients(const py::tuple& grads, bool follow) {
-    const Turn turn(turns_);
     arrays_.set_gradients(grads, follow);
     return arrays_.plan->all_gradients();
   }
-  void forget_gradients() {
-    const Turn turn(turns_);
-    arrays_.forget_gradients();
-  }
-  size_t n_outs() { return arrays_.n_outs(); }
+  void forget_gradients() { arrays_.forget_gradients(); }
+  size_t n_outs() { return arrays_.plan->outs.size(); }
   size_t n_groups() { return arrays_.plan->n_groups(); }
   py::tuple last_launch() {
-    const Turn turn(turns_);
     return py::make_tuple(arrays_.plan->last_launches(), arrays_.plan->last_rows());
   }
 
  private:
   static std::vector<ArrayList> array_lists(const std::vector<PyList>& lists) {
     std::vector<ArrayList> result;
-    result.reserve(lists.size());
     for (const auto& [role, name, writes, arrays] : lists) {
-      if ((role == Role::params) != result.empty()) {
-        throw py::value_error(name + ": expected the parameters in the first list, and there only");
-      }
       result.push_back({role, name, writes, arrays});
     }
-    if (result.empty()) throw py::value_error("lists: expected at least the parameters");
     return result;
   }
 
@@ -178,9 +133,7 @@ class PyPlan {
     return result;
   }
 
-  Plan::Terms checked(Plan::Terms t) const {
-    if (t.size() != arrays_.plan->n_groups())
-      throw std::invalid_argument("one list of terms per group");
+  static Plan::Terms checked(Plan::Terms t) {
     for (const auto& group : t) {
       if (group.size() > static_cast<size_t>(kMaxTerms)) {
         throw std::invalid_argument("steps: expected at most " + std::to_string(kMaxTerms) +
@@ -191,18 +144,25 @@ class PyPlan {
     return t;
   }
 
-  Plan::Step checked_step(py::handle given_settings, py::handle given_predictions,
-                          const py::dict& given_options, Loans& loans) {
-    Plan::Step step{settings(given_settings), predictions(given_predictions)};
-    if (step.settings.size() != arrays_.plan->n_groups()) {
-      throw std::invalid_argument("one setting per group");
+  template <class F>
+  void step(Roles roles, py::handle given, py::handle given_predictions, const py::dict& options,
+            py::handle stream, py::handle rates, F&& f) {
+    if (!arrays_.has_gradients()) {
+      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
     }
-    for (Plan::Prediction& prediction : step.predictions) {
-      need_out(prediction.out);
-      prediction.terms = checked(std::move(prediction.terms));
-    }
-    step.options = arrays_.options(given_options, loans);
-    return step;
+    Plan::Step step{settings(given), predictions(given_predictions)};
+    for (Plan::Prediction& each : step.predictions) each.terms = checked(std::move(each.terms));
+    Loans loans{arrays_.first(), {}};
+    step.options = arrays_.options(options, loans);
+    roles.add(Role::grads);
+    if (!step.predictions.empty()) roles.add(Role::out);
+    run(roles, stream, rates, [&](Plan& plan, void* s) { f(plan, std::move(step), s); });
+  }
+
+  template <class F>
+  void move_stashed(const char* why, py::handle stream, F&& f) {
+    need(Role::stashed, "stashed", why);
+    run({Role::params, Role::stashed}, stream, py::none(), f);
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -215,22 +175,6 @@ class PyPlan {
     need(Role::momentum, "exp_avgs", "Adam needs the first moments");
     need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
   }
-  void need_out(size_t out) const {
-    if (out < arrays_.n_outs()) return;
-    if (arrays_.n_outs() == 0) {
-      throw py::value_error(
-          "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), "
-          "each a list like the parameters");
-    }
-    throw py::value_error("out: expected an index below " + std::to_string(arrays_.n_outs()) +
-                          ", the number of outs, got " + std::to_string(out));
-  }
-  void need_gradients() const {
-    if (!arrays_.has_gradients()) {
-      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
-    }
-  }
-
   // Returns no flags if all are equal.
   std::vector<uint8_t> first_step_flags(py::handle first_step, bool* all) const {
     if (PyBool_Check(first_step.ptr())) {
@@ -273,15 +217,14 @@ class PyPlan {
   }
 
   Arrays arrays_;
-  Turns turns_;
 };
 
-// A method for Python. By its holder, which makes an error of `Plan.__new__(Plan)`, an object
-// without a plan; pybind11 would give memory that no constructor has seen as `this`.
+// A method for Python: one call of a plan at a time.
 template <class Result, class... Arguments>
 auto method(Result (PyPlan::*call)(Arguments...)) {
-  return [call](const std::shared_ptr<PyPlan>& plan, Arguments... arguments) {
-    return ((*plan).*call)(std::forward<Arguments>(arguments)...);
+  return [call](PyPlan& plan, Arguments... arguments) {
+    const Turn turn(plan.turns);
+    return (plan.*call)(std::forward<Arguments>(arguments)...);
   };
 }
 
@@ -295,10 +238,11 @@ py::dict build_info() {
   info["openmp"] = false;
 #endif
   info["cpu_instruction_set"] = cpu_instruction_set();
-  info["cuda"] = cuda_built();
-  info["cuda_compiler"] = cuda_compiler_version();
-  info["cuda_architectures"] = cuda_architectures();
-  info["cuda_architectures_why"] = cuda_architectures_why();
+  const CudaBuild cuda = cuda_build();
+  info["cuda"] = cuda.built;
+  info["cuda_compiler"] = cuda.compiler;
+  info["cuda_architectures"] = py::str(cuda.architectures).attr("split")();
+  info["cuda_architectures_why"] = cuda.why;
   return info;
 }
 
@@ -309,7 +253,6 @@ int require_cuda() {
   return count;
 }
 
-// Exports constants, and the names of coefficients, to Python.
 void export_constants(py::module_& m) {
   py::enum_<Role>(m, "Role")
       .value("PARAMS", Role::params)
@@ -320,10 +263,6 @@ void export_constants(py::module_& m) {
       .value("SECOND", Role::second);
   m.attr("MAX_GROUPS") = kMaxGroups;
   m.attr("MAX_TERMS") = kMaxTerms;
-  m.attr("TERM") = py::tuple(py::cast(names_of_numbers<Term>()));
-  std::vector<std::string> setting = names_of_numbers<Setting>();
-  setting.push_back("step");
-  m.attr("SETTING") = py::tuple(py::cast(setting));
 }
 
 }  // namespace
@@ -338,10 +277,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   spectrain::export_constants(m);
   const auto stream = py::arg("stream");
   const auto rates = py::arg("rates") = py::none();
-  py::class_<PyPlan, std::shared_ptr<PyPlan>>(m, "Plan")
+  py::class_<PyPlan>(m, "Plan")
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
-      .def("predict_", method(&PyPlan::predict_), py::arg("terms"), py::arg("eps"), stream, rates)
       .def("predict", method(&PyPlan::predict), py::arg("terms"), py::arg("eps"), py::arg("out"),
            stream, rates)
       .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("terms"), py::arg("eps"),
@@ -366,10 +304,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def_property_readonly("n_outs", method(&PyPlan::n_outs))
       .def_property_readonly("n_groups", method(&PyPlan::n_groups))
       .def("last_launch", method(&PyPlan::last_launch));
-  using SharedWatch = std::shared_ptr<spectrain::Watch>;
-  py::class_<spectrain::Watch, SharedWatch>(m, "Watch")
+  py::class_<spectrain::Watch>(m, "Watch")
       .def(py::init<const py::tuple&>(), py::arg("tensors"))
-      .def("in_place", [](const SharedWatch& watch) { return !watch->moved(); });
+      .def("in_place", [](const spectrain::Watch& watch) { return !watch.moved(); });
   m.def(
       "same",
       [](py::handle now, py::handle seen) { return spectrain::same(now.ptr(), seen.ptr()); },

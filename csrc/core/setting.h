@@ -1,8 +1,5 @@
 // The coefficients of one parameter group, in double. Python computes them from learning rates,
 // decay and prediction laws.
-//
-// Callers pass tuples: the numbers of a Term, or those of a Setting followed by its step, in the
-// order of `each_number`, whose names the module exports.
 #pragma once
 
 #include "config.h"
@@ -73,26 +70,5 @@ struct Setting {
     for (int i = 0; i < n_terms(); ++i) terms[i].set_rate(lr);
   }
 };
-
-// Calls f(name, number) for every number, in order.
-template <class F>
-SPECTRAIN_HD void each_number(Term& t, F&& f) {
-  f("keep", t.keep);
-  f("momentum", t.momentum);
-  f("gradient", t.gradient);
-  f("root", t.root);
-  f("keep_per_lr", t.keep_per_lr);
-  f("momentum_per_lr", t.momentum_per_lr);
-  f("gradient_per_lr", t.gradient_per_lr);
-}
-template <class F>
-SPECTRAIN_HD void each_number(Setting& s, F&& f) {
-  f("sign", s.sign);
-  f("weight_decay", s.weight_decay);
-  f("decay", s.decay);
-  f("gain", s.gain);
-  f("decay2", s.decay2);
-  f("eps", s.eps);
-}
 
 }  // namespace spectrain

@@ -111,19 +111,8 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
   const size_t n_fixed = std::char_traits<char>::length(role);
   for (size_t s = 0; s < request.streams.size(); ++s) {
     const DType t = request.streams[s]->dtype[item];
-    switch (s < n_fixed ? role[s] : 'o') {
-      case 'w':
-        key.w = t;
-        break;
-      case 'g':
-        key.g = t;
-        break;
-      case 's':
-        key.s = t;
-        break;
-      default:
-        key.o = t;
-    }
+    const char r = s < n_fixed ? role[s] : 'o';
+    (r == 'w' ? key.w : r == 'g' ? key.g : r == 's' ? key.s : key.o) = t;
   }
   // An output of the weights' type needs no conversion; others in the list may.
   if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;

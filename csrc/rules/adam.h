@@ -81,12 +81,8 @@ struct AdamStep {
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.step.eps};
   }
-  template <int N>
-  SPECTRAIN_HD static void known(Acc (&x)[N]) {
-    x[kSecond] = square_root(x[kSecond]);
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[N]) {
+  SPECTRAIN_HD static void known(Acc (&x)[4]) { x[kSecond] = square_root(x[kSecond]); }
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[4]) {
     return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], x[kGrad]);
   }
 };

@@ -20,8 +20,8 @@ struct SgdDirection {
     return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
   }
   SPECTRAIN_HD SgdDirection scaled(Acc factor) const { return {sign * factor, weight_decay}; }
-  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const { return decayed(sign * g, w); }
-  SPECTRAIN_HD Acc decayed(Acc d, Acc w) const {
+  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
+    const Acc d = sign * g;
     return weight_decay != Acc(0) ? multiply_add(weight_decay, w, d) : d;  // 0*inf would be NaN
   }
 };
@@ -82,10 +82,8 @@ struct SgdMomentum {
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
   // The stored W and v, which a later predict would read.
-  template <int N>
-  SPECTRAIN_HD static void known(Acc (&)[N]) {}
-  template <int N>
-  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[N]) {
+  SPECTRAIN_HD static void known(Acc (&)[3]) {}
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
     return sgd_move(m, w, x[kMomentum], x[kGrad]);
   }
 };
@@ -128,7 +126,6 @@ struct SgdPredict : NoOuts {
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a = {Coefficients<Acc>::make(s.terms[0])};
   }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
@@ -142,7 +139,6 @@ struct SgdStashPredict : NoOuts {
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
   SPECTRAIN_HD static void make(const Setting& s, Args& a) { SgdPredict<W, V, W>::make(s, a); }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 
 #include "core/config.h"
 #include "core/options.h"
 #include "core/scalar.h"
+#include "core/setting.h"
 
 namespace spectrain {
 
@@ -29,30 +31,18 @@ using CopyOf = Stream<T, false, true, Source>;
 template <class... S>
 struct StreamList {
   static constexpr int size = sizeof...(S);
+  template <int I>
+  using at = std::tuple_element_t<I, std::tuple<S...>>;
 };
-
-template <int I, class List>
-struct StreamAt;
-template <class Head, class... Tail>
-struct StreamAt<0, StreamList<Head, Tail...>> {
-  using type = Head;
-};
-template <int I, class Head, class... Tail>
-struct StreamAt<I, StreamList<Head, Tail...>> : StreamAt<I - 1, StreamList<Tail...>> {};
 
 template <class Rule, int I>
-using stream_t = typename StreamAt<I, typename Rule::Streams>::type;
+using stream_t = typename Rule::Streams::template at<I>;
 
-template <int I>
-struct Index {
-  static constexpr int value = I;
-};
-
-// Calls f(Index<0>), f(Index<1>), ...: a loop with a constant index.
+// Calls f with the constants 0, 1, ..., N - 1, whose types tell their values.
 template <int N, int I = 0, class F>
 SPECTRAIN_HD void unroll(F&& f) {
   if constexpr (I < N) {
-    f(Index<I>{});
+    f(std::integral_constant<int, I>{});
     unroll<N, I + 1>(f);
   }
 }
@@ -76,6 +66,14 @@ struct NoOuts {
   static constexpr unsigned kKept = 0;
   static constexpr bool divides = false;
   static constexpr int kGradient = -1;
+  template <class Args, class Factor>
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Factor) {
+    return a;
+  }
+};
+struct NoArgs : NoOuts {
+  struct Args {};
+  SPECTRAIN_HD static void make(const Setting&, Args&) {}
 };
 
 // The type of the gradients' factor: the arithmetic type, unless Acc is bits.

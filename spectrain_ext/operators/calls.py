@@ -161,10 +161,19 @@ def current(stream: Any, device: torch.device | None) -> AbstractContextManager[
     # Memory that torch allocates for another stream may still be in use when this one writes it.
     if stream is None or device is None or device.type != "cuda":
         return nullcontext()
-    handle = _C.stream_handle(stream)
-    if handle == 0:  # ExternalStream(0) is a new stream
-        return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
+    return torch.cuda.stream(torch_stream(_C.stream_handle(stream), device))
+
+
+def torch_stream(handle: int, device: torch.device | int) -> torch.cuda.Stream:
+    if handle == 0:  # ExternalStream(0) is a new stream, unknown to torch's allocator
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device)
+
+
+def bytes_for(n: int, device: int, handle: int) -> Tensor:
+    """Return device memory for work on a stream (csrc/bindings/memory.cpp)."""
+    with torch.cuda.stream(torch_stream(handle, device)):
+        return torch.empty(n, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def bump_versions(*lists: Sequence[object]) -> None:

@@ -85,7 +85,7 @@ def predict_(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
     terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict_(terms, eps, stream, rates)
+    plan.predict(terms, eps, None, stream, rates)
     lists.bump()
 
 

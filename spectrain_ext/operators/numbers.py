@@ -81,7 +81,8 @@ class Rate:
             )
 
 
-# In the order of _C.SETTING. A NamedTuple would take 0.2 us to create, several times per step.
+# Sign, L2 penalty, decay, gain, second decay, eps, step: as csrc/bindings/numbers.h reads them. A
+# NamedTuple would take 0.2 us to create, several times per step.
 Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 

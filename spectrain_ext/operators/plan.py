@@ -148,7 +148,7 @@ class Plan:
         and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
         terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.predict_(terms, eps, stream, rates)
+        self._native.predict(terms, eps, None, stream, rates)
 
     def predict(
         self,
@@ -332,7 +332,12 @@ class Plan:
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
             raise TypeError(f"out: expected an index, got {out!r}")
-        if out < 0:
+        if not self._n_outs:
+            raise ValueError(
+                "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), each "
+                "a list like the parameters"
+            )
+        if not 0 <= out < self._n_outs:
             raise ValueError(
                 f"out: expected an index below {self._n_outs}, the number of outs, got {out}"
             )

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectrain_ext as st
-from spectrain_ext import _C
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -367,18 +366,3 @@ class TestForgedObjects:
         weight.data = torch.ones(5)
         with pytest.raises(RuntimeError, match=r"params\[0\]: its memory is not where"):
             plan.predict_(lr=0.5, steps=1.0)
-
-    @pytest.mark.parametrize("kind", [_C.Plan, _C.Watch])
-    def test_an_object_without_its_constructor(self, kind: type) -> None:
-        it = kind.__new__(kind)
-        uses = [name for name in vars(kind) if not name.startswith("_")]
-        assert uses
-        for name in uses:
-            for arguments in ((), (None,), (0, None), (True,)):
-                with pytest.raises((TypeError, RuntimeError)):
-                    getattr(it, name)(*arguments)
-
-    def test_a_role_that_is_none(self) -> None:
-        lists = (_C.Role.PARAMS, "p", True, (torch.ones(4),)), (_C.Role(77), "x", True, ())
-        with pytest.raises(ValueError, match="lists: expected a Role, got 77"):
-            _C.Plan([lists[0], (*lists[1][:3], lists[0][3])], [], True)

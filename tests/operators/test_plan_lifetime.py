@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import spectrain_ext as st
-from spectrain_ext._C import Role
-from spectrain_ext.operators.numbers import Adam, Term
+from spectrain_ext.operators.numbers import Adam
 
 Move = Callable[[nn.Module, Tensor], object]
 
@@ -191,37 +190,3 @@ class TestNegativeViews:
         p.grad = torch._neg_view(torch.ones(6))
         st.optim.SGD([p], lr=1.0).step()
         assert p.tolist() == [1.0] * 6
-
-
-class TestNativePlan:
-    """`_C.Plan` is private, but no argument may crash the interpreter."""
-
-    @pytest.mark.parametrize(
-        "lists",
-        [
-            [],
-            [(Role.MOMENTUM, "momentum", True, (torch.zeros(3),))],
-            [
-                (Role.PARAMS, "params", True, (torch.zeros(3),)),
-                (Role.PARAMS, "x", True, (torch.zeros(3),)),
-            ],
-        ],
-    )
-    def test_roles(self, lists: list[object]) -> None:
-        with pytest.raises(ValueError, match="expected"):
-            st._C.Plan(lists, (), False)
-
-    @pytest.mark.parametrize("role", [0, 9, -1, None, "PARAMS"])
-    def test_no_roles(self, role: object) -> None:
-        with pytest.raises(TypeError):
-            st._C.Plan([(role, "params", True, (torch.zeros(3),))], (), False)
-
-    def test_groups(self) -> None:
-        with pytest.raises(ValueError, match="groups"):
-            st._C.Plan([(Role.PARAMS, "params", True, (torch.zeros(3),))], (0,) * 1000, False)
-
-    @pytest.mark.parametrize("rates", [(), (None, None), (0.1,), 3, (torch.zeros(2),)], ids=str)
-    def test_rates(self, rates: object) -> None:
-        plan = st.Plan(torch.zeros(3), momentum_buffers=torch.zeros(3))
-        with pytest.raises((TypeError, ValueError, RuntimeError)):
-            plan._native.predict_([[Term(1.0, 1.0)]], (), None, rates)

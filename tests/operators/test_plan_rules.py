@@ -303,7 +303,7 @@ class TestRefuses:
             (lambda p: p.predict_([_ADAM], steps=1.0), "exp_avgs"),
             (lambda p: p.predict_([_SGD], steps=1.0), "momentum_buffers"),
             (lambda p: p.stash_predict_([_SGD], steps=1.0), "stashed|momentum_buffers"),
-            (lambda p: p.extrapolate(steps=1.0), "previous|stashed"),
+            (lambda p: p.extrapolate(steps=1.0), "previous|stashed|out"),
             (lambda p: p.write_out(), "^out"),
             (lambda p: p.write_out(out=3), "^out"),
         ],

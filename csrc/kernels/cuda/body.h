@@ -142,8 +142,7 @@ struct Body {
 
   template <int N>
   SPECTRAIN_HD void load(Packs<Rule, N>& packs, int64_t element) const {
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::reads) packs.template get<s>().load(at<s>(element));
     });
   }
@@ -155,8 +154,7 @@ struct Body {
     if constexpr (rounds_weights<Rule>()) {
       if (table.options.rounding.stochastic) random = table.random_state(row, element);
     }
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::source >= 0) {
         packs.template get<stream<s>::source>().store(at<s>(element));
       }
@@ -164,13 +162,11 @@ struct Body {
     SPECTRAIN_UNROLL
     for (int e = 0; e < N; ++e) {
       Acc x[n_streams] = {};
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
       });
       Rule::apply(Rule::step(args, flags, factor), x);
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
           if constexpr (s == 0 && rounds_weights<Rule>()) {
@@ -182,19 +178,16 @@ struct Body {
         }
       });
       if constexpr (Rule::has_outs) {
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
         });
         Rule::known(x);
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (keeps<Rule, s>) kept[s][e] = x[s];
         });
       }
     }
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::writes && stream<s>::source < 0) {
         packs.template get<s>().store(at<s>(element));
       }
@@ -241,8 +234,7 @@ struct Body {
       SPECTRAIN_UNROLL
       for (int e = 0; e < Count; ++e) {
         Acc x[n_streams] = {};
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (keeps<Rule, s>) {
             x[s] = kept[s][first + e];
           } else {

@@ -7,9 +7,9 @@
 #include <atomic>
 
 #include "body.h"
-#include "capacity.h"
 #include "enqueue.cuh"
 #include "kernels/instances.h"
+#include "units.h"
 
 namespace spectrain {
 
@@ -99,20 +99,24 @@ template <class Rule>
 struct Cuda {
   using Args = typename Rule::Args;
 
-  // The number of blocks that a device runs at once, queried once per device.
+  // One block per chunk, at most as many as the device runs at once, which is queried once.
   template <auto Kernel>
-  static cudaError_t resident_blocks(int device, int* blocks) {
+  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
     constexpr int kMaxDevices = 64;
     static std::atomic<int> known[kMaxDevices];
-    if (device < kMaxDevices && (*blocks = known[device].load()) > 0) return cudaSuccess;
-    int per_multiprocessor = 0, multiprocessors = 0;
-    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
-                                                                      LaunchPolicy::threads, 0);
-    if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    *blocks = per_multiprocessor * multiprocessors;
-    if (device < kMaxDevices) known[device].store(*blocks);
+    *blocks = device < kMaxDevices ? known[device].load() : 0;
+    if (*blocks == 0) {
+      int per_multiprocessor = 0, multiprocessors = 0;
+      cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
+                                                                        LaunchPolicy::threads, 0);
+      if (error != cudaSuccess) return error;
+      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      if (error != cudaSuccess) return error;
+      *blocks = per_multiprocessor * multiprocessors;
+      if (device < kMaxDevices) known[device].store(*blocks);
+    }
+    const uint32_t chunks = view.chunk_end - view.chunk_begin;
+    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
     return cudaSuccess;
   }
 
@@ -122,15 +126,6 @@ struct Cuda {
     ParameterTable<Args, Bytes> table;
     table.fill(view, settings, make_arguments);
     return enqueue(run_table<Rule, Bytes>, blocks, LaunchPolicy::threads, table, stream);
-  }
-
-  // One block per chunk, at most as many as run at once.
-  template <auto Kernel>
-  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
-    const cudaError_t error = resident_blocks<Kernel>(device, blocks);
-    const uint32_t chunks = view.chunk_end - view.chunk_begin;
-    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
-    return error;
   }
 
   static const char* launch(const TableView& view, Settings settings, int device, void* stream) {

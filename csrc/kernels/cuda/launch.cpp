@@ -4,10 +4,9 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
+#include <vector>
 
-#include "capacity.h"
 #include "device.h"
 #include "units.h"
 
@@ -66,18 +65,10 @@ TableView moved(TableView view, const void* at) {
 
 }  // namespace
 
-bool cuda_built() { return true; }
-
-std::vector<std::string> cuda_architectures() {
-  std::vector<std::string> list;
-  std::istringstream words(SPECTRAIN_CUDA_ARCHITECTURES);
-  for (std::string word; words >> word;) list.push_back(word);
-  return list;
+CudaBuild cuda_build() {
+  return {true, SPECTRAIN_CUDA_ARCHITECTURES, SPECTRAIN_CUDA_ARCHITECTURES_WHY,
+          SPECTRAIN_CUDA_COMPILER_VERSION};
 }
-
-std::string cuda_architectures_why() { return SPECTRAIN_CUDA_ARCHITECTURES_WHY; }
-
-std::string cuda_compiler_version() { return SPECTRAIN_CUDA_COMPILER_VERSION; }
 
 int cuda_device_count(std::string* why) {
   int count = 0;

@@ -2,17 +2,17 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "kernels/kernels.h"
 #include "rules/distance.h"
 
 namespace spectrain {
 
-bool cuda_built();
-std::vector<std::string> cuda_architectures();
-std::string cuda_architectures_why();
-std::string cuda_compiler_version();
+struct CudaBuild {
+  bool built;
+  const char *architectures, *why, *compiler;  // what it is for, separated by spaces
+};
+CudaBuild cuda_build();
 
 // Returns the number of usable devices. If 0, `why` has the reason.
 int cuda_device_count(std::string* why);

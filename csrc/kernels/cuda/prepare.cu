@@ -6,7 +6,6 @@
 #include <cstddef>
 
 #include "body.h"
-#include "capacity.h"
 #include "enqueue.cuh"
 #include "rules/sgd.h"
 #include "units.h"
@@ -16,28 +15,16 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <size_t Bytes>
 struct Piece {
   unsigned char* to;
   uint32_t n_quads;
-  alignas(16) unsigned char storage[Bytes];
+  alignas(16) unsigned char storage[kLargeTable];
 };
 
-template <size_t Bytes>
-__global__ void __launch_bounds__(kThreads)
-    write_piece(const __grid_constant__ Piece<Bytes> piece) {
+__global__ void __launch_bounds__(kThreads) write_piece(const __grid_constant__ Piece piece) {
   auto* to = reinterpret_cast<Quad*>(global(piece.to));
   const auto* from = reinterpret_cast<const Quad*>(piece.storage);
   for (uint32_t i = threadIdx.x; i < piece.n_quads; i += kThreads) to[i] = from[i];
-}
-
-template <size_t Bytes>
-cudaError_t write_with(char* to, const char* from, size_t n, void* stream) {
-  Piece<Bytes> piece;
-  piece.to = reinterpret_cast<unsigned char*>(to);
-  piece.n_quads = static_cast<uint32_t>((n + sizeof(Quad) - 1) / sizeof(Quad));
-  memcpy(piece.storage, from, n);
-  return enqueue(write_piece<Bytes>, 1, kThreads, piece, stream);
 }
 
 // Settings without unused terms.
@@ -83,21 +70,16 @@ __global__ void prepare(const __grid_constant__ Preparation given) {
 }  // namespace
 
 const char* enqueue_write(void* to, const void* from, size_t n, void* stream, int* launches) {
-  cudaError_t error = cudaSuccess;
-  for (size_t at = 0; at < n && error == cudaSuccess; ++*launches) {
-    char* target = static_cast<char*>(to) + at;
-    const char* source = static_cast<const char*>(from) + at;
-    const size_t rest = n - at;
-    if (rest <= kSmallTable) {
-      error = write_with<kSmallTable>(target, source, rest, stream);
-      at = n;
-    } else {
-      const size_t piece = rest < kLargeTable ? rest : kLargeTable;
-      error = write_with<kLargeTable>(target, source, piece, stream);
-      at += piece;
-    }
+  Piece piece;
+  for (size_t at = 0; at < n; at += kLargeTable, ++*launches) {
+    const size_t bytes = n - at < kLargeTable ? n - at : kLargeTable;
+    piece.to = static_cast<unsigned char*>(to) + at;
+    piece.n_quads = static_cast<uint32_t>((bytes + sizeof(Quad) - 1) / sizeof(Quad));
+    memcpy(piece.storage, static_cast<const char*>(from) + at, bytes);
+    const cudaError_t error = enqueue(write_piece, 1, kThreads, piece, stream);
+    if (error != cudaSuccess) return words(error);
   }
-  return words(error);
+  return nullptr;
 }
 
 const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
