@@ -282,9 +282,6 @@ def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
     return names
 
 
-_OF_FIRST = ("minibatches", "training", "extra", "torch")
-
-
 def _merged(found: Sequence[Json]) -> Json:
     """Merge the documents of all processes; take common entries from the first."""
     owners: dict[object, int] = {}
@@ -296,7 +293,7 @@ def _merged(found: Sequence[Json]) -> Json:
                     f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
                 )
     return {
-        **{key: found[0][key] for key in _OF_FIRST},
+        **{key: found[0][key] for key in ("minibatches", "training", "extra", "torch")},
         **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},
         "processes": [document["process"] for document in found],
     }

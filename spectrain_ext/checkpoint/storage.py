@@ -120,7 +120,7 @@ def commit(
     """Write the document of all processes' files, and rename the directory to ``path``."""
     directory = partial(path)
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
-    if len(_files(weights)) > 1:
+    if len({entry["file"] for entry in weights.values()}) > 1:
         _write(directory / MODEL_INDEX, json.dumps(_index(weights), indent=1).encode())
     content = documents.file_content({**body, "tensors": tensors, "files": files})
     _write(directory / documents.NAME, content)
@@ -129,10 +129,6 @@ def commit(
     replace_directory(path)
     sync_directory(path.parent)
     discard(path)
-
-
-def _files(tensors: Json) -> set[str]:
-    return {entry["file"] for entry in tensors.values()}
 
 
 def _index(weights: Json) -> Json:

@@ -33,16 +33,23 @@ from spectrain_ext.errors import RankError, StageError, report_note
 from spectrain_ext.interrupts import deferred, held_back, waiting
 
 from .failures import (
+    LAST,
+    WATCHING,
     Cause,
     Heartbeat,
+    Messages,
+    Report,
     describe_error,
+    drop_report,
     find_culprit,
     is_broken_connection,
     most_silent,
+    new_report,
+    part_of,
+    place_of,
     this_process,
     wake_stopped,
 )
-from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
 from .store import CONNECT_SECONDS, connection
 
 FAILED = "failed"  # the store's key of the first cause
@@ -488,15 +495,13 @@ class Board:
                 self._accept_cause(self._without_store())
             # a rank that has shared nothing is still making its stages, and learns of it later
             if self._shared[0] and monotonic() > self._must_end_by:
-                sys.stderr.write(self._last_words() + "\n")
+                cause, waits = self.cause or self._without_store(), self.waits
+                what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
+                error = self._rank_error(cause, what, waited)
+                remark = f"this rank did not end by itself within {self.grace:.0f} s"
+                sys.stderr.write(f"{error}; {remark}\n")
                 sys.stderr.flush()
                 os._exit(1)
-
-    def _last_words(self) -> str:
-        cause, waits = self.cause or self._without_store(), self.waits
-        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        error = self._rank_error(cause, what, waited)
-        return f"{error}; this rank did not end by itself within {self.grace:.0f} s"
 
 
 def _tried(abort: Callable[[], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -53,9 +53,13 @@ class Peers:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
             return [value]
-        with _connected():
+        try:
             # JSON, because torch's object collectives unpickle messages, which can execute code.
             return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
+        except RuntimeError as error:
+            if is_broken_connection(error):
+                raise ConnectionError(f"the processes have lost one another: {error}") from error
+            raise
 
     def call_on_all(self, make: Callable[[], T], doing: str) -> list[T]:
         """Return every process's result of ``make``; an error in one is raised in all."""
@@ -103,13 +107,3 @@ class Peers:
         return [
             body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
         ]
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if is_broken_connection(error):
-            raise ConnectionError(f"the processes have lost one another: {error}") from error
-        raise

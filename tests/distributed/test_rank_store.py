@@ -14,11 +14,17 @@ from helpers import rank_programs
 from helpers.cli_programs import listening
 from helpers.ranks import run_ranks
 
-from spectrain_ext.distributed import join_ranks, report
+from spectrain_ext.distributed import failures, join_ranks
 from spectrain_ext.distributed import store as store_module
 from spectrain_ext.distributed.board import FAILED, Board
-from spectrain_ext.distributed.failures import Cause, Heartbeat
-from spectrain_ext.distributed.report import WATCHING, new_report, part_of, place_of
+from spectrain_ext.distributed.failures import (
+    WATCHING,
+    Cause,
+    Heartbeat,
+    new_report,
+    part_of,
+    place_of,
+)
 from spectrain_ext.distributed.store import connection, store_at
 from spectrain_ext.errors import RankError
 
@@ -145,7 +151,7 @@ def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
     own = part_of([(("F", 1), 0.0)], None, [], [], "")
     damaged = ["[", "{}", json.dumps(json.loads(own) | {"messages": [[1, {"sent": "x"}]]})]
     beats = [Heartbeat(b"x", 0.0, doing="B 2")] * 4
-    report._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
+    failures._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
     text = Path(place_of(cause.report)).read_text()
     assert "First cause: rank 1, planned" in text
     assert text.count("ago it said: B 2") == 3
