@@ -278,7 +278,9 @@ def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
             if keys:
                 owners[owner] = keys
         if rank in owners:
-            names[storage.file_name(kind, list(owners), rank)] = owners[rank]
+            number, count = list(owners).index(rank) + 1, len(owners)
+            shard = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            names[f"{kind}{shard}.safetensors"] = owners[rank]
     return names
 
 

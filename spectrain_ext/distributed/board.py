@@ -416,7 +416,12 @@ class Board:
                 self._accept_cause(self._without_store(error))
 
     def _rest(self) -> None:
-        end = monotonic() + self._pause()
+        pause, since = self.interval, self._listens_since
+        if self.cause is not None:
+            pause = min(self.interval / 4, self._check_interval / 2)
+        elif since is not None:  # ever less often
+            pause = min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
+        end = monotonic() + pause
         while (left := end - monotonic()) > self._check_interval:
             if self._wake.wait(self._check_interval):
                 return
@@ -425,14 +430,6 @@ class Board:
                 return
             self._asking = None
         self._wake.wait(left)
-
-    def _pause(self) -> float:
-        since = self._listens_since
-        if self.cause is not None:
-            return min(self.interval / 4, self._check_interval / 2)
-        if since is None:
-            return self.interval
-        return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)  # ever less often
 
     def _publish(self) -> None:
         waits = None if self._failure else self.waits

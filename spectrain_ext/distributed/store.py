@@ -132,29 +132,17 @@ def _key_appears(store: Store, key: str, timeout: timedelta) -> bool:
     return True
 
 
-def store_at(
-    address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
-) -> Store:
-    """Host or join a store of a process group that listens on one address only.
+def store_at(address: str, port: int, *, listen: bool) -> Store:
+    """Join a store, or host one that listens on this address only; port 0 picks a free one.
 
-    The store that ``init_process_group`` makes listens on all interfaces, regardless of the address
-    it is given.
-
-    Args:
-        address: IP address or name of the machine that hosts the store.
-        port: its port; 0 picks a free one, which ``store.port`` then holds.
-        listen: whether this process hosts the store; one process must, usually rank 0.
-        timeout: how long calls, and joining, wait for another process.
-
-    Raises:
-        OSError: this process cannot listen there; the message names address and port.
+    The store that ``init_process_group`` makes listens on all interfaces, whatever its address.
     """
-    given: dict[str, Any] = {"host_name": address, "timeout": timeout, "wait_for_workers": False}
+    given: dict[str, Any] = {"host_name": address, "wait_for_workers": False}
     if listen:
         listening = _listening(address, port)
         port = listening.getsockname()[1]
         given["master_listen_fd"] = listening.detach()
-    store: Store = TCPStore(port=port, is_master=listen, **given)
+    store: Store = TCPStore(port=port, is_master=listen, timeout=timedelta(minutes=30), **given)
     return store
 
 
