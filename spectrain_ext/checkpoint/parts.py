@@ -117,7 +117,8 @@ def parts_of(
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
     ahead = 0 if first_stage is None else first_stage - target.first_stage
-    masters = target.masters(bind)
+    if bind:
+        target.masters(bind)
     replica, replicas = 0, 1
     averaged = target._executor.connections.averaged
     if averaged and not isinstance(target, DistributedPipeline):
@@ -128,9 +129,7 @@ def parts_of(
     if isinstance(target, DistributedPipeline):
         replica, replicas = target.replica, target.replicas[target.first_stage]
     parts = []
-    optimizers = list(target.optimizers)
-    schedulers = {id(s.optimizer): s for s in target.schedulers}
-    modules = {at.stage: each for at, each in zip(target.places, target.children(), strict=True)}
+    modules = {at.index: at.module for at in target._executor.stages}
 
     def names_elsewhere(copy: Copy) -> Sequence[str]:
         if copy.original is None:  # its rank has sent the names
@@ -140,24 +139,22 @@ def parts_of(
         return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
 
     known: set[str] = set()  # names in earlier stages
-    for (k, module), random in zip(modules.items(), target.random, strict=True):
-        stage = ahead + k
+    for at in target._executor.stages:
+        k, module, weights, stage = at.index, at.module, at.weights, ahead + at.index
         copies, names = target.copied(k), _names(module, f"{stage}.")
         buffers = _copied(module, names)
         if not isinstance(target, DistributedPipeline):  # another module may replace the stage
             buffers = {name: there for name, there in buffers.items() if name in known}
         known.update(names.values())
-        own = set(module.parameters()) - copies.keys()
-        found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
         parts.append(
             Part(
                 stage,
                 module,
                 names,
-                found,
-                schedulers.get(id(found)),
-                random,
-                {p: master for p, master in masters.items() if p in own},
+                None if weights is None else weights.optimizer,
+                None if weights is None else weights.scheduler,
+                at.random,
+                {} if weights is None else weights.masters(),
                 replica,
                 replicas,
                 averaged.get(k),
@@ -166,10 +163,6 @@ def parts_of(
             )
         )
     return parts
-
-
-def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 
 def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:

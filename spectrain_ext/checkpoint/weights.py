@@ -28,35 +28,31 @@ class Weights(Item):
         self.what = f"stage {part.stage}"
         self._part = part
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return weights and masters by name; masters follow parameters changed since a run."""
-        names, tied = self._part.parameter_names(), self._part.tied
-        weights = {
-            name: tensor
-            for name, tensor in self._part.tensors(saved=True)
-            if name not in tied.get(name, ())  # an earlier stage saves it under this name
-        }
-        masters = {}
-        for p, master in self._part.masters.items():
-            now = p.detach()
-            same = master.to(now.dtype) == now
-            masters[names[p]] = torch.where(same, master, now.to(master.dtype))
-        return {WEIGHTS: weights, _MASTERS: masters}
-
     def saved(self, keep: Keep) -> Json:
-        found, left = self.state(), self._not_taken_back()
+        names, tied, left = self._part.parameter_names(), self._part.tied, self._not_taken_back()
         if left:
             warnings.warn(
                 f"{self.what}: {listed(left)} are not saved: they are frozen, and their modules "
                 "refuse to load them; load keeps the values of the model that it loads into",
                 stacklevel=2,
             )
-        weights = {name: tensor for name, tensor in found[WEIGHTS].items() if name not in left}
+        weights = {
+            name: keep(WEIGHTS + name, tensor)
+            for name, tensor in self._part.tensors(saved=True)
+            # an earlier stage saves a tied one under this name
+            if name not in left and name not in tied.get(name, ())
+        }
+        masters = {}
+        for p, master in self._part.masters.items():  # follows p where that has changed since a run
+            now = p.detach()
+            same = master.to(now.dtype) == now
+            followed = torch.where(same, master, now.to(master.dtype))
+            masters[names[p]] = keep(_MASTERS + names[p], followed)
         return {
             "left_out": left,
-            "parameters": list(self._part.parameter_names().values()),
-            "weights": {k: keep(WEIGHTS + k, tensor) for k, tensor in weights.items()},
-            "masters": {k: keep(_MASTERS + k, tensor) for k, tensor in found[_MASTERS].items()},
+            "parameters": list(names.values()),
+            "weights": weights,
+            "masters": masters,
         }
 
     def match(self, body: Json) -> list[Any]:

@@ -46,9 +46,6 @@ class Peers:
     def together(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.together(what)
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.busy(what)
-
     def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
         if self.size == 1:
@@ -89,7 +86,7 @@ class Peers:
         """Return the error here, if any, and every process's value or error."""
         error = None
         try:
-            with self.busy(doing):
+            with nullcontext() if self._watch is None else self._watch.busy(doing):
                 mine: dict[str, Any] = {"value": make()}
         except Exception as caught:
             error = caught
