@@ -41,7 +41,7 @@ help:
 	@echo "make check    the tests that start no processes and no compiler, while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, documentation and all tests but the nightly ones"
 	@echo "make docs     spelling, and the documentation as a site, in build/docs; a warning is an error"
-	@echo "make report   every figure and picture in the documents, from the committed runs"
+	@echo "make report   the tables and a picture in the documents, from the committed runs"
 	@echo "make bench    every operator against its rivals, and the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, the devices, problems"
 	@echo "make nightly  all tests, also those that take minutes, with many more random cases"

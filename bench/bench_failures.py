@@ -8,7 +8,6 @@ bit for bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
-    python bench/bench_failures.py --campaign 100 --every 50 --memory-every 5  # copies in memory
     python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
 """
 
@@ -125,8 +124,6 @@ def trained(
             *("--checkpoints", str(checkpoints), "--every", str(options.every)),
             *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
         ]
-        if options.memory_every:
-            command += ["--memory-every", str(options.memory_every)]
         path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
         with (folder / "printed").open("w") as printed:
             process = subprocess.Popen(
@@ -308,7 +305,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     for name, value in (("ranks", 3), ("minibatches", 1000), ("every", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--memory-every", type=int, help="minibatches between copies in memory")
     parser.add_argument(
         "--timeout", type=float, default=4.0, help="timeout of the pipeline in seconds"
     )

@@ -16,7 +16,11 @@ from markdown_it.token import Token
 from spectrain_ext.cli.group import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "bench" / "README.md"),
+    *sorted((ROOT / "bench" / "results").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 # The first line of a program for several processes: its name and start command.
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
