@@ -1,10 +1,10 @@
-"""Compares `auto`, the default, with `1f1b` in eight stages: in one process and one per GPU."""
+"""Trains eight stages by `auto`, the default, and `1f1b`: in one process, then one per GPU."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ STAGES = 8
 METHODS = ("auto", "1f1b")
 
 
-def eight(cases: Cases, scale: Scale) -> None:
-    """Run one process with all devices, then 2, 4 and 8 processes with several stages each."""
-    for ranks in (1, *scale.processes)[: scale.few]:
+def training(cases: Cases, scale: Scale) -> None:
+    """Run one process with all devices, then several processes with several stages each."""
+    for ranks in (1, *scale.processes):
         case = f"{ranks} process{'es' * (ranks > 1)}"
         if fits(cases, case, ranks, scale):
             cases.run(case, lambda n=ranks: throughput(n, scale), cases.slowest_s)  # type: ignore[misc]
@@ -33,7 +33,7 @@ def eight(cases: Cases, scale: Scale) -> None:
 def stages(scale: Scale) -> list[nn.Module]:
     """Return equal stages with fixed weights."""
     torch.manual_seed(0)
-    width = scale.eight[1]
+    width = scale.training[1]
     linears = [nn.Linear(width, width) for _ in range(STAGES)]
     # eight of torch's default layers would leave almost nothing of the input
     for linear in linears:
@@ -43,14 +43,14 @@ def stages(scale: Scale) -> list[nn.Module]:
 
 def batch(scale: Scale) -> tuple[Tensor, Tensor]:
     """Return one minibatch, which is used repeatedly."""
-    _, width, examples = scale.eight
+    _, width, examples = scale.training
     gen = torch.Generator().manual_seed(1)
     x, y = (torch.randn(examples * STAGES, width, generator=gen) for _ in "xy")
     return x, y.mul_(0.1).add_(0.5)  # at any width the biases learn this much at once
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> Any:
-    return st.optim.SGD(list(parameters), lr=0.1, momentum=0.9)
+def sgd(parameters: Any) -> Any:
+    return st.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def measured(
@@ -60,7 +60,7 @@ def measured(
     lossy: bool,  # whether this process has the losses
 ) -> dict[str, Any]:
     """Return minibatches per second of each, in turn, and its first and last loss."""
-    minibatches = scale.eight[0]
+    minibatches = scale.training[0]
     speeds: dict[str, list[float]] = {name: [] for name in pipes}
     losses: dict[str, list[float]] = {name: [] for name in pipes}
     given: Any = None if data is None else [data] * minibatches
@@ -83,13 +83,9 @@ def measured(
     }
 
 
-def throughput(
-    ranks: int, scale: Scale, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def throughput(ranks: int, scale: Scale) -> dict[str, Any]:
     """Measure several processes with equal shares of the eight stages, or one with all devices."""
-    found: Sequence[dict[str, Any]] = run_all(
-        rank_main, ranks, scale, limit_s=LIMIT_S, environment=environment
-    )
+    found: Sequence[dict[str, Any]] = run_all(rank_main, ranks, scale, limit_s=LIMIT_S)
     # The last rank has the losses. Rank 0 starts every minibatch and finishes its last backward.
     mine, last = found[0], found[-1]
     for method in METHODS:
