@@ -98,6 +98,7 @@ check: $(VENV)/.all
 
 pytest: $(VENV)/.all
 	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
+	cd tests && $(abspath $(BIN))/python -m helpers.house
 
 nightly: $(VENV)/.all
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \

@@ -135,10 +135,11 @@ while sampler.epoch < args.epochs:
     if rank == 0:
         print(f"test loss {scores['loss']:.4f}, perplexity {math.exp(scores['loss']):.2f}")
 
-pipe.write_back(model if rank == 0 else None)
+# The trained model. Over ranks, each has trained only its own stage of it.
+if ranks > 1:
+    dist.destroy_process_group()
 if rank == 0:
+    st.checkpoint.load(manager.latest(), model, only_model=True)
     model.save_pretrained(args.out / "model")
     if args.model:
         tokenizer.save_pretrained(args.out / "model")
-if ranks > 1:
-    dist.destroy_process_group()

@@ -24,7 +24,6 @@ arguments = argparse.ArgumentParser(description=__doc__)
 arguments.add_argument("--epochs", type=int, default=3)
 arguments.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
 arguments.add_argument("--every", type=int, default=30, help="minibatches from save to save")
-arguments.add_argument("--memory-every", type=int, help="and to a copy in the hosts' memory")
 arguments.add_argument("--stop-file", type=Path, help="save and exit as soon as this file exists")
 arguments.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
 args = arguments.parse_args()
@@ -56,12 +55,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 manager = CheckpointManager(
-    args.checkpoints,
-    pipe,
-    sampler=sampler,
-    every_minibatches=args.every,
-    memory_every=args.memory_every,
-    keep=2,
+    args.checkpoints, pipe, sampler=sampler, every_minibatches=args.every, keep=2
 )
 manager.restore()
 stop = torch.zeros(1)
@@ -76,5 +70,5 @@ while sampler.epoch < args.epochs:
     scores = pipe.evaluate(test, {"accuracy": accuracy})  # the same on every rank
     if rank == 0:
         print(f"epoch {sampler.epoch}: {100 * scores['accuracy']:.1f} %")
-manager.save()  # the last checkpoint; ends copies in memory
+manager.save()
 dist.destroy_process_group()

@@ -29,7 +29,7 @@ from spectrain_ext.codecs import NAMES, packed_bytes
 from spectrain_ext.extras import picture, require, require_matplotlib
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.planning import LINKS
-from spectrain_ext.schedule import summarize
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
 
 from . import REMEDY

@@ -11,7 +11,7 @@ import torch
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, Window, find_method
-from spectrain_ext.schedule import summarize
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
 
 from .looks import REFERENCE

@@ -263,6 +263,20 @@ void Arrays::check_apart(const Borrowed& b, const Place& place,
                         place_of(name, next->index).text());
 }
 
+void Arrays::check_same_dtypes() const {
+  size_t outs = 0;
+  for (const ArrayList& list : kept_) {
+    if (list.role != Role::out) continue;
+    const Column& column = *column_of(Role::out, &outs);
+    for (size_t i = 0; i < plan->size(); ++i) {
+      const DType expected = plan->params.dtype[i], found = column.dtype[i];
+      if (found == expected) continue;
+      throw py::value_error(place_of(list.name, i).text() + ": expected " + name_of(expected) +
+                            ", got " + name_of(found));
+    }
+  }
+}
+
 void Arrays::keep(bool watch) {
   plan->keep_tables = true;
   if (!watch || watching_) return;

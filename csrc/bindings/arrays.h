@@ -67,6 +67,9 @@ class Arrays {
   // Checks that no array of the lists has moved; throws a RuntimeError that names the array.
   void check_in_place(Roles roles);
 
+  // Checks that the outs have the parameters' dtypes: in other uses they may be narrower.
+  void check_same_dtypes() const;
+
   // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
 

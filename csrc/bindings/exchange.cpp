@@ -1,6 +1,6 @@
 #include "exchange.h"
 
-#include "borrowed.h"
+#include "borrow.h"
 #include "shared.h"
 
 namespace spectrain {
@@ -35,24 +35,6 @@ bool is_cupy(py::handle array) {
   return false;
 }
 
-// Finds the current stream of an array's framework without that API. False if it has none.
-bool current_stream_of(py::handle array, int device, void** stream) {
-  if (array.is_none()) return false;
-  py::object handle;
-  if (is_cupy(array)) {
-    const py::object current = py::module_::import("cupy").attr("cuda").attr("get_current_stream");
-    handle = current(device).attr("ptr");
-  } else {
-    const py::object described_by = attribute(array, "__cuda_array_interface__");
-    if (attribute(array, "__dlpack__") || !described_by) return false;
-    const py::dict interface = described_by;
-    if (!interface.contains("stream") || interface["stream"].is_none()) return false;
-    handle = interface["stream"];
-  }
-  *stream = reinterpret_cast<void*>(handle.cast<uintptr_t>());
-  return true;
-}
-
 }  // namespace
 
 // Cached: a lookup costs 0.3 us, and nearly all arrays of a call have the same type.
@@ -81,7 +63,11 @@ void* resolve_stream(py::handle stream, py::handle array, int device) {
   void* handle = nullptr;
   const dlpack::ExchangeApi* api = array.is_none() ? nullptr : api_of(Py_TYPE(array.ptr()));
   if (api == nullptr) {
-    if (current_stream_of(array, device, &handle)) return handle;
+    if (!array.is_none() && is_cupy(array)) {
+      const py::object cuda = py::module_::import("cupy").attr("cuda");
+      const py::object current = cuda.attr("get_current_stream")(device);
+      return reinterpret_cast<void*>(current.attr("ptr").cast<uintptr_t>());
+    }
     const py::object torch_tensor = py::module_::import("torch").attr("Tensor");
     api = api_of(reinterpret_cast<PyTypeObject*>(torch_tensor.ptr()));
   }

@@ -86,6 +86,7 @@ class PyPlan {
   size_t distance_scratch() { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
     const Turn turn(turns_);
+    arrays_.check_same_dtypes();
     run({Role::params, Role::out}, stream, py::none(), [&](Plan& plan, void* s) {
       plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
     });

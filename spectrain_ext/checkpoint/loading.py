@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from . import documents, storage
+from . import storage
 from .documents import NAME, Json, decode, decode_at, digest, tensors_in
 from .parts import Item, Part, Stateful, parts_of
 from .progress import SamplerState, Training
@@ -111,16 +111,14 @@ def load_from(
     sampler: Sampler | None = None,
     only_model: bool = False,
     first_stage: int | None = None,
-    fetch: Callable[[list[set[str]]], None] | None = None,
 ) -> Loaded:
-    """Load a checkpoint; ``fetch`` gets each process's file names and supplies missing files."""
     doing = f"reading {directory.name}"
     directory = present(directory)
     bodies: list[Json] = []
     parts: list[Part] = []
 
     def names() -> dict[str, Any]:
-        body = storage.read(directory) if fetch is None else documents.read(directory)
+        body = storage.read(directory)
         bodies.append(body)
         parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
         return {
@@ -166,13 +164,11 @@ def load_from(
         return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
 
     keys = peers.call_on_all(match, doing)
-    if fetch is not None:
-        fetch([{body["tensors"][key]["file"] for key in each} for each in keys])
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
         tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
-        if not only_model and fetch is None:
+        if not only_model:
             # Verify unused tensors too, such as generators of other cuts; each process takes some.
             unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
             storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])

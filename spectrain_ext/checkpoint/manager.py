@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ from typing import cast
 import torch.distributed as dist
 
 from spectrain_ext.distributed.exchange import Peers
-from spectrain_ext.errors import CheckpointError, RankError
+from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
@@ -22,7 +22,6 @@ from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .loading import Loaded, load_from
-from .memory import NAME, Memory
 from .sampler import ShuffledSampler
 from .saving import PendingCheckpoint, Sampler, peers_of
 from .storage import drop, more_than_checkpoint, recover
@@ -30,16 +29,16 @@ from .storage import drop, more_than_checkpoint, recover
 _logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_SAVE, _COPY = "save", "copy"  # kinds of saves that can be due
+NAME = re.compile(r"minibatch-[0-9]{8,18}")
 
 
 class CheckpointManager:
     """A directory of checkpoints of one training run.
 
-    Each save and each copy in memory drains the pipeline, which changes the results of asynchronous
-    methods, because the stages refill with fresher weights. With ``every_minibatches`` the drains
-    come at fixed minibatches, so a resumed training gives the same bits as one that was never
-    stopped. With ``every_seconds`` they depend on the clock.
+    Each save drains the pipeline, which changes the results of asynchronous methods, because the
+    stages refill with fresher weights. With ``every_minibatches`` the drains come at fixed
+    minibatches, so a resumed training gives the same bits as one that was never stopped. With
+    ``every_seconds`` they depend on the clock.
 
     Args:
         directory: holds ``minibatch-00000100``, ... and the file ``latest`` with the newest name.
@@ -47,9 +46,6 @@ class CheckpointManager:
         sampler: determines the order of the data; saved and loaded too.
         every_minibatches: save after this many minibatches.
         every_seconds: save at the first minibatch after this many seconds.
-        memory_every: after this many minibatches, keep a copy in the machines' memory
-            (``/dev/shm``), for a restart on the same machines. Skipped while an asynchronous save
-            is being written.
         keep: number of checkpoints to keep. Older ones are removed once a newer one is complete,
             except those to which somebody has added files.
         asynchronous: write in a thread during training. This pays if writing takes longer than
@@ -89,7 +85,6 @@ class CheckpointManager:
         sampler: Sampler | None = None,
         every_minibatches: int | None = None,
         every_seconds: float | None = None,
-        memory_every: int | None = None,
         keep: int = 3,
         asynchronous: bool = False,
         first_stage: int | None = None,
@@ -98,7 +93,6 @@ class CheckpointManager:
         for name, value, least in (
             ("every_minibatches", every_minibatches, 1),
             ("every_seconds", every_seconds, 0),
-            ("memory_every", memory_every, 1),
             ("keep", keep, 1),
         ):
             if value is not None and not value >= least:
@@ -122,8 +116,6 @@ class CheckpointManager:
             )
         self._writing = Peers(process_group)
         self._saving: Future[None] | None = None
-        self._memory_every = memory_every
-        self._memory = Memory(self.directory, self.latest, self._peers, memory_every is not None)
         self._failed = False
         self._offset = self._position()
         self._last = (0, time.monotonic())
@@ -151,9 +143,6 @@ class CheckpointManager:
     def restore(self) -> Loaded | None:
         """Load the newest checkpoint; return None and change nothing if there is none.
 
-        With ``memory_every``, a newer copy in the machines' memory is loaded instead. If that is
-        damaged, a warning is logged and the newest checkpoint on disk is loaded.
-
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit; the message names the file.
                 You can pass an older one to ``load``.
@@ -162,38 +151,18 @@ class CheckpointManager:
         with self._peers.together(doing):
             self.wait()
             found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
-            copy = self._memory.find()
-        loaded = None
-        if copy is not None:
-            try:
-                loaded = self._load(copy.path, functools.partial(self._memory.fetch, copy))
-            except (CheckpointError, RuntimeError) as error:  # raised in all processes
-                if isinstance(error, RankError) or not found:
-                    raise
-                if self._peers.rank == 0:
-                    _logger.warning("the copy in /dev/shm cannot be used: %s", error)
-        if loaded is None:
-            if not found:
-                return None
-            loaded = self._load(Path(found))
-            self._memory.end()
+        if not found:
+            return None
+        path = Path(found)
+        with self._peers.together(f"loading {path.name}"):
+            loaded = load_from(
+                path, self.pipe, self._peers, sampler=self.sampler, first_stage=self._first_stage
+            )
+        self._log("checkpoint loaded: %s", path)
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
         self._failed = False
         self._last = (self.minibatches, time.monotonic())
-        return loaded
-
-    def _load(self, path: Path, fetch: Callable[[list[set[str]]], None] | None = None) -> Loaded:
-        with self._peers.together(f"loading {path.name}"):
-            loaded = load_from(
-                path,
-                self.pipe,
-                self._peers,
-                sampler=self.sampler,
-                first_stage=self._first_stage,
-                fetch=fetch,
-            )
-        self._log("checkpoint loaded: %s", path)
         return loaded
 
     def _recover(self) -> Path | None:
@@ -267,18 +236,13 @@ class CheckpointManager:
     def _save_if_due(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if due; return whether this was the loop's last run in any process."""
         with self._peers.together("counting the minibatches of a run"):
-            due = self._due()
-            if due == _COPY and self._saving is not None and not self._saving.done():
-                due = None  # do not wait for the save
-            found = self._peers.all_gather((self.minibatches, due, left))
+            found = self._peers.all_gather((self.minibatches, self._due(), left))
             # rank 0 feeds the run, so only it has counted the minibatches
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None
         self._failed = False
-        if due == _SAVE:
+        if due:
             self.save(more)
-        elif due == _COPY:
-            self._copy(more)
         ended = any(last for _, _, last in found)
         if ended:
             self._rewind()
@@ -297,16 +261,13 @@ class CheckpointManager:
                 return
         self._exhausted = True
 
-    def _due(self) -> str | None:
+    def _due(self) -> bool:
         minibatches, moment = self._last
         if self.minibatches == minibatches:
-            return None
+            return False
         if self._every is not None and self.minibatches % self._every == 0:
-            return _SAVE
-        if self._seconds is not None and time.monotonic() - moment >= self._seconds:
-            return _SAVE
-        copies = self._memory_every is not None and self.minibatches % self._memory_every == 0
-        return _COPY if copies else None
+            return True
+        return self._seconds is not None and time.monotonic() - moment >= self._seconds
 
     def save(self, extra: object = None) -> Path:
         """Save now, and return the checkpoint's path.
@@ -325,37 +286,23 @@ class CheckpointManager:
         path = self.directory / f"minibatch-{self.minibatches:08d}"
         with self._peers.together(f"saving {path.name}"):
             self.wait()
-            self._write(path, extra, copy=False)
+            pending = PendingCheckpoint(
+                path,
+                self.pipe,
+                self._peers,
+                minibatches=self.minibatches,
+                sampler=self._positioned(),
+                extra=extra,
+                overwrite=True,
+                first_stage=self._first_stage,
+                committed=lambda: self._committed(path),
+            )
+            if self._asynchronous:
+                self._saving = pending.write_behind(self._writing)
+            else:
+                pending.write()
         self._last = (self.minibatches, time.monotonic())
         return path
-
-    def _copy(self, extra: object) -> None:
-        name = f"minibatch-{self.minibatches:08d}"
-        with self._peers.together(f"copying {name} to the hosts' memory"):
-            self.wait()
-            path = self._memory.begin(name)
-            if path is not None:
-                self._write(path, extra, copy=True)
-        self._last = (self.minibatches, self._last[1])
-
-    def _write(self, path: Path, extra: object, copy: bool) -> None:
-        pending = PendingCheckpoint(
-            path,
-            self.pipe,
-            self._peers,
-            minibatches=self.minibatches,
-            sampler=self._positioned(),
-            extra=extra,
-            overwrite=True,
-            first_stage=self._first_stage,
-            committed=None if copy else lambda: self._committed(path),
-            within=self._memory.writing(path if copy else None),
-            hosts=self._memory.hosts if copy else (),
-        )
-        if self._asynchronous:
-            self._saving = pending.write_behind(self._writing)
-        else:
-            pending.write()
 
     def _log(self, what: str, path: Path) -> None:
         if self._peers.rank == 0:

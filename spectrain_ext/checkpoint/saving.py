@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.pipeline import DistributedPipeline
-from spectrain_ext.files import partial
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import Json, Keep, encode
-from .memory import to_neighbours
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, parts_of
 from .progress import AveragingState, SamplerState, SchedulerState, Training
@@ -144,15 +141,12 @@ class PendingCheckpoint:
         only_model: bool = False,
         first_stage: int | None = None,
         committed: Callable[[], None] | None = None,  # called on rank 0 after the commit
-        within: AbstractContextManager[object] | None = None,  # entered while writing
-        hosts: Sequence[int] = (),  # machine of each rank, for a directory per machine; empty: one
     ) -> None:
         self._path = Path(path).absolute()
         self._overwrite = overwrite
         self._peers = peers
-        self._committed, self._within = committed, within or nullcontext()
-        self._hosts = hosts or [0] * peers.size
-        self._first = self._hosts.index(self._hosts[peers.rank]) == peers.rank
+        self._committed = committed
+        self._first = peers.rank == 0
         self._tensors: dict[str, Tensor] = {}
 
         def collect() -> Json:
@@ -193,7 +187,7 @@ class PendingCheckpoint:
         return future
 
     def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
-        """Write this process's tensors; the first process of a directory adds the document."""
+        """Write this process's tensors; the first process adds the document."""
         told = (f"writing {self._path.name}", str(self._path))
 
         def own() -> tuple[Json, dict[str, int]]:
@@ -206,22 +200,20 @@ class PendingCheckpoint:
             return entries, sizes
 
         def commit() -> None:
-            if self._first:
-                entries = {key: entry for each, _ in found for key, entry in each.items()}
-                files = {name: size for _, each in found for name, size in each.items()}
-                storage.commit(self._path, self._overwrite, self._body, entries, files)
-            if peers.rank == 0 and self._committed is not None:
+            if not self._first:
+                return
+            entries = {key: entry for each, _ in found for key, entry in each.items()}
+            files = {name: size for _, each in found for name, size in each.items()}
+            storage.commit(self._path, self._overwrite, self._body, entries, files)
+            if self._committed is not None:
                 self._committed()
 
-        with self._within:
-            try:
-                found = peers.call_or_fail_together(own, *told)
-                moves = to_neighbours(self._hosts, [files for _, files in found])
-                peers.move(moves, partial(self._path))
-                peers.call_or_fail_together(commit, *told)
-            except BaseException:
-                self._discard()
-                raise
+        try:
+            found = peers.call_or_fail_together(own, *told)
+            peers.call_or_fail_together(commit, *told)
+        except BaseException:
+            self._discard()
+            raise
 
     def _discard(self) -> None:
         if self._first:

@@ -7,7 +7,7 @@ import click
 
 from spectrain_ext.method import Window, chunks_of, microbatches_of, numbers_of
 from spectrain_ext.planning import LINKS, find_link
-from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
+from spectrain_ext.simulation import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 

@@ -123,7 +123,7 @@ class GradientSum:
     # A run
 
     def begin(self) -> None:
-        for p in (p for p in self._params if p.requires_grad):
+        for p in self._params:
             self._handles.append(p.register_post_accumulate_grad_hook(self._on_gradient))
 
     def end(self) -> None:

@@ -25,16 +25,8 @@ from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import (
-    Duties,
-    Generator,
-    Instruction,
-    Kind,
-    Place,
-    Replicas,
-    device_order,
-    name_of,
-)
+from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
+from spectrain_ext.schedule.devices import device_order
 from spectrain_ext.transport import Receiver, Sender
 
 from .agreement import (
@@ -146,7 +138,10 @@ class RankConnections(Connections):
             self.norm.rank_group = self.all_ranks()
         rank_group, weights = self.links.rank_group, first.weights
         if rank_group is not None and self._averaging is None:
-            self._total = self._sum_of(first)
+            params = [] if weights is None else weights.params
+            self._total = GradientSum(
+                params, rank_group, board, first.compute, first.weight_gradients
+            )
             first.join = self._total.largest
         elif rank_group is not None and self._averaging is not None and weights is not None:
             exchange = weight_exchange(rank_group, board)
@@ -162,20 +157,6 @@ class RankConnections(Connections):
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
         self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
-
-    def tie_again(self, copies: Sequence[Copy]) -> None:
-        """Do nothing: there are no links for new ties, so tie ends refuse them during the run."""
-
-    def change(self, method: Method, places: list[Place]) -> None:
-        super().change(method, places)
-        if self._total is not None:  # more parameters may have become trainable
-            self._total = self._sum_of(self._stages[0])
-
-    def _sum_of(self, stage: Stage) -> GradientSum:
-        rank_group, weights = self.links.rank_group, stage.weights
-        assert rank_group is not None
-        params = [] if weights is None else weights.params
-        return GradientSum(params, rank_group, self._board, stage.compute, stage.weight_gradients)
 
     def all_ranks(self) -> RankGroup:
         """Return a CPU group of all ranks, which is connected on first use."""

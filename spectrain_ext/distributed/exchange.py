@@ -1,21 +1,17 @@
-"""Exchanges values, errors, tensors and files among the processes of a group."""
+"""Exchanges values and errors among the processes of a group."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.files import partial, remove
 
 from .failures import is_broken_connection
 
@@ -29,15 +25,6 @@ class Watched(Protocol):
 
     def together(self, what: str) -> AbstractContextManager[None]: ...
     def busy(self, what: str) -> AbstractContextManager[None]: ...
-
-
-class Move(NamedTuple):
-    """A file to be sent from one process to another."""
-
-    name: str
-    size: int
-    source: int
-    target: int
 
 
 class Peers:
@@ -92,57 +79,6 @@ class Peers:
             raise CheckpointError(told) from error
         return [answer["value"] for answer in found]
 
-    def broadcast(self, rank: int, mine: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Return the CPU tensor of this shape and dtype that process ``rank`` passes."""
-        found = torch.empty(shape, dtype=dtype) if mine is None else mine.contiguous()
-        if found.numel() and self.size > 1:
-            assert self._group is not None
-            # As bytes, because gloo does not support all dtypes.
-            body = found.view(-1).view(torch.uint8)
-            with _connected():
-                dist.broadcast(body, dist.get_global_rank(self._group, rank), group=self._group)
-        return found
-
-    def move(self, moves: Sequence[Move], directory: Path) -> None:
-        """Send files between the processes' own copies of a directory, in parallel.
-
-        All processes pass the same moves. A file gets its name once it has arrived completely.
-        """
-        if not moves:
-            return
-        doing, what = f"sending files of {directory.name}", str(directory)
-        own = [
-            (k, m, directory / m.name, m.target == self.rank)
-            for k, m in enumerate(moves)
-            if self.rank in (m.source, m.target)
-        ]
-        contents: list[Tensor] = []
-
-        def begin() -> None:
-            for _, m, path, comes in own:
-                if path.name != m.name or m.name.startswith("."):  # untrusted: from a peer
-                    raise ValueError(f"{m.name!r} is no name of a file")
-                contents.append(_mapped(_allocate(path, m.size) if comes else path, m.size, comes))
-
-        def end() -> None:
-            for path in (path for _, _, path, comes in own if comes):
-                partial(path).rename(path)
-
-        self.call_or_fail_together(begin, doing, what)
-        with _connected():
-            works = [
-                dist.irecv(content, self._global(m.source), group=self._group, tag=k)
-                if comes
-                else dist.isend(content, self._global(m.target), group=self._group, tag=k)
-                for content, (k, m, _, comes) in zip(contents, own, strict=True)
-            ]
-            for work in filter(None, works):
-                work.wait()
-        self.call_or_fail_together(end, doing, what)
-
-    def _global(self, rank: int) -> int:
-        return rank if self._group is None else dist.get_global_rank(self._group, rank)
-
     def _attempted(
         self, make: Callable[[], T], doing: str
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
@@ -177,18 +113,3 @@ def _connected() -> Iterator[None]:
         if is_broken_connection(error):
             raise ConnectionError(f"the processes have lost one another: {error}") from error
         raise
-
-
-def _mapped(path: Path, size: int, shared: bool) -> Tensor:
-    return torch.from_file(str(path), shared=shared, size=size, dtype=torch.uint8)
-
-
-def _allocate(path: Path, size: int) -> Path:
-    """Allocate a partial file: a full disk is an OSError here instead of a SIGBUS later."""
-    remove(partial(path))  # left by an interrupted move
-    handle = os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(handle, 0, size)
-    finally:
-        os.close(handle)
-    return partial(path)

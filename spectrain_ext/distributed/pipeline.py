@@ -29,7 +29,6 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .connections import RankConnections
 from .exchange import Peers
-from .write_back import write_back
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -207,16 +206,12 @@ class DistributedPipeline(Pipeline):
         The pipeline cannot run again after a failure.
         """
         elsewhere = sorted(set(range(len(self.replicas))).difference(self._connections.indices))
-        for uncut in self._uncut() if elsewhere else ():
+        noted = (getattr(stage, "uncut", None) for stage in self.children() if elsewhere)
+        for uncut in filter(None, noted):
             uncut.trained_elsewhere(elsewhere)
         run = super().run(self._own_batches(batches), trace=trace, keep=keep)
         self._board.latest_run = ref(run)
         return run
-
-    def _uncut(self) -> list[Any]:
-        """Return what ``partition`` noted about the model that was cut."""
-        noted = (getattr(stage, "uncut", None) for stage in self.children())
-        return [uncut for uncut in noted if uncut is not None]
 
     def _own_batches(self, batches: Iterable[object] | None) -> Iterable[object]:
         if self.rank:
@@ -233,32 +228,6 @@ class DistributedPipeline(Pipeline):
             hosts = self._connections.all_ranks().host
             self._board.set_action(doing)
             return Peers(hosts, self._board).call_on_all(make, doing)
-
-    def write_back(self, model: nn.Module | None) -> None:
-        """Write the true weights of all stages into the uncut model, on the ranks that pass one.
-
-        Every rank calls this between two runs. Tensors are sent one at a time through CPU memory:
-        all trainable ones, and others only where the model's values differ. They come from each
-        stage's first replica. Tensors that the model shares with this rank's stage are skipped.
-        With ``averaging``, call this and use the model inside ``averaged()``.
-
-        Args:
-            model: as for ``Pipeline``, or None on a rank that needs no copy.
-
-        Raises:
-            RuntimeError: a run has not ended, or an earlier one failed.
-            TypeError, ValueError: as for ``Pipeline``, on the rank with the model; RuntimeError on
-                the others. Nothing has been written.
-            RankError: another rank failed. Some tensors may have been written.
-        """
-        what = "writing the weights back"
-        with self._executor.callers_turn(), self.together(what), torch.no_grad():
-            hosts = self._connections.all_ranks().host
-            self._board.set_action(what)
-            own = self.state_dict(keep_vars=True)
-            write_back({} if self.replica else own, own, model, Peers(hosts, self._board))
-            for uncut in self._uncut() if model is not None else ():
-                uncut.loaded(model)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

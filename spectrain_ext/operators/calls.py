@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,15 +29,7 @@ class SupportsDLPack(Protocol):
         """Return a capsule that describes the array's memory."""
 
 
-class SupportsCudaArray(Protocol):
-    """A CUDA array of a framework without DLPack."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Description of the array's memory."""
-
-
-Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
+Array: TypeAlias = "Tensor | SupportsDLPack"
 Tensors: TypeAlias = "Array | Sequence[Array]"
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
@@ -60,15 +51,7 @@ def is_array(value: object) -> bool:
     """Return whether an argument is one array and not a sequence of arrays."""
     if isinstance(value, (list, tuple)):  # the common cases first: they need no further check
         return False
-    if isinstance(value, Tensor):
-        return True
-    if hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
-        return True
-    try:
-        memoryview(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True
+    return isinstance(value, Tensor) or hasattr(value, "__dlpack__")
 
 
 def framework_of(array: object) -> str:
@@ -80,20 +63,10 @@ def framework_of(array: object) -> str:
     return ""
 
 
-def dtype_of(array: Any) -> object:
-    """Return the dtype of the array's framework, or torch's for a plain buffer."""
-    if hasattr(array, "dtype"):
-        return array.dtype
-    return {"e": torch.float16, "f": torch.float32, "d": torch.float64}[memoryview(array).format]
-
-
 def device_of(array: Any) -> torch.device:
     """Return the device of an array of any framework."""
     if isinstance(array, Tensor):
         return array.device
-    if not hasattr(array, "__dlpack_device__"):
-        cuda = hasattr(array, "__cuda_array_interface__")  # it does not tell: the current device
-        return torch.device("cuda" if cuda else "cpu")
     kind, index = array.__dlpack_device__()
     return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
 
@@ -115,8 +88,7 @@ class Lists:
     def _tuple(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
 
-    def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
-        """Add an argument and return its arrays."""
+    def add(self, role: Role, name: str, value: object, *, writes: bool) -> None:
         one = is_array(value) or not isinstance(value, Iterable)
         if one is not self.single:
             kind = "one tensor" if self.single else "a sequence of tensors"
@@ -127,7 +99,6 @@ class Lists:
         self._lists.append((role, name, writes, arrays))
         if role is Role.GRADS:
             self._stepped = [grad is not None for grad in arrays]
-        return arrays
 
     def bump(self, untouched: Role | None = None) -> None:
         """Bump the version counters of written tensors, except those of the `untouched` role."""

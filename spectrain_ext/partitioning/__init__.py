@@ -1,21 +1,16 @@
 """Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages."""
 
-from .blocks import Slice
-from .cut import Cut, StageEstimate, cut
+from .cut import Cut, cut
 from .marks import mark_ties
 from .materializing import materialize
-from .profile import BlockProfile, Profile, Tie, measure
-from .stages import Partition, cut_at, partition, profile_of
+from .profile import Profile, measure
+from .stages import Partition, cut_at, partition
 from .traced import TracedStage
 
 __all__ = [
-    "BlockProfile",
     "Cut",
     "Partition",
     "Profile",
-    "Slice",
-    "StageEstimate",
-    "Tie",
     "TracedStage",
     "cut",
     "cut_at",
@@ -23,5 +18,4 @@ __all__ = [
     "materialize",
     "measure",
     "partition",
-    "profile_of",
 ]

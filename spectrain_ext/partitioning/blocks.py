@@ -23,11 +23,6 @@ class Slice(nn.Sequential):
         blocks: the modules, shared with the model.
         first: the model's index of the first of them.
         names: the model's names of them; None: their indices, as in ``nn.Sequential``.
-
-    Example:
-        >>> stage = st.partitioning.Slice([nn.Linear(4, 4), nn.ReLU()], first=3)
-        >>> stage.full_name("0.weight")
-        '3.weight'
     """
 
     def __init__(

@@ -13,9 +13,6 @@ from spectrain_ext.files import read_json
 
 from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
-# (stage k, number of stages) -> count
-StageCount = Callable[[int, int], int]
-
 _NEVER = float("inf")
 _LARGEST = 1 << 24  # bytes of a plan's file
 
@@ -41,12 +38,6 @@ class StageEstimate:
         memory_bytes: all copies of the parameters, plus saved tensors of the window.
         speed: how many times as fast as the measured device the stage's devices are.
         modules: the names of the first and the last block, or of the only one.
-
-    Example:
-        >>> blocks = (st.partitioning.BlockProfile(2.0), st.partitioning.BlockProfile(1.0))
-        >>> first, last = st.partitioning.cut(st.partitioning.Profile(blocks), 2).stages
-        >>> first.blocks, first.seconds
-        (range(0, 1), 2.0)
     """
 
     blocks: range
@@ -72,10 +63,10 @@ class Cut:
         stages: an estimate per stage.
 
     Example:
-        >>> blocks = tuple(st.partitioning.BlockProfile(s) for s in (1.0, 2.0, 1.5, 1.5))
-        >>> found = st.partitioning.cut(st.partitioning.Profile(blocks), 2)
-        >>> found.ends, found.bottleneck, found.slowest, found.balance
-        ((2, 4), 0, 3.0, 1.0)
+        >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        >>> found = st.partition(model, 2, torch.ones(4, 8), profile="parameters").cut
+        >>> found.ends, found.bottleneck, found.balance
+        ((1, 3), 1, 0.75)
     """
 
     ends: tuple[int, ...]
@@ -115,11 +106,6 @@ class Cut:
         return "\n".join(rows)
 
 
-def classic_window(k: int, n: int) -> int:
-    """Return the window of stage k of n under 1F1B."""
-    return n - k
-
-
 def cut(
     profile: Profile,
     n_stages: int,
@@ -127,17 +113,15 @@ def cut(
     speeds: Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
     memory_limit: int | Sequence[int] | None = None,
-    weight_copies: int | StageCount = 4,
-    window: int | StageCount = classic_window,
     replicas: Sequence[int] | None = None,
 ) -> Cut:
     """Return the division with the fastest slowest stage; of equal ones, the most even.
 
     A stage's time is that of its blocks divided by its speed and replicas, plus, with a
     ``bandwidth``, the transfer over both edges: an activation one way and a gradient of the same
-    size back. Its memory is ``weight_copies`` times its parameters plus ``window`` times the saved
-    tensors of its blocks. The search is exact, by dynamic programming in
-    ``O(n_stages * blocks**2)``.
+    size back. Its memory is four times its parameters, for true weights, working weights, gradients
+    and momentum, plus the saved tensors of its blocks for the ``n_stages - k`` microbatches in
+    flight under 1F1B. The search is exact, by dynamic programming in ``O(n_stages * blocks**2)``.
 
     Args:
         profile: from ``measure``, or made by hand.
@@ -146,10 +130,6 @@ def cut(
         bandwidth: bytes per second between neighbouring stages, or one number per boundary. None:
             transfers cost nothing, as when they overlap with computation.
         memory_limit: bytes per stage, one number for all or one each.
-        weight_copies: memory for weights, gradients, optimizer state and kept versions, in copies
-            of the parameters: a number or a function of (k, n_stages). The default counts true
-            weights, working weights, gradients and momentum.
-        window: microbatches in flight, a number or a function of (k, n_stages).
         replicas: number of replicas of each stage, which share its microbatches; None: 1.
 
     Raises:
@@ -157,9 +137,10 @@ def cut(
             blocks share), or a memory limit that no division meets.
 
     Example:
-        >>> blocks = tuple(st.partitioning.BlockProfile(s) for s in (1.0, 2.0, 1.5, 1.5))
-        >>> st.partitioning.cut(st.partitioning.Profile(blocks), 3).ends
-        (2, 3, 4)
+        >>> model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        >>> profile = st.partition(model, 1, torch.ones(4, 8), profile="parameters").profile
+        >>> st.partitioning.cut(profile, 2).ends
+        (2, 4)
     """
     blocks = len(profile.blocks)
     if not 1 <= n_stages <= blocks:
@@ -175,7 +156,7 @@ def cut(
         )
     limits = _limits(memory_limit, n_stages)
     places = _places(profile, n_stages)
-    costs = _Costs(profile, shares, paces, widths, weight_copies, window)
+    costs = _Costs(profile, shares, paces, widths)
 
     def slowest(start: int, end: int, k: int) -> float:
         within = costs.memory(start, end, k) <= limits[k]
@@ -206,8 +187,6 @@ class _Costs:
         replicas: Sequence[int],
         speeds: Sequence[float],
         bandwidths: Sequence[float] | None,
-        weight_copies: int | StageCount,
-        window: int | StageCount,
     ) -> None:
         blocks, n = profile.blocks, len(replicas)
         self._names = [block.name for block in blocks]
@@ -220,8 +199,6 @@ class _Costs:
         # seconds per byte of the edges before and after every stage
         inner = [0.0] * (n - 1) if bandwidths is None else [2.0 / width for width in bandwidths]
         self._per_byte = [0.0, *inner, 0.0]
-        self._copies = _counts(weight_copies, n, "weight_copies")
-        self._windows = _counts(window, n, "window")
 
     def transfer(self, start: int, end: int, k: int) -> float:
         before, after = self._per_byte[k : k + 2]
@@ -237,7 +214,7 @@ class _Costs:
     def memory(self, start: int, end: int, k: int) -> int:
         parameters = self._parameters[end] - self._parameters[start]
         saved = self._saved[end] - self._saved[start]
-        return self._copies[k] * parameters + self._windows[k] * saved
+        return 4 * parameters + (len(self._replicas) - k) * saved
 
     def estimate(self, start: int, end: int, k: int) -> StageEstimate:
         return StageEstimate(
@@ -309,14 +286,6 @@ def _limits(memory_limit: int | Sequence[int] | None, n: int) -> list[float]:
     if len(memory_limit) != n:
         raise ValueError(f"memory_limit: expected one per stage ({n}), got {len(memory_limit)}")
     return list(memory_limit)
-
-
-def _counts(given: int | StageCount, n: int, name: str) -> list[int]:
-    counts = [given(k, n) if callable(given) else given for k in range(n)]
-    for k, count in enumerate(counts):
-        if count < 1:
-            raise ValueError(f"{name}: expected at least 1, got {count} for stage {k} of {n}")
-    return counts
 
 
 def _too_little_memory(costs: _Costs, places: list[int], limits: list[float], n: int) -> str:

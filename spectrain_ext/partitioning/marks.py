@@ -73,8 +73,8 @@ class _Uncut:
             model.register_load_state_dict_post_hook(self.loaded)
         self._elsewhere = stages
 
-    def loaded(self, model: nn.Module, keys: Any = None) -> None:
-        if model is self._model() and not (keys and keys.missing_keys):
+    def loaded(self, model: nn.Module, keys: Any) -> None:
+        if model is self._model() and not keys.missing_keys:
             self._elsewhere = ()
 
     def __call__(self, model: nn.Module, state: Mapping[str, Any], *_: object) -> None:

@@ -67,10 +67,6 @@ class BlockProfile:
         saved_bytes: size of the tensors that autograd saves for the backward, without parameters.
         name: the model's name of the block or of its first submodule, for messages.
         forward_seconds: time of the forward; None: a third of ``seconds``.
-
-    Example:
-        >>> st.partitioning.BlockProfile(0.006, output_bytes=4096).parts
-        (0.002, 0.004)
     """
 
     seconds: float
@@ -107,12 +103,6 @@ class Tie:
         first: index of the earlier block.
         last: index of the later block.
         what: description of both places, for messages.
-
-    Example:
-        >>> blocks = (st.partitioning.BlockProfile(1.0),) * 3
-        >>> tie = st.partitioning.Tie(0, 1, "a module of both")
-        >>> st.partitioning.cut(st.partitioning.Profile(blocks, (tie,)), 2).ends
-        (2, 3)
     """
 
     first: int
@@ -135,9 +125,10 @@ class Profile:
             replica each.
 
     Example:
-        >>> profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0, name="embed"),))
-        >>> profile.blocks[0].name
-        'embed'
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> profile = st.partition(model, 2, torch.ones(4, 8), profile="parameters").profile
+        >>> [block.name for block in profile.blocks]
+        ['0', '1']
     """
 
     blocks: tuple[BlockProfile, ...]

@@ -21,8 +21,6 @@ from .cut import (
     Cut,
     HasDocument,
     PlannedCut,
-    StageCount,
-    classic_window,
     cut,
     planned_cut,
 )
@@ -55,8 +53,8 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         ends: ascending block indices; the last is the number of blocks.
 
     Returns:
-        A ``Slice`` of the model's own blocks per stage. Stages that share a parameter with an
-        earlier one have ``tied_parameters``, see ``mark_ties``. Pipelines refuse the stages in
+        Per stage an ``nn.Sequential`` of the model's own blocks. Stages that share a parameter with
+        an earlier one have ``tied_parameters``, see ``mark_ties``. Pipelines refuse the stages in
         another order.
 
     Raises:
@@ -144,12 +142,9 @@ def partition(
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
     profile: Profile | Literal["parameters"] | None = None,
-    repeats: int = 5,
     speeds: Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
     memory_limit: int | Sequence[int] | None = None,
-    weight_copies: int | StageCount = 4,
-    window: int | StageCount = classic_window,
 ) -> Partition:
     """Cut a model into stages so that the slowest stage is as fast as possible.
 
@@ -188,13 +183,10 @@ def partition(
         profile: used instead of measuring; it describes the blocks, or the parts between all split
             points. ``"parameters"`` counts a block's parameters, without embeddings, which gives
             the same cut in every process.
-        repeats: timed runs of each block.
         speeds: per stage, how many times as fast as the measuring device it computes; None: 1.
         bandwidth: bytes per second between neighbouring stages, or one number per boundary; None:
             transfers cost nothing.
-        memory_limit: bytes per stage, one number for all or one each.
-        weight_copies: copies of the parameters that a stage holds, see ``cut``.
-        window: microbatches in flight, see ``cut``.
+        memory_limit: bytes per stage, one number for all or one each; see ``cut``.
 
     Returns:
         The stages with their estimates. Measured times vary, and so may the cuts. In a process
@@ -243,7 +235,7 @@ def partition(
         profile = Profile(planned.blocks, ties)
     elif profile is None:
         profile = source.with_block_names(
-            measure_on_rank_0(lambda: source.measure(repeats=repeats, ties=ties), blocks)
+            measure_on_rank_0(lambda: source.measure(repeats=5, ties=ties), blocks)
         )
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
@@ -258,8 +250,6 @@ def partition(
             speeds=speeds,
             bandwidth=bandwidth,
             memory_limit=memory_limit,
-            weight_copies=weight_copies,
-            window=window,
         )
 
     found = best(ties if planned is None else planned.closed)
@@ -306,24 +296,7 @@ def profile_of(
     after: Callable[[Any], Any] | None = None,
     repeats: int = 5,
 ) -> Profile:
-    """Measure the blocks between which ``partition`` would cut a model.
-
-    Args:
-        model, example_input, before, after: as for ``partition``.
-        repeats: timed runs of each block.
-
-    Returns:
-        The block costs, with ties and shared parameters.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as for ``partition``.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> profile = st.partitioning.profile_of(model, torch.ones(4, 8))
-        >>> [block.parameter_bytes for block in profile.blocks]
-        [288, 0, 72]
-    """
+    """Measure the blocks between which ``partition`` would cut a model."""
     source = _source(model, 1, example_input, None, before, after)
     measured = source.measure(repeats=repeats, ties=source.ties(source.blocks))
     return replace(source.with_block_names(measured), shared=shared_of(source.blocks))

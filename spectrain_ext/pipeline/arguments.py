@@ -421,11 +421,9 @@ def make_optimizer(
     module: nn.Module,
     k: int,
     copies: Set[Tensor] = frozenset(),
-    more: Set[Tensor] = frozenset(),  # must be in it, frozen or not
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of stage k, None if it has nothing to train but copies."""
-    trained = (p for p in module.parameters() if p.requires_grad or p in more)
-    params = [p for p in trained if p not in copies]
+    params = [p for p in module.parameters() if p.requires_grad and p not in copies]
     if not params:
         return None
     with placed(f"in optimizer, for stages[{k}]"):

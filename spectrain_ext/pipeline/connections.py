@@ -79,11 +79,6 @@ class Connections:
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))
 
-    def tie_again(self, copies: Sequence[Copy]) -> None:
-        """Reconnect ties, some of which send gradients only from the next run on."""
-        self._tied = ties_of(each.member for each in copies), copies
-        self._ties = self._made_ties()
-
     # Edges.
 
     @property

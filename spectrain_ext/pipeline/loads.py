@@ -17,6 +17,7 @@ from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, SavedWeights, Storage, VersionBuffer
 
 from .edges import Cursor
+from .names import bare
 
 #: Runs an instruction of a stage, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
@@ -68,6 +69,7 @@ class Loads:
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
         )
+        self._learning = _learning(module)
         self._guarded: list[nn.Parameter] = []
         self._aside: list[tuple[nn.Parameter, Tensor]] = []  # gradients, between two results
         self._follows: AbstractContextManager[object] = NOTHING
@@ -121,6 +123,18 @@ class Loads:
         """Raise RuntimeError if a parameter has left its flat buffer."""
         if self.weights is not None:
             self.weights.check(self.index)
+
+    def check_flags(self) -> None:
+        """Raise RuntimeError if a parameter was frozen or unfrozen since the stage was made."""
+        now = _learning(self.module)
+        if now != self._learning:
+            name = min(now ^ self._learning)
+            raise RuntimeError(
+                f"stages[{self.index}]: parameter {bare(name)!r} was "
+                f"{'unfrozen' if name in now else 'frozen'} since the pipeline was made; save a "
+                "checkpoint, release() this pipeline, make a new one of the stages, and load the "
+                "checkpoint into that"
+            )
 
     def begin_weights(self, follows: bool = False) -> None:
         """Start a run with the weights that the module holds.
@@ -327,6 +341,10 @@ class Loads:
             self.compute.wait(stepped)
             self.compute.writes(self.weight_gradients)
             self._gradients_read = None
+
+
+def _learning(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.requires_grad}
 
 
 # Clipping, by the gradient norm of a stage or of all stages.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -142,36 +142,3 @@ def _check_alike(p: nn.Parameter, names: Iterable[str], given: Mapping[str, Any]
             one, other = (each.to(value.device, p.dtype) for each in (values[first], value))
             if not torch.equal(one, other):
                 raise ValueError(f"load_state_dict: {differing(first, name)}")
-
-
-def tensors_by_name(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return a model's tensors by these names, which must be all of its state dict."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    state = model.state_dict(keep_vars=True)
-    found = {bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    missing, unexpected = shapes.keys() - found.keys(), found.keys() - shapes.keys()
-    if missing or unexpected:
-        if missing:
-            why = f"has no {min(missing)!r}, which the stages have"
-        else:
-            why = f"has {min(unexpected)!r}, which no stage has"
-        raise ValueError(
-            f"model: a {type(model).__name__} {why} (of {len(shapes)} names {len(missing)} are "
-            f"missing, and {len(unexpected)} more are there); expected the model that was cut, or "
-            "one like it"
-        )
-    for name, shape in shapes.items():
-        if list(found[name].shape) != list(shape) or found[name].is_meta:
-            on = " on the meta device" if found[name].is_meta else ""
-            raise ValueError(
-                f"model: {name!r} has shape {list(found[name].shape)}{on}, expected {list(shape)}"
-            )
-    return found
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same memory, dtype, shape and strides."""
-    return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
-        *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,10 +62,6 @@ class Training:
     def _phases(self) -> list[tuple[Method, list[Place]]]:
         return [*zip(phases_of(self.method), self.of_phases, strict=True)]
 
-    def made(self, k: int, held: Set[Tensor] = frozenset()) -> torch.optim.Optimizer | None:
-        """Make the optimizer of stage k; None: it has nothing to train."""
-        return make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys(), held)
-
     def _factor(self, k: int) -> Callable[[int], float] | None:
         return factor_of([(phase, places[k]) for phase, places in self._phases])
 
@@ -86,13 +82,9 @@ class Training:
             check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
 
     def weights(
-        self,
-        k: int,
-        optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
-        held: Set[Tensor] = frozenset(),
+        self, k: int, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
     ) -> list[StageWeights]:
-        """Return stage k's weights in each phase: what requires gradients, or is in ``held``."""
+        """Return stage k's weights in each phase."""
         return [
             StageWeights(
                 self.modules[k],
@@ -103,7 +95,6 @@ class Training:
                 phase.schedule,
                 self.master_dtype,
                 self.copies(k).keys(),
-                held,
                 self.offloads,
                 self._factor(k),
             )
@@ -124,7 +115,7 @@ class Training:
         made: dict[int, torch.optim.Optimizer] = {}
         schedulers: dict[int, LRScheduler | None] = {}
         for k in here:
-            found = self.made(k)
+            found = make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys())
             if found is not None:
                 made[k], schedulers[k] = found, make_scheduler(self.scheduler, found, k)
         unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)

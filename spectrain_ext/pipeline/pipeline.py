@@ -47,13 +47,12 @@ from .executor import Executor
 from .loads import OnNonfinite
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
-from .names import same_memory, tensors_by_name, use_model_names
+from .names import use_model_names
 from .observer import Observer, observers_of, observing
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
 from .tape import ModuleModes
-from .ties import Copy, copies_in, copies_of, follow_homes
-from .trainable import with_new
+from .ties import Copy, copies_in, copies_of
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -162,10 +161,9 @@ class Pipeline(Loops):
             check_functions(optimizer, loss_fn, scheduler)
             copies = partial(copies_in, self._copies)
             offloads = offload in ("versions", "both")
-            self._training = Training(
+            self._phases = Training(
                 *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype, offloads)
-            )
-            self._phases = self._training.phases(clip_norm, clip_scope)
+            ).phases(clip_norm, clip_scope)
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
@@ -260,11 +258,10 @@ class Pipeline(Loops):
             StageError: an exception inside a stage, the loss or an optimizer; its cause is the
                 original.
             TypeError, ValueError: a batch of another form, without a tensor, with tensors of
-                different sizes, or one that may be a pair as well as two microbatches; or a
-                parameter became trainable that nothing can train: replicas are averaged, or the
-                scheduler does not know its group.
-            RuntimeError: another run has not ended, a parameter left its flat buffer or got a
-                gradient in the loop, or autocast or inference mode is on.
+                different sizes, or one that may be a pair as well as two microbatches.
+            RuntimeError: another run has not ended, a parameter was frozen or unfrozen since the
+                pipeline was made, left its flat buffer or got a gradient in the loop, or autocast
+                or inference mode is on.
 
         After an exception, what was in flight is dropped and the modules hold the true weights;
         some stages may have made more updates than others. The pipeline can run again. A Ctrl-C
@@ -354,7 +351,7 @@ class Pipeline(Loops):
 
     def _enter(self) -> None:
         with deferred():
-            self._train_new_parameters()
+            self._refuse_changed_flags()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -362,11 +359,9 @@ class Pipeline(Loops):
             now = self._phases[self.phase]
             for stage, weights in zip(self._executor.stages, now.weights, strict=True):
                 stage.before, old = self.minibatches, stage.weights
-                if weights is not None and old is not None and old.bound:
-                    stays = old is weights and not old.refrozen
-                    if not stays:
-                        callers_stream(stage.device).lend(old.buffers())
-                        old.hand_over(weights)
+                if weights is not None and old is not None and old is not weights and old.bound:
+                    callers_stream(stage.device).lend(old.buffers())
+                    old.hand_over(weights)
                 stage.weights = weights
                 if weights is not None:
                     weights.minibatches = self.minibatches
@@ -374,28 +369,19 @@ class Pipeline(Loops):
                         weights.bind()
             for copy in self._copies:
                 copy.bind()
-            if follow_homes(self._copies):
-                self._executor.connections.tie_again(self._copies)
             before = self._entered.method
             if self._entered is not now:
                 self._train_by(now)
             if now.method is not before:
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
-    def _train_new_parameters(self) -> None:
-        connections = self._executor.connections
+    def _refuse_changed_flags(self) -> None:
         try:
-            phases = with_new(
-                self._training, self._phases, self.minibatches, connections.averaged.keys()
-            )
-        except Exception:
-            with connections.run():  # tells the other processes
+            for stage in self._executor.stages:
+                stage.check_flags()
+        except RuntimeError:
+            with self._executor.connections.run():  # tells the other processes
                 raise
-        if phases is self._phases:
-            return
-        self._phases = phases
-        for weights in self._weights_of_all_phases():
-            weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
         """Use a phase, whose weights are bound, from the next run on."""
@@ -465,30 +451,6 @@ class Pipeline(Loops):
             for stage in self._executor.stages:
                 held.enter_context(stage.guard.lifted())
             return super().state_dict(*args, **kwargs)
-
-    def write_back(self, model: nn.Module) -> None:
-        """Write the true weights and the module buffers into the uncut model, between two runs.
-
-        You can then call ``generate``, ``save_pretrained``, ``push_to_hub`` or ``merge_and_unload``
-        of the model. Training can go on afterwards.
-
-        Args:
-            model: the model that was cut, which mostly shares its tensors with the stages and
-                continues to; or another one with the names of ``state_dict``, in any dtype and on
-                any devices.
-
-        Raises:
-            RuntimeError: a run has not ended yet.
-            TypeError, ValueError: ``model`` is not a module, or has other names or shapes; nothing
-                has been written.
-        """
-        self.check_drained("write_back")
-        state = self.state_dict()
-        places = tensors_by_name(model, {name: value.shape for name, value in state.items()})
-        with torch.no_grad(), self._executor.callers_turn():
-            for name, value in state.items():
-                if not same_memory(places[name], value):
-                    places[name].copy_(value)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run that an exception cut short."""

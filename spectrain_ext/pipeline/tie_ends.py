@@ -14,7 +14,7 @@ from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slo
 from .loads import Handler
 from .names import found_as
 from .stage import Stage
-from .ties import Copy, Member, TiedStages
+from .ties import Copy, TiedStages
 
 
 class _Readings:
@@ -55,15 +55,6 @@ def depth_of(place: Place, put_off: int, counted: bool = True) -> int:
     return min(window, 1 + updates * (1 + counted)) + 1
 
 
-def _refuse_new(members: Iterable[Member], params: Iterable[Tensor]) -> None:
-    for member, p in zip(members, params, strict=True):
-        if p.requires_grad and not member.trained:
-            raise ValueError(
-                f"{member} and has become trainable since the pipeline was made over several "
-                "processes; release() it and make another one of the stages"
-            )
-
-
 def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
     for name, p in named:
         if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
@@ -88,7 +79,6 @@ class _Lender:
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
 
     def begin(self, readings: _Readings) -> None:
-        _refuse_new(self.tie.members, self._params)
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
         self._readings = readings
 
@@ -125,7 +115,7 @@ class _Lender:
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
-                if gradient is None or not p.requires_grad:  # frozen since
+                if gradient is None:
                     continue
                 if p.grad is None:
                     p.grad = gradient.clone()
@@ -168,7 +158,6 @@ class _Borrower:
             each.held.grad = None
 
     def begin(self, readings: _Readings) -> None:
-        _refuse_new(self.tie.members, (each.held for each in self._copies))
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
         own = self._checked_memory()
         self._forget()

@@ -34,7 +34,6 @@ class Copy:
 
     def __post_init__(self) -> None:
         self._shared = self.held is self.original  # ``unbind`` restores that
-        self.trained = self.held.requires_grad  # now or earlier
 
     @property
     def member(self) -> Member:
@@ -73,21 +72,6 @@ class Copy:
 
 def copies_in(copies: Iterable[Copy], stage: int) -> dict[nn.Parameter, Copy]:
     return {copy.held: copy for copy in copies if copy.stage == stage}
-
-
-def follow_homes(copies: Iterable[Copy]) -> bool:
-    """Set requires_grad of copies to that of their homes; return whether some became trainable."""
-    begun = False
-    for each in copies:
-        home, held = each.original, each.held
-        if home is None or home is held:
-            continue
-        if held.requires_grad and not home.requires_grad and not each.trained:
-            raise ValueError(f"{each.member} and has become trainable alone; unfreeze that one")
-        held.requires_grad_(home.requires_grad)
-        begun = begun or (home.requires_grad and not each.trained)
-        each.trained = each.trained or home.requires_grad
-    return begun
 
 
 class Member(NamedTuple):

@@ -1,7 +1,7 @@
 """Plans how to train a model on a number of devices, from measured layer times."""
 
 from .layers import LINKS, Layers, Link, find_link, measure_layers, read_layers, write_layers
-from .plan import METHODS, Candidate, Plan, Quality, plan, write_plan
+from .plan import METHODS, Candidate, Plan, plan, write_plan
 
 __all__ = [
     "LINKS",
@@ -10,7 +10,6 @@ __all__ = [
     "Layers",
     "Link",
     "Plan",
-    "Quality",
     "find_link",
     "measure_layers",
     "plan",

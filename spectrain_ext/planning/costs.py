@@ -20,10 +20,10 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import Profile
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import (
     Count,
-    Durations,
     Entries,
     Kind,
     Place,
@@ -32,6 +32,9 @@ from spectrain_ext.schedule import (
     count_stage,
     find_generator,
     flushes,
+)
+from spectrain_ext.simulation import (
+    Durations,
     simulate,
     simulate_ranks,
     simulate_repeating,

@@ -41,11 +41,6 @@ class Quality(NamedTuple):
         where: the workloads with stages and delays, the one that needs most updates first.
         updates: updates to the loss that synchronous training has after three quarters of its own,
             over these; for the workload that needs most. Infinite: a workload did not reach it.
-
-    Example:
-        >>> from spectrain_ext.planning import Quality
-        >>> Quality(low=-0.01, high=0.02, where=("text, N = 8, delay 1",), updates=1.25).updates
-        1.25
     """
 
     low: float

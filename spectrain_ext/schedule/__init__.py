@@ -1,6 +1,5 @@
-"""Generates, checks, counts and simulates schedules, which are data: streams of instructions."""
+"""Generates, checks and counts schedules, which are data: streams of instructions."""
 
-from .compute_csv import read_csv, write_csv
 from .generators import (
     FLUSHING,
     GENERATORS,
@@ -19,29 +18,19 @@ from .instructions import (
     COMPUTE,
     Instruction,
     Kind,
+    Lane,
     ScheduleError,
+    Span,
     backward,
     backward_input,
     backward_weights,
     forward,
 )
 from .ledger import Count, Ledger, count_stage
-from .levels import simulate_repeating
 from .lowering import Duties, lower, tables
-from .order import Met, check_generator, device_order, interleave, lay_out, read, validate
+from .order import check_generator, validate
 from .place import Place, Replicas
-from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
-from .sharing import simulate_ranks
-from .simulation import (
-    Durations,
-    Horizons,
-    Lane,
-    Span,
-    Summary,
-    count_horizons,
-    simulate,
-    summarize,
-)
+from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
 __all__ = [
     "COMPUTE",
@@ -49,54 +38,38 @@ __all__ = [
     "GENERATORS",
     "Backward",
     "Count",
-    "Durations",
     "Duties",
     "Entries",
     "Generator",
-    "Horizons",
     "Instruction",
     "Interleaved",
     "Kind",
     "Lane",
     "Law",
     "Ledger",
-    "Met",
     "OwnLaw",
     "Place",
     "Reader",
-    "Reading",
     "Reads",
     "Replicas",
     "Rules",
     "ScheduleError",
     "Span",
-    "Summary",
     "WPipe",
     "backward",
     "backward_input",
     "backward_weights",
     "bounded",
     "check_generator",
-    "count_horizons",
     "count_stage",
-    "device_order",
     "find_generator",
     "flushes",
     "forward",
-    "interleave",
-    "lay_out",
     "lower",
     "name_of",
     "put_off",
-    "read",
-    "read_csv",
-    "simulate",
-    "simulate_ranks",
-    "simulate_repeating",
     "streams",
-    "summarize",
     "tables",
     "takes_window",
     "validate",
-    "write_csv",
 ]

@@ -1,24 +1,19 @@
-"""Runs all stages' instructions against each other in a possible order, checks and counts them."""
+"""Runs all stages' instructions against each other in a possible order, and checks them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import tee
-from typing import NamedTuple
 
 from .generators import Generator, bounded
 from .instructions import Instruction, Kind, ScheduleError
 from .ledger import Count, Ledger, Pair, open_ledgers
 from .place import Place
-from .reading import Reading, Rules
+from .reading import Rules
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
 _RUN = 4096  # instructions after which a stage lets the others continue
-# Among what can begin at once: updates first, what no stage waits for last.
-_RANKS = {_UPDATE: 0, _WEIGHTS: 3}
-_ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
-_NEVER = float("inf")
+ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 
 
 class _Stage:
@@ -83,7 +78,7 @@ def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
                 sent = inputs.popleft()
                 # one of the two may have halves
                 if sent != instruction and sent[1:] != instruction[1:]:
-                    raise _out_of_order(k, instruction, sent)
+                    raise out_of_order(k, instruction, sent)
             if outputs is not None:
                 outputs.append(instruction)
         run.append(instruction)
@@ -103,7 +98,7 @@ def _sender(k: int, instruction: Instruction) -> int:
     return k - 1 if instruction.kind is _FORWARD else k + 1
 
 
-def _out_of_order(k: int, instruction: Instruction, sent: Instruction) -> ScheduleError:
+def out_of_order(k: int, instruction: Instruction, sent: Instruction) -> ScheduleError:
     return ScheduleError(
         k,
         receive(instruction),
@@ -128,150 +123,12 @@ def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleEr
     return ScheduleError(k, receive(instruction), reason)
 
 
-# Several stages on one device.
-
-
-def lay_out(stages: int, chunks: int) -> list[int]:
-    """Return the device of every stage: k mod ceil(stages/chunks).
-
-    Example:
-        >>> from spectrain_ext.schedule import lay_out
-        >>> lay_out(stages=6, chunks=2)
-        [0, 1, 2, 0, 1, 2]
-    """
-    devices = -(-stages // min(chunks, stages))
-    return [k % devices for k in range(stages)]
-
-
-def device_order(
-    actions: Sequence[Iterable[Instruction]],
-    device_of: Sequence[int],
-    minibatches: int | None = None,
-) -> list[Iterator[tuple[int, Instruction]]]:
-    """Return what every device does in turn, as lazy iterators of (stage, instruction).
-
-    Each device's order is part of one order of all instructions in which everything that an
-    instruction waits for comes before it. Devices that follow it cannot deadlock, for any
-    durations. It is the same on every machine.
-
-    Args:
-        actions: per stage; finite, or endless with ``minibatches``.
-        device_of: the device of every stage, from 0.
-        minibatches: the length of the run; None: all instructions.
-
-    Raises:
-        ScheduleError: while iterating: the schedule cannot run.
-        ValueError: not one device per stage.
-
-    Example:
-        >>> from spectrain_ext.schedule import device_order, streams
-        >>> (only,) = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
-        >>> [(stage, each.kind.value) for stage, each in only][:3]
-        [(0, 'forward'), (1, 'forward'), (1, 'backward')]
-    """
-    # A caller that reads only one device drops the other copies, which then buffer nothing.
-    copies = tee(_one_by_one(actions, device_of, minibatches), 1 + max(device_of, default=-1))
-    return [_of_device(copy, d, device_of) for d, copy in enumerate(copies)]
-
-
-def _of_device(
-    order: Iterator[tuple[int, Instruction]], d: int, device_of: Sequence[int]
-) -> Iterator[tuple[int, Instruction]]:
-    return (at for at in order if device_of[at[0]] == d)
-
-
-def _one_by_one(
-    actions: Sequence[Iterable[Instruction]],
-    device_of: Sequence[int],
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Instruction]]:
-    """Yield the instructions of all stages as devices that never idle without need begin them.
-
-    A forward, a backward and a half take one unit of time, an update and a message none. A device
-    runs what can begin first. Ties: an update first and the second half of a backward last; between
-    them a forward after a backward and a backward after a forward; then the oldest round of as many
-    microbatches as devices; then a forward of the first stage or a backward of the last.
-    Interleaved 1F1B comes out in Megatron-LM's order, except that from three chunks and four
-    devices on Megatron-LM waits for some forwards where these devices do a backward and end at the
-    same time.
-    """
-    n = len(actions)
-    if len(device_of) != n:
-        raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
-    following = [bounded(actions[k], k, minibatches) for k in range(n)]
-    heads = [next(stage, None) for stage in following]
-    # What was sent to each stage and when it arrives: gradients, activations.
-    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
-        [deque() for _ in range(n)],
-        [deque() for _ in range(n)],
-    )
-    sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none; that send none
-    devices = 1 + max(device_of, default=-1)
-    stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
-    free = [0] * devices
-    done = [0] * n, [0] * n
-    went_ahead = [False] * devices
-
-    def choice(d: int) -> tuple[float, int, int, int, int]:
-        """Return when a device can begin something, and of which stage."""
-        found = (_NEVER, 0, 0, 0, -1)
-        for k in stages_of[d]:
-            turn = heads[k]
-            if turn is None:
-                continue
-            ahead = turn.kind is _FORWARD
-            start = free[d]
-            if turn.kind not in _ALONE and k != sources[ahead]:
-                inbox = inboxes[ahead][k]
-                if not inbox:
-                    continue
-                start = max(start, inbox[0][1])
-            rank = _RANKS.get(turn.kind, 1 + (ahead is went_ahead[d]))
-            found = min(found, (start, rank, done[ahead][k] // devices, k if ahead else -k, k))
-        return found
-
-    choices = [choice(d) for d in range(devices)]
-    while choices:
-        start, _, _, _, k = min(choices)
-        turn = heads[k]
-        if start == _NEVER or turn is None:
-            break
-        yield k, turn
-        heads[k] = next(following[k], None)
-        d, ahead = device_of[k], turn.kind is _FORWARD
-        if turn.kind is not _UPDATE:
-            free[d], went_ahead[d] = int(start) + 1, ahead
-        if turn.kind not in _ALONE:
-            done[ahead][k] += 1
-            if k != sources[ahead]:
-                sent, _ = inboxes[ahead][k].popleft()
-                if sent[1:] != turn[1:]:
-                    raise _out_of_order(k, turn, sent)
-            if k != ends[ahead]:
-                to = k + 1 if ahead else k - 1
-                inboxes[ahead][to].append((turn, free[d]))
-                if device_of[to] != d:
-                    choices[device_of[to]] = choice(device_of[to])
-        choices[d] = choice(d)
-    for k, turn in enumerate(heads):
-        if turn is not None:
-            raise ScheduleError(k, receive(turn), "never arrives: no device can go on")
-
-
-# Checks and counts.
-
-
 def follow(
-    actions: Sequence[Iterable[Instruction]],
+    order: Iterable[tuple[int, list[Instruction]]],
     ledgers: Sequence[Ledger],
     minibatches: int | None = None,
-    devices: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
     """Yield (stage, instructions, what they read), of one stage after another as they run."""
-    if devices is None:
-        order = interleave(actions, minibatches)
-    else:
-        order = ((k, [turn]) for k, turn in _one_by_one(actions, devices, minibatches))
     for k, run in order:
         yield k, run, ledgers[k].enter(run)
     for ledger in ledgers:
@@ -316,13 +173,12 @@ def validate(
         [2, 1, 0]
     """
     ledgers = open_ledgers(len(actions), rules, windows, microbatches)
-    deque(follow(actions, ledgers, minibatches), maxlen=0)
+    deque(follow(interleave(actions, minibatches), ledgers, minibatches), maxlen=0)
     return [ledger.count for ledger in ledgers]
 
 
 def check_generator(generate: Generator, places: Sequence[Place]) -> None:
-    """Raise unless a generator's instructions can run and every update has one minibatch's
-    gradients.
+    """Raise unless a schedule can run and each update has the gradients of one minibatch.
 
     Example:
         >>> from spectrain_ext.schedule import Place, WPipe, check_generator
@@ -350,44 +206,3 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
             if turn.kind not in (_FORWARD, _UPDATE) and turn.minibatch != updates:
                 due = Instruction(_UPDATE, updates)
                 raise ScheduleError(place.stage, turn, f"expected {due} before it")
-
-
-class Met(NamedTuple):
-    """The weights that a microbatch's forward and backward computed with on one stage.
-
-    Example:
-        >>> from spectrain_ext.schedule import Met, Reading
-        >>> Met(minibatch=3, microbatch=0, forward=Reading(2), backward=Reading(3)).forward.version
-        2
-    """
-
-    minibatch: int
-    microbatch: int
-    forward: Reading
-    backward: Reading
-
-
-def read(
-    actions: Sequence[Iterable[Instruction]],
-    rules: Sequence[Rules] | None = None,
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Met]]:
-    """Yield (stage, Met) for every microbatch on every stage, lazily, in order of backwards.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-
-    Example:
-        >>> from spectrain_ext.schedule import read, streams
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
-        >>> met[3].forward.version, met[3].backward.version
-        (2, 3)
-    """
-    ledgers = open_ledgers(len(actions), rules)
-    forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]
-    for k, run, readings in follow(actions, ledgers, minibatches):
-        for (kind, i, j), reading in zip(run, readings, strict=True):
-            if kind is _FORWARD:
-                forwards[k][i, j] = reading
-            elif kind not in _ALONE:
-                yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import exp
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from .instructions import Instruction, Kind
 
@@ -96,25 +96,6 @@ class Rules:
     def averaging(self) -> float:
         """The share of itself that this average keeps in an update; 0: the version before."""
         return exp(-2.0 / self.backward_horizon) if self.law == "average" and self.predicts else 0.0
-
-
-class Reading(NamedTuple):
-    """The weights of a forward or a backward.
-
-    Attributes:
-        version: the stage's updates that they contain.
-        horizon: by how many updates they are predicted ahead; 0: the version itself.
-
-    Example:
-        >>> from spectrain_ext.schedule import Rules, read, streams
-        >>> rules = [Rules(forward_horizon=1)] * 2
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
-        >>> met[3].forward, met[3].backward
-        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
-    """
-
-    version: int
-    horizon: int = 0
 
 
 class Entries:

@@ -17,19 +17,17 @@ from spectrain_ext.method import (
     rules_at,
 )
 from spectrain_ext.schedule import (
-    Durations,
     Entries,
     Kind,
     Ledger,
     Span,
     bounded,
     find_generator,
-    lay_out,
     lower,
-    simulate,
     streams,
     takes_window,
 )
+from spectrain_ext.simulation import Durations, lay_out, simulate
 
 from .timeline import draw_timeline
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spectrain_ext.extras import picture
-from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span, summarize
+from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span
+from spectrain_ext.simulation import summarize
 
 from .density import bin_edges, time_in_bins
 

@@ -219,7 +219,6 @@ class TensorLayout(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def shrinks_to(self, other: TensorLayout) -> bool:
-        # Gradients may differ: parameters may be frozen between runs.
         if self.dtype != other.dtype or len(self.shape) != len(other.shape):
             return False
         changed = [(a, b) for a, b in zip(self.shape, other.shape, strict=True) if a != b]

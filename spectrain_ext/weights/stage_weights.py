@@ -60,7 +60,6 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
-        held: Set[Tensor] = frozenset(),  # held by the optimizer, frozen or not
         offloads: bool = False,  # moves versions that wait to CPU memory
         factor: Callable[[int], float] | None = None,  # of a minibatch, on its learning rates
     ) -> None:
@@ -72,9 +71,7 @@ class StageWeights:
         self._factor = factor
         self.minibatches = 0  # of training so far
         self._names: dict[Tensor, str] = {
-            p: name
-            for name, p in module.named_parameters()
-            if (p.requires_grad or p in held) and p not in copies
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules
@@ -141,12 +138,6 @@ class StageWeights:
             made.unbind()
             raise
         self.storage = made
-        self._moving = [p.requires_grad for p in self.params]
-
-    @property
-    def refrozen(self) -> bool:
-        """Whether a parameter has been frozen or unfrozen since ``bind``."""
-        return self._moving != [p.requires_grad for p in self.params]
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""

@@ -33,7 +33,8 @@ from spectrain_ext.checkpoint.documents import NAME
 from spectrain_ext.checkpoint.random import Generators
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.partitioning import Slice, cut_at
+from spectrain_ext.partitioning import cut_at
+from spectrain_ext.partitioning.blocks import Slice
 
 METHODS = ["sync", "vanilla", "pipedream", "spectrain", "second-order", "lwp-w"]
 METHODS += ["interleaved", "interleaved-async", "wpipe", "zb-h1", "zb-h1-async"]

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import printable
 from spectrain_ext.files import read_bounded, read_json, replace_file
-from spectrain_ext.schedule import ScheduleError, read_csv
+from spectrain_ext.schedule import ScheduleError
+from spectrain_ext.simulation import read_csv
 from spectrain_ext.timelines.merging import main as merge
 from spectrain_ext.timelines.merging import merge_traces
 from studies.report import draw_losses

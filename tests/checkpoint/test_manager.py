@@ -285,10 +285,9 @@ def test_a_checkpoint_with_something_else_is_kept(tmp_path, caplog):
     [
         ({"every_minibatches": 0}, "every_minibatches: expected at least 1, got 0"),
         ({"every_seconds": -1.0}, r"every_seconds: expected at least 0, got -1\.0"),
-        ({"memory_every": 0}, "memory_every: expected at least 1, got 0"),
         ({"keep": 0}, "keep: expected at least 1, got 0"),
     ],
-    ids=["minibatches", "seconds", "memory", "keep"],
+    ids=["minibatches", "seconds", "keep"],
 )
 def test_bad_arguments(tmp_path, changed, match):
     with pytest.raises(ValueError, match=match):

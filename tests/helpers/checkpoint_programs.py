@@ -16,7 +16,8 @@ from spectrain_ext.checkpoint import CheckpointManager, load, save
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.distributed import pipeline as rank_pipeline
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.partitioning import Slice, cut_at
+from spectrain_ext.partitioning import cut_at
+from spectrain_ext.partitioning.blocks import Slice
 
 
 def stage_of(rank, ranks, seed):

@@ -127,17 +127,6 @@ class CudaProducer(Producer):
         self.device = (CUDA, 0)
 
 
-class CudaInterface:
-    def __init__(self, **changes: Any) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (4,),
-            "typestr": "<f4",
-            "data": (0x1000, False),
-            "version": 3,
-            **changes,
-        }
-
-
 class Refuses:
     """An array that refuses to be exported."""
 

@@ -32,7 +32,8 @@ from helpers.forged_checkpoints import data_file
 from spectrain_ext.checkpoint import documents, load, save
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.schedule import ScheduleError, read_csv
+from spectrain_ext.schedule import ScheduleError
+from spectrain_ext.simulation import read_csv
 from spectrain_ext.timelines.merging import merge_traces
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed

@@ -23,6 +23,7 @@ import spectrain_ext as st
 from spectrain_ext.distributed import board, connections, ends
 from spectrain_ext.method import recipe_clip
 from spectrain_ext.partitioning import cut_at
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.timelines.timeline import write_trace
 
 WIDTH = 6
@@ -541,7 +542,7 @@ def cut(rank, ranks):
     """Train a stage of a traced model; return its weights and its output in evaluation."""
     torch.manual_seed(3)
     batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
-    profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
+    profile = st.partitioning.Profile((BlockProfile(1.0),) * 3)
     points = ["middle", "last"]
     stages = st.partition(Connected(), 3, batches[0][0], split_points=points, profile=profile)
     loss_fn = nn.functional.mse_loss
@@ -611,7 +612,7 @@ def tied_and_cut(rank, ranks, folder):
             layers[3].weight = layers[2].weight = layers[0].weight
             cut = st.partitioning.cut_at(layers, [1, 3, 4])
         else:
-            profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
+            profile = st.partitioning.Profile((BlockProfile(1.0),) * 3)
             points = ["middle", "last"]
             cut = st.partition(
                 Twice(), 3, torch.zeros(2, WIDTH), split_points=points, profile=profile

@@ -10,7 +10,8 @@ from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # no
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.schedule import Kind, summarize
+from spectrain_ext.schedule import Kind
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 

@@ -1,4 +1,4 @@
-"""Tests CuPy arrays, DLPack and the CUDA array interface on a GPU, together with torch tensors."""
+"""Tests CuPy arrays and DLPack on a GPU, together with torch tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ class _Hidden:
 
     def __dlpack_device__(self) -> Any:
         return self._tensor.__dlpack_device__()
-
-
-class _Interface:
-    """A tensor whose owner has only the CUDA array interface."""
-
-    def __init__(self, tensor: torch.Tensor, **changes: Any) -> None:
-        self.tensor = tensor
-        self.__cuda_array_interface__ = {**tensor.__cuda_array_interface__, **changes}
 
 
 def _late(stream: torch.cuda.Stream, tensor: torch.Tensor, value: float) -> None:
@@ -169,34 +161,6 @@ def test_the_owners_stream_comes_first() -> None:
         torch.cuda.set_sync_debug_mode("default")
     side.synchronize()
     assert bool((w == -1).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_cuda_array_interface(dtype: torch.dtype) -> None:
-    w = torch.zeros(20, 30, dtype=dtype, device="cuda").t()
-    v = torch.ones(20, 30, dtype=dtype, device="cuda").t()
-    st.predict_(_Interface(w), _Interface(v), lr=1.0, steps=2.0)
-    assert bool((w == -2).all())
-    read_only = _Interface(w, data=(w.data_ptr(), True))
-    with pytest.raises(ValueError, match=r"params: .*read-only"):
-        st.predict_(read_only, v, lr=1.0, steps=1.0)
-
-
-def test_the_stream_that_the_interface_names() -> None:
-    side = torch.cuda.Stream()
-    w, v = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    torch.cuda.synchronize()
-    _late(side, v, 1.0)
-    st.predict_(_Interface(w, stream=side.cuda_stream), v, lr=1.0, steps=1.0)
-    side.synchronize()
-    assert bool((w == -1).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bits_through_the_interface_are_refused(dtype: torch.dtype) -> None:
-    w = torch.zeros(10, dtype=dtype, device="cuda")
-    with pytest.raises(TypeError, match=r"params: .*float16 or bfloat16"):
-        st.stash(_Interface(w), torch.zeros_like(w))
 
 
 def test_compiled_operators() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.partitioning import BlockProfile, Profile, Tie, cut
+from spectrain_ext.partitioning import Profile, cut
+from spectrain_ext.partitioning.profile import BlockProfile, Tie
 
 blocks = some.builds(
     BlockProfile,
@@ -35,12 +36,11 @@ def cases(draw):
         n,
         one_or(some.sampled_from([1.0, 4.0]), n - 1),
         one_or(some.integers(0, 120), n),
-        draw(some.integers(1, 4)),
         draw(some.none() | some.lists(some.sampled_from([0.5, 1, 4]), min_size=n, max_size=n)),
     )
 
 
-def brute_force(profile, n, bandwidth, limit, copies, speeds):
+def brute_force(profile, n, bandwidth, limit, speeds):
     """Return the least bottleneck of all valid divisions, None if there is none."""
     best = None
     limits = limit if isinstance(limit, list) else [limit] * n
@@ -54,7 +54,7 @@ def brute_force(profile, n, bandwidth, limit, copies, speeds):
         for k in range(n):
             stage = profile.blocks[places[k] : places[k + 1]]
             seconds = sum(block.seconds for block in stage) / (speeds[k] if speeds else 1)
-            memory = copies * sum(b.parameter_bytes for b in stage)
+            memory = 4 * sum(b.parameter_bytes for b in stage)
             memory += (n - k) * sum(b.saved_bytes for b in stage)
             if limits[k] is not None and memory > limits[k]:
                 break
@@ -71,12 +71,12 @@ def brute_force(profile, n, bandwidth, limit, copies, speeds):
 
 @given(cases())
 def test_it_is_the_best_division(case):
-    profile, n, bandwidth, limit, copies, speeds = case
+    profile, n, bandwidth, limit, speeds = case
     expected = brute_force(*case)
 
     def run():
         more = {"bandwidth": bandwidth, "memory_limit": limit, "speeds": speeds}
-        return cut(profile, n, **more, weight_copies=copies)
+        return cut(profile, n, **more)
 
     if expected is None:
         with pytest.raises(ValueError, match=r"^(memory_limit|n_stages): "):
@@ -148,7 +148,6 @@ def test_memory_moves_the_cut():
     # the first stage keeps two microbatches, the last one only one
     assert cut(profile, 2, memory_limit=30).ends == (1, 4)
     assert cut(profile, 2, memory_limit=[60, 10]).ends == (3, 4)
-    assert cut(profile, 2, memory_limit=20, window=1).ends == (2, 4)
     with pytest.raises(ValueError, match=r"memory_limit: .*ends \[1, 4\].* 103 % of its limit"):
         cut(profile, 2, memory_limit=29)
 
@@ -163,10 +162,8 @@ def test_memory_moves_the_cut():
         ({"speeds": [1]}, r"speeds: expected one per stage \(2\), got 1"),
         ({"speeds": [1, 0]}, "speeds: expected a number from 1e-18 to .*, got 0"),
         ({"memory_limit": [1]}, r"memory_limit: expected one per stage \(2\), got 1"),
-        ({"weight_copies": 0}, "weight_copies: expected at least 1, got 0 for stage 0 of 2"),
-        ({"window": lambda k, n: 1 - k}, "window: expected at least 1, got 0 for stage 1 of 2"),
     ],
-    ids=["many", "none", "bandwidth", "widths", "few", "still", "limits", "copies", "window"],
+    ids=["many", "none", "bandwidth", "widths", "few", "still", "limits"],
 )
 def test_bad_arguments(changed, why):
     with pytest.raises(ValueError, match=why):

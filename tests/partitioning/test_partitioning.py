@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import BlockProfile, Profile, Slice, cut_at, measure
+from spectrain_ext.partitioning import Profile, cut_at, measure
+from spectrain_ext.partitioning.blocks import Slice
+from spectrain_ext.partitioning.profile import BlockProfile
 
 LOSS = nn.functional.mse_loss
 
@@ -117,7 +119,7 @@ def test_a_slower_block_takes_longer(monkeypatch):
             layers[0] += self.times
             return x
 
-    slow = st.partition([Many(200), Many(1), Many(1)], 2, torch.randn(32, 64), repeats=3)
+    slow = st.partition([Many(200), Many(1), Many(1)], 2, torch.randn(32, 64))
     assert slow.cut.ends == (1, 3)
     assert slow.cut.bottleneck == 0
 
@@ -173,7 +175,7 @@ def test_dicts_from_block_to_block_take_the_bytes_of_tuples():
         (batch,) = value_programs.data([4], form)
         example = UserDict(batch) if form == "dict" else batch[0]
         blocks = value_programs.stages(3, form, "dataclass")
-        parts = st.partition(blocks, 2, example, repeats=1)
+        parts = st.partition(blocks, 2, example)
         found[form] = [(b.output_bytes, b.parameter_bytes) for b in parts.profile.blocks]
         assert all(p.grad is None for block in blocks for p in block.parameters())
     assert found["dict"] == found["tuple"]
@@ -210,7 +212,7 @@ def test_stages_know_the_models_names():
 
 
 def test_a_partition_trains():
-    parts = st.partition(layers(4, 4, 4, 4), 3, torch.randn(2, 4), repeats=1)
+    parts = st.partition(layers(4, 4, 4, 4), 3, torch.randn(2, 4))
     pipe = st.Pipeline(parts, sgd, LOSS)
     data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(4)]
     assert len(list(pipe.run(data))) == 4
@@ -288,7 +290,7 @@ def test_constant_buffers_are_copied_to_the_stages_that_read_them(way, tmp_path)
     model.load_state_dict(changed)
     torch.testing.assert_close(pipe(example), model(example))
     st.checkpoint.save(tmp_path / "c", pipe)
-    fewer = [move(stage) for stage in st.partition(rotating(way), 2, example, repeats=1)]
+    fewer = [move(stage) for stage in st.partition(rotating(way), 2, example)]
     other = st.Pipeline(fewer, sgd, LOSS, "sync")
     if way != "unsaved" and way != "plain":
         st.checkpoint.load(tmp_path / "c", other)
@@ -473,7 +475,7 @@ EXAMPLE = (torch.linspace(-1, 1, 12).view(3, 4), torch.ones(3, 4))
 def test_skip_connections_pass_through_and_train_alike():
     model = Skips()
     alone = copy.deepcopy(model)
-    parts = st.partition(model, 3, EXAMPLE, split_points=["layers.1", "norm"], repeats=1)
+    parts = st.partition(model, 3, EXAMPLE, split_points=["layers.1", "norm"])
     names = [s.full_name(n) for s in parts for n, _ in s.named_parameters()]
     assert sorted(names) == sorted(n for n, _ in alone.named_parameters())
 
@@ -510,7 +512,7 @@ def test_splitting_leaves_the_model_as_it_was():
     model = Skips()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     expected = model.eval()(*EXAMPLE)
-    st.partition(model, 2, EXAMPLE, split_points={"norm": SplitPoint.BEGINNING}, repeats=1)
+    st.partition(model, 2, EXAMPLE, split_points={"norm": SplitPoint.BEGINNING})
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert torch.equal(model(*EXAMPLE), expected)
 
@@ -532,7 +534,7 @@ def test_tied_weights_across_graph_stages(points):
     model = Tied()
     whole = copy.deepcopy(model)
     n = len(points) + 1
-    parts = st.partition(model, n, torch.zeros(2, 3), split_points=points, repeats=1)
+    parts = st.partition(model, n, torch.zeros(2, 3), split_points=points)
     first, last = parts.stages[0], parts.stages[-1]
     assert last.tied_parameters == {"0.part.head.weight": (0, "0.part.embed.weight")}
     names = [[stage.full_name(name) for name in stage.state_dict()] for stage in (first, last)]
@@ -571,7 +573,7 @@ class Twice(nn.Module):
 def test_a_module_of_a_traced_model_in_two_stages():
     torch.manual_seed(0)
     whole = copy.deepcopy(model := Twice())
-    parts = st.partition(model, 2, torch.zeros(2, 3), split_points=["middle"], repeats=1)
+    parts = st.partition(model, 2, torch.zeros(2, 3), split_points=["middle"])
     pipe = st.Pipeline(parts, sgd, LOSS, "sync")
     data = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(5)]
     list(pipe.run(data))
@@ -624,7 +626,7 @@ def test_before_and_after_a_list_of_blocks():
     names = ["before.tokens.weight"]
     names += [f"blocks.{k}.{leaf}" for k in range(3) for leaf in ("weight", "bias")]
     assert list(pipe.state_dict()) == names
-    measured = st.partition(list(blocks), 2, batch, before=before, repeats=1).profile
+    measured = st.partition(list(blocks), 2, batch, before=before).profile
     assert [b.name for b in measured.blocks] == ["before", *(f"blocks.{k}" for k in range(3))]
     assert len(list(pipe.run([batch, batch]))) == 2
 
@@ -722,7 +724,7 @@ def test_coarser_places_where_finer_ones_do_not_do():
         def forward(self, x):
             return self.last(self.first(x))
 
-    parts = st.partition(Model(), 2, torch.randn(3, 4), repeats=1)
+    parts = st.partition(Model(), 2, torch.randn(3, 4))
     assert len(parts.profile.blocks) == 2
     with pytest.raises(
         ValueError, match=r"takes .*, a .*; stages can pass on nothing but tensors; n"

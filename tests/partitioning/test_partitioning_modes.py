@@ -15,7 +15,8 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import BlockProfile, Profile, TracedStage
+from spectrain_ext.partitioning import Profile, TracedStage
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.partitioning.traced import split
 from studies.models import resnet
 

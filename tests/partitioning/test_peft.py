@@ -9,7 +9,8 @@ import torch
 from helpers.model_programs import GPT2, LLAMA
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import Profile
+from spectrain_ext.partitioning.profile import BlockProfile
 
 tf = pytest.importorskip("transformers", reason="models of transformers are adapted")
 peft = pytest.importorskip("peft", reason="PEFT makes the adapters")

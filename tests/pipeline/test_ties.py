@@ -169,23 +169,6 @@ def test_frozen_weights():
     close(compared.pipe.get_submodule("2.0").weight, before * 0.5)
 
 
-def test_weights_that_are_frozen_between_runs():
-    """As without ties, where their optimizer finds no gradient."""
-    stages = tied(3)
-    pipe = st.Pipeline(stages, lambda params: st.optim.SGD(params, lr=0.05), mse, "vanilla")
-    losses(pipe, batches(2))
-    first, last = stages[0][0].weight, stages[2][0].weight
-    before = first.clone()
-    for frozen in ((first,), (first, last)):
-        for p in frozen:
-            p.requires_grad_(False)
-        losses(pipe, batches(3))
-        assert torch.equal(first, before) and torch.equal(last, before)
-    first.requires_grad_(True)  # the last stage's part is missing
-    losses(pipe, batches(3))
-    assert not torch.equal(first, before) and torch.equal(first, last)
-
-
 class Sometimes(nn.Module):
     """Uses its weight in every second forward."""
 

@@ -19,7 +19,9 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, rules_at
-from spectrain_ext.partitioning import BlockProfile, Profile, Tie, measure, profile_of
+from spectrain_ext.partitioning import Profile, measure
+from spectrain_ext.partitioning.profile import BlockProfile, Tie
+from spectrain_ext.partitioning.stages import profile_of
 from spectrain_ext.planning import (
     METHODS,
     Layers,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from report import RESULTS, __main__, documents, quality, races, tables
 
-from spectrain_ext.schedule import summarize
+from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 
 

@@ -12,17 +12,15 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.house import CEILINGS, PACKAGE, ROOT, counts
 
 import spectrain_ext as st
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "spectrain_ext"
 
 #: Each package imports only from lower levels, never from its own level.
 FLOORS = (
     {"_C", "_interpreter", "codecs", "errors", "extras", "files", "interrupts", "rng", "threads"},
     {"operators", "schedule"},
-    {"optim", "method", "transport"},
+    {"optim", "method", "transport", "simulation"},
     {"weights", "timelines", "partitioning"},
     {"pipeline", "planning"},
     {"distributed", "observation"},
@@ -132,7 +130,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     loaded = done.stdout.decode().split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
-    assert rooms == needed | FLOORS[0] - {"extras"}
+    assert rooms == needed | FLOORS[0] - {"extras", "files"}
     heavy = {"safetensors", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
 
@@ -202,6 +200,12 @@ def test_studies_use_no_more_behind_the_rooms_faces_than_is_listed() -> None:
                 if package == "spectrain_ext" and file and room != "cli":
                     found.add(below)
     assert found == BEHIND_FACES
+
+
+@pytest.mark.processes
+def test_nothing_grows_above_its_ceiling() -> None:
+    above = {name: count for name, count in counts().items() if count > CEILINGS[name]}
+    assert not above, "see helpers/house.py"
 
 
 def test_the_package_knows_nothing_of_studies() -> None:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import (
-    GENERATORS,
-    Met,
-    Reading,
-    Rules,
-    ScheduleError,
-    read,
-    streams,
-    validate,
-)
+from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError, streams, validate
+from spectrain_ext.simulation import Met, Reading, read
 
 
 def classic(n):

@@ -12,7 +12,6 @@ from oracle.schedules import counted, megatron
 
 from spectrain_ext.schedule import (
     GENERATORS,
-    Durations,
     Interleaved,
     Kind,
     Place,
@@ -20,15 +19,12 @@ from spectrain_ext.schedule import (
     ScheduleError,
     WPipe,
     check_generator,
-    device_order,
     flushes,
-    lay_out,
-    simulate,
     streams,
-    summarize,
     takes_window,
     validate,
 )
+from spectrain_ext.simulation import Durations, device_order, lay_out, simulate, summarize
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"}
 

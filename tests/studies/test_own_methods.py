@@ -16,7 +16,8 @@ from helpers.ranks import free_port, run_ranks
 from spectrain_ext.cli import options
 from spectrain_ext.cli.group import main
 from spectrain_ext.method import find_method
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import Profile
+from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.planning import Layers, write_layers
 from studies.__main__ import main as studies
 

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.method import find_method, methods
-from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
-from spectrain_ext.schedule import write_csv as write_schedule
+from spectrain_ext.schedule import Kind, streams
+from spectrain_ext.simulation import Durations, simulate, summarize
+from spectrain_ext.simulation import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import (
     devices_under,
     draw_method_timelines,

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import Generator, bounded, streams
-from .instructions import Instruction, Kind, ScheduleError
-from .simulation import Durations, Summary, period_of
+from spectrain_ext.schedule import Generator, Instruction, Kind, ScheduleError, bounded, streams
+
+from .timing import Durations, Summary, period_of
 
 _Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
@@ -54,7 +54,7 @@ def simulate_repeating(
         ScheduleError: it cannot run.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations, simulate_repeating
+        >>> from spectrain_ext.simulation import Durations, simulate_repeating
         >>> windows = list(range(64, 0, -1))
         >>> simulate_repeating("1f1b-async", windows, 1, 1000, Durations.of(64)).period
         2.0

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import (
-    GENERATORS,
-    Kind,
-    ScheduleError,
-    read_csv,
-    streams,
-    validate,
-)
-from spectrain_ext.schedule import write_csv as write
+from spectrain_ext.schedule import GENERATORS, Kind, ScheduleError, streams, validate
+from spectrain_ext.simulation import read_csv
+from spectrain_ext.simulation import write_csv as write
 
 
 def finite(name, windows, minibatches, microbatches=1):

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from .generators import bounded
-from .instructions import Instruction, Kind, ScheduleError
-from .order import receive
-from .place import Replicas
-from .simulation import LOADS, SENDS, Durations, Span, takes_of
+from spectrain_ext.schedule import Instruction, Kind, Replicas, ScheduleError, Span, bounded
+from spectrain_ext.schedule.order import receive
+
+from .timing import LOADS, SENDS, Durations, takes_of
 
 _NEVER = float("inf")
 _Message = tuple[int, bool, int, int]  # receiving rank, whether forward, minibatch, microbatch
@@ -45,7 +44,8 @@ def simulate_ranks(
             is less than one core.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations, Replicas, simulate_ranks, streams
+        >>> from spectrain_ext.schedule import Replicas, streams
+        >>> from spectrain_ext.simulation import Durations, simulate_ranks
         >>> actions = streams("1f1b-async", [2, 1])
         >>> two = simulate_ranks(actions, Durations.of(2), Replicas([1, 1]), minibatches=4, cores=1)
         >>> max(span.end for span in two)

@@ -16,10 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 
 from spectrain_ext.files import read_text
-
-from .generators import bounded
-from .instructions import Instruction, Kind
-from .order import validate
+from spectrain_ext.schedule import Instruction, Kind, bounded, validate
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file
@@ -59,7 +56,8 @@ def write_csv(
             update is missing.
 
     Example:
-        >>> from spectrain_ext.schedule import streams, write_csv
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import write_csv
         >>> write_csv("1f1b.csv", streams("1f1b", [2, 1], 2), microbatches=2, minibatches=1)
         >>> Path("1f1b.csv").read_text().splitlines()
         ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']
@@ -94,7 +92,7 @@ def read_csv(
             UTF-8, or has more than 64 MiB or 10,000 rows.
 
     Example:
-        >>> from spectrain_ext.schedule import read_csv
+        >>> from spectrain_ext.simulation import read_csv
         >>> _ = Path("1f1b.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
         >>> first, last = read_csv("1f1b.csv")
         >>> str(first[-1])

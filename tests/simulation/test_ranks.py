@@ -9,15 +9,17 @@ from hypothesis import strategies as some
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import (
     GENERATORS,
-    Durations,
     Kind,
     Replicas,
     ScheduleError,
     find_generator,
+    streams,
+)
+from spectrain_ext.simulation import (
+    Durations,
     simulate,
     simulate_ranks,
     simulate_repeating,
-    streams,
     summarize,
 )
 

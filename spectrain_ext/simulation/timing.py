@@ -1,4 +1,4 @@
-"""Simulates when every instruction of a schedule runs, given how long each takes."""
+"""Simulates when every instruction of a schedule runs and which weights it reads."""
 
 from __future__ import annotations
 
@@ -6,49 +6,15 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from .instructions import Instruction, Kind
-from .ledger import open_ledgers
-from .order import follow
-from .reading import Rules
+from spectrain_ext.schedule import Instruction, Kind, Lane, Rules, Span
+from spectrain_ext.schedule.devices import one_by_one
+from spectrain_ext.schedule.ledger import Pair, open_ledgers
+from spectrain_ext.schedule.order import ALONE, follow, interleave
 
-#: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
-Lane = Literal["compute", "to next", "to previous"]
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
-
-
-class Span(NamedTuple):
-    """One action of a stage, from start to end.
-
-    Attributes:
-        stage: the stage.
-        lane: what is busy: ``"compute"``, ``"to next"`` or ``"to previous"``.
-        kind: a forward, backward, update or send, or a load if loads take time.
-        minibatch: the minibatch.
-        microbatch: the microbatch.
-        start: when it begins, in the unit of the durations; 0 for the first.
-        end: when it ends.
-        version: updates in the weights that it reads, or that an update has made; None for a send.
-        horizon: by how many updates these weights are predicted ahead.
-
-    Example:
-        >>> from spectrain_ext.schedule import Durations, simulate, streams
-        >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
-        >>> span.kind.value, span.start, span.end, span.version
-        ('forward', 0.0, 1.0, 0)
-    """
-
-    stage: int
-    lane: Lane
-    kind: Kind
-    minibatch: int
-    microbatch: int
-    start: float
-    end: float
-    version: int | None
-    horizon: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +35,7 @@ class Durations:
             has a wire.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations
+        >>> from spectrain_ext.simulation import Durations
         >>> times = Durations.of(2, forward=1.0, backward=[2.0, 3.0])
         >>> times.forward, times.backward, times.backward_weights
         ((1.0, 1.0), (2.0, 3.0), (1.0, 1.5))
@@ -159,7 +125,7 @@ class Summary:
         busy: per stage, the share of the makespan in which it computes, loads or updates.
 
     Example:
-        >>> from spectrain_ext.schedule import Summary
+        >>> from spectrain_ext.simulation import Summary
         >>> Summary(makespan=10.0, period=2.0, busy=(0.75, 1.0)).bubbles
         (0.25, 0.0)
     """
@@ -202,7 +168,8 @@ def simulate(
         ValueError: ``durations`` or ``devices`` are for another number of stages.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations, simulate, streams, summarize
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import Durations, simulate, summarize
         >>> spans = simulate(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
         >>> summarize(spans).period
         2.0
@@ -215,7 +182,12 @@ def simulate(
     free = [0.0] * (1 + max(device_of, default=-1))
     takes = [takes_of(durations, k) for k in range(n)]
     received, sent = _edges(durations, device_of)
-    for k, run, readings in follow(actions, ledgers, minibatches, devices):
+    order: Iterable[tuple[int, list[Instruction]]]
+    if devices is None:
+        order = interleave(actions, minibatches)
+    else:
+        order = ((k, [turn]) for k, turn in one_by_one(actions, devices, minibatches))
+    for k, run, readings in follow(order, ledgers, minibatches):
         device, arriving, leaving = device_of[k], received[k], sent[k]
         for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
             load, compute = takes[k][kind]
@@ -302,7 +274,8 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
         devices: of every stage, from 0; ``busy`` and ``bubbles`` are then per device.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations, simulate, streams, summarize
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import Durations, simulate, summarize
         >>> spans = simulate(streams("1f1b", [2, 1], 2), Durations.of(2), minibatches=1)
         >>> summary = summarize(spans)
         >>> summary.makespan, round(summary.bubbles[0], 3)
@@ -331,59 +304,75 @@ def period_of(updates: Sequence[float]) -> float:
     return (updates[last] - updates[first]) / (last - first) if last > first else 0.0
 
 
-class Horizons(NamedTuple):
-    """Updates of a stage for other minibatches before a minibatch ends on all stages."""
+class Reading(NamedTuple):
+    """The weights of a forward or a backward.
 
-    forward: int  # counted from the version that the minibatch's first forward read
-    backward: int  # counted from the version current at its backward
+    Attributes:
+        version: the stage's updates that they contain.
+        horizon: by how many updates they are predicted ahead; 0: the version itself.
+
+    Example:
+        >>> from spectrain_ext.schedule import Rules, streams
+        >>> from spectrain_ext.simulation import read
+        >>> rules = [Rules(forward_horizon=1)] * 2
+        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
+        >>> met[3].forward, met[3].backward
+        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
+    """
+
+    version: int
+    horizon: int = 0
 
 
-def count_horizons(
+class Met(NamedTuple):
+    """The weights that a microbatch's forward and backward computed with on one stage.
+
+    Example:
+        >>> from spectrain_ext.simulation import Met, Reading
+        >>> Met(minibatch=3, microbatch=0, forward=Reading(2), backward=Reading(3)).forward.version
+        2
+    """
+
+    minibatch: int
+    microbatch: int
+    forward: Reading
+    backward: Reading
+
+
+def read(
     actions: Sequence[Iterable[Instruction]],
-    durations: Durations,
-    *,
-    minibatch: int,
+    rules: Sequence[Rules] | None = None,
     minibatches: int | None = None,
-) -> list[Horizons]:
-    """Count how many updates ahead the end of a minibatch is, for every stage.
-
-    A minibatch ends with its update on stage 0. The horizon is the number of the stage's updates by
-    then, less its own update for the minibatch, less the version that it read: SpecTrain
-    (arXiv 1809.02839) predicts over it. With the classic window, one microbatch per minibatch and
-    forwards as long as backwards it is ``k//2 + N-k-1`` and ``k//2``, the closed form there.
-
-    Args:
-        actions: per stage; finite, or endless with ``minibatches``.
-        durations: of every stage.
-        minibatch: one in the middle of the run, in its steady state.
-        minibatches: the length of the run.
+) -> Iterator[tuple[int, Met]]:
+    """Yield (stage, Met) for every microbatch on every stage, lazily, in order of backwards.
 
     Raises:
         ScheduleError: the schedule cannot run.
-        ValueError: the run has no such minibatch.
 
     Example:
-        >>> from spectrain_ext.schedule import Durations, count_horizons, streams
-        >>> actions = streams("1f1b-async", [4, 3, 2, 1])
-        >>> found = count_horizons(actions, Durations.of(4), minibatch=20, minibatches=40)
-        >>> [tuple(each) for each in found]
-        [(3, 0), (2, 0), (2, 1), (1, 1)]
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import read
+        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
+        >>> met[3].forward.version, met[3].backward.version
+        (2, 3)
     """
-    n = len(actions)
-    read: list[int | None] = [None] * n
-    updates: list[list[float]] = [[] for _ in range(n)]
-    for span in simulate(actions, durations, minibatches=minibatches):
-        if span.kind is Kind.UPDATE:
-            updates[span.stage].append(span.end)
-        elif span.kind is Kind.FORWARD and span.minibatch == minibatch and not span.microbatch:
-            read[span.stage] = span.version
-    if not 0 <= minibatch < min(map(len, updates)):
-        raise ValueError(f"minibatch: expected 0 to {len(updates[0]) - 1}, got {minibatch}")
-    end = updates[0][minibatch]
-    found = []
-    for k in range(n):
-        others = sum(time <= end for time in updates[k]) - 1
-        version = read[k]
-        assert version is not None
-        found.append(Horizons(others - version, others - minibatch))
-    return found
+    ledgers = open_ledgers(len(actions), rules)
+    forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]
+    for k, run, readings in follow(interleave(actions, minibatches), ledgers, minibatches):
+        for (kind, i, j), reading in zip(run, readings, strict=True):
+            if kind is Kind.FORWARD:
+                forwards[k][i, j] = reading
+            elif kind not in ALONE:
+                yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))
+
+
+def lay_out(stages: int, chunks: int) -> list[int]:
+    """Return the device of every stage: k mod ceil(stages/chunks).
+
+    Example:
+        >>> from spectrain_ext.simulation import lay_out
+        >>> lay_out(stages=6, chunks=2)
+        [0, 1, 2, 0, 1, 2]
+    """
+    devices = -(-stages // min(chunks, stages))
+    return [k % devices for k in range(stages)]

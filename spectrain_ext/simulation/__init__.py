@@ -1,0 +1,33 @@
+"""Simulates schedules, and reads and writes them as files; a run needs none of it."""
+
+from spectrain_ext.schedule.devices import device_order
+
+from .compute_csv import read_csv, write_csv
+from .ranks import simulate_ranks
+from .repeating import simulate_repeating
+from .timing import (
+    Durations,
+    Met,
+    Reading,
+    Summary,
+    lay_out,
+    read,
+    simulate,
+    summarize,
+)
+
+__all__ = [
+    "Durations",
+    "Met",
+    "Reading",
+    "Summary",
+    "device_order",
+    "lay_out",
+    "read",
+    "read_csv",
+    "simulate",
+    "simulate_ranks",
+    "simulate_repeating",
+    "summarize",
+    "write_csv",
+]
