@@ -27,7 +27,7 @@ _SET = re.compile(r"<!--set-->(.*?)<!--/set-->", re.DOTALL)
 _CODE = re.compile(r"^( *)(```|:::).*?^\1\2|^(?:    |\t).*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 _OTHER = re.compile(
     r"\]\([^)\n]*\)|<?https?://\S+|arXiv [\d.]+"
-    r"|(?:torch|[Pp]ython|GCC|nvcc|CUDA) [\d.]+(?:, [\d.]+)*(?: (?:or|to|and) [\d.]+)*"
+    r"|(?:torch|[Pp]ython|NumPy|GCC|nvcc|CUDA) [\d.]+(?:, [\d.]+)*(?: (?:or|to|and) [\d.]+)*"
 )
 _UNITS = (
     "%|per cent|times|fold|x|[mnu]?s|µs|seconds?|minutes?|hours?|microseconds?|milliseconds?"

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 from table import table
 
-from .operations import ADAMW_1, ADAMW_2
 from .rows import Case, Row, cases, fastest, share
-from .workloads import MIXED, Workload
 
 _LARGE = 2**24  # elements from which caches no longer decide
 _GPU_LARGE = 2**26
@@ -46,34 +44,13 @@ def judged(about: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) -> list[
         largest = [case for case in found if case[0].elements >= _GPU_LARGE]
         made = [_share(largest, None, 0.97), *(_faster(large, *each) for each in _ON_GPU)]
         made.append(_faster(small, _SGD_2, _LOOP, 20.0))
-    return [*made, *counted(), *(_host(*each) for each in host_us(benchmarks).items())]
+    return [*made, *(_host(*each) for each in host_us(benchmarks).items())]
 
 
 def markdown(found: Iterable[Verdict]) -> str:
     met = {None: "not measured", True: "yes", False: "**no**"}
     rows = [[v.what, v.target, v.measured, met[v.met]] for v in found]
     return table("what|target|measured|reached", rows)
-
-
-def counted() -> list[Verdict]:
-    """The extra bytes of predictions in a mixed-precision AdamW step, from the operations' lists.
-
-    The step alone writes the bfloat16 working weights; they may as well be predicted ones.
-    """
-    work = Workload("one", ((1,),), MIXED)
-    step, more = (op.bytes_per_element(work) for op in (ADAMW_1, ADAMW_2))
-    more -= step
-    copied = more + 2 * MIXED.outs.itemsize
-    limits = (more, 0.08, "one more output"), (copied, 0.22, "the copy that a pipeline needs")
-    return [
-        Verdict(
-            f"extra bytes of prediction in a mixed-precision AdamW step of {step}, with {what}",
-            f"<= {limit:.0%}",
-            f"{extra / step:.1%} (counted)",
-            extra / step <= limit,
-        )
-        for extra, limit, what in limits
-    ]
 
 
 def host_us(benchmarks: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -84,11 +84,6 @@ class TestTargets:
         assert verdict("host time, Plan: predict", *found).met is False
         assert verdict("host time, Plan: refresh", *found).met is True
 
-    def test_extra_bytes_are_counted_from_the_operations(self) -> None:
-        one, pipeline = targets.counted()
-        assert (one.measured, one.met) == ("7.1% (counted)", True)
-        assert (pipeline.measured, pipeline.met) == ("21.4% (counted)", True)
-
     def test_a_gpu_has_its_own(self) -> None:
         entries = [entry("Plan", 1.0, elements=2**28), copy(0.98, elements=2**28)]
         one = verdict("every operator at 2^26", *entries, device="cuda")
