@@ -143,6 +143,13 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_tests_that_provenance_names_exist() -> None:
+    page = (ROOT / "bench" / "results" / "PROVENANCE.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.\w+)`", page))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def _anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
