@@ -5,7 +5,12 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-from spectrain_ext import _interpreter  # noqa: F401  # isort: skip  # before torch, which would hang
+try:
+    _interpreters = _import_module("_interpreters")  # Python 3.13
+except ImportError:
+    _interpreters = _import_module("_xxsubinterpreters")
+if _interpreters.get_current() != _interpreters.get_main():  # in which importing torch would hang
+    raise ImportError("spectrain_ext: torch cannot be used in a subinterpreter")
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
@@ -21,7 +26,7 @@ except ModuleNotFoundError as _error:
         name=_error.name,
     ) from None
 from spectrain_ext import codecs, optim
-from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
+from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.method import (
     Method,
     Phase,
@@ -51,7 +56,7 @@ from spectrain_ext.operators import (
     stash_predict_,
     swap_,
 )
-from spectrain_ext.pipeline import Delayed, Microbatches, Observer, Pipeline
+from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -67,13 +72,11 @@ __version__: str = _build_info()["version"]
 
 __all__ = [
     "CheckpointError",
-    "Delayed",
     "DistributedPipeline",
     "Method",
     "Metrics",
     "Microbatches",
     "Observer",
-    "OrderingError",
     "Phase",
     "Pipeline",
     "Plan",

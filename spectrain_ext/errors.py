@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import torch
+
 # Pickle makes these again from their positional arguments.
 
 
@@ -32,10 +34,6 @@ class StageError(RuntimeError):
 
     def __str__(self) -> str:
         return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
-
-
-class OrderingError(RuntimeError):
-    """A stream used a buffer without waiting for a conflicting use on another stream."""
 
 
 @dataclass(eq=False, repr=False)
@@ -83,6 +81,15 @@ class CheckpointError(RuntimeError):
 
     A failed save leaves earlier checkpoints intact; a failed load changes nothing.
     """
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating point"
+    return "bool" if dtype is torch.bool else "integer"
 
 
 def differing(one: str, other: str) -> str:

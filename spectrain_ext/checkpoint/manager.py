@@ -6,10 +6,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
 
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
 from .sampler import Sampler, ShuffledSampler
@@ -224,20 +224,25 @@ class CheckpointManager:
     ) -> Iterator[Result]:
         begun.append(True)
         self._rewind()  # undoes what a loader read ahead before the last run failed
-        source = iter(() if batches is None else batches)
-        self._exhausted = ended = False
-        while not ended:
-            base = self.minibatches
-            run = self.pipe.run(self._segment(source), trace=trace, keep=keep)
+
+        def counted() -> Iterator[object]:
+            for batch in () if batches is None else batches:
+                self.minibatches += 1
+                yield batch
+
+        def ends(taken: int) -> bool:
+            return taken > 0 and self._peers.rank == 0 and self._due()
+
+        def run(segment: Iterable[object]) -> Iterator[Result]:
+            results = self.pipe.run(segment, trace=trace, keep=keep)
             self._failed = True  # until the run has ended
-            try:
-                for result in run:
-                    yield result.renumbered(base + result.index)
-            except GeneratorExit:
-                cast("Generator[Result, None, None]", run).close()  # drains
-                self._save_if_due(True, extra)
-                raise
-            ended = self._save_if_due(self._exhausted, extra)
+            return results
+
+        def follow(segment: Segment, left: bool) -> int | None:
+            ended = self._save_if_due(segment.exhausted or left, extra)
+            return None if ended else self.minibatches
+
+        yield from segments(counted(), ends, run, follow, self.minibatches)
 
     def _save_if_due(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if due; return whether this was the loop's last run in any process."""
@@ -258,14 +263,6 @@ class CheckpointManager:
         """Set the sampler to training's position: only rank 0's loader advances its own."""
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
-
-    def _segment(self, source: Iterator[object]) -> Iterator[object]:
-        for batch in source:
-            self.minibatches += 1
-            yield batch
-            if self._peers.rank == 0 and self._due():
-                return
-        self._exhausted = True
 
     def _due(self) -> bool:
         minibatches, moment = self._last

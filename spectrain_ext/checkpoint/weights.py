@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.errors import differing
+from spectrain_ext.errors import differing, kind_of
 
 from .documents import Json, Keep, dtype_of
 from .parts import Item, Part
@@ -139,7 +139,7 @@ class _Saved:
                 raise ValueError(
                     f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
                 )
-            if _domain(dtype_of(entry["dtype"])) != _domain(tensor.dtype):
+            if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
                 raise ValueError(
                     f"{name!r} is {entry['dtype']}, which does not fit into "
                     f"{str(tensor.dtype).removeprefix('torch.')}"
@@ -164,11 +164,6 @@ class _Saved:
 def weights_of(body: Json) -> Json:
     """Return the references of all weights in a document, by the model's names."""
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
-
-
-def _domain(dtype: torch.dtype) -> tuple[bool, ...]:
-    """Return what dtypes that differ only in precision have in common."""
-    return dtype.is_complex, dtype.is_floating_point, dtype is torch.bool
 
 
 def _not_taken_back(module: nn.Module, where: str) -> list[str]:
