@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -152,18 +152,16 @@ class PendingCheckpoint:
             self._discard()
             raise
 
-    def write(self) -> None:
-        self._write(self._tensors, self._peers)
-
     def write_behind(self, peers: Peers) -> Future[None]:
         """Copy the tensors now and write them in a thread, which communicates through ``peers``."""
-        copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
+        self._tensors = {k: t.detach().to("cpu", copy=True) for k, t in self._tensors.items()}
+        self._peers = peers
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
-        future = thread.submit(self._write, copies, peers)
+        future = thread.submit(self.write)
         thread.shutdown(wait=False)
         return future
 
-    def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
+    def write(self) -> None:
         """Write this process's tensors; the first process adds the document."""
         told = (f"writing {self._path.name}", str(self._path))
 
@@ -171,7 +169,7 @@ class PendingCheckpoint:
             entries: Json = {}
             sizes: dict[str, int] = {}
             for name, keys in self._names.items():
-                content = {key: tensors[key] for key in keys}
+                content = {key: self._tensors[key] for key in keys}
                 added, sizes[name] = storage.write_tensors(self._path, name, content)
                 entries |= added
             return entries, sizes
@@ -186,8 +184,8 @@ class PendingCheckpoint:
                 self._committed()
 
         try:
-            found = peers.call_or_fail_together(own, *told)
-            peers.call_or_fail_together(commit, *told)
+            found = self._peers.call_or_fail_together(own, *told)
+            self._peers.call_or_fail_together(commit, *told)
         except BaseException:
             self._discard()
             raise
