@@ -438,17 +438,11 @@ class Board:
         if knows:
             self._report.post(self._part)
         self._complete = max(self._complete, self._all_have_said())
-        said = {
-            "doing": self.action(),
-            "busy": monotonic() - self._steps[-1][1],
-            "waits": None if waits is None else waits[:2],
-            "words": words,
-            "last": last,
-            "complete": self._complete,
-            "knows": knows,
-            "reported": knows and self._report.reported,
-            "process": this_process(),
-        }
+        busy, reported = monotonic() - self._steps[-1][1], knows and self._report.reported
+        _, _, *said = Heartbeat(
+            *(b"", 0.0, self.action(), busy, waits and waits[:2], words, last, self._complete),
+            *(knows, reported, this_process()),
+        )
         self._store.set(self._keys[self.rank], json.dumps(said))
 
     def _all_have_said(self) -> int:

@@ -61,13 +61,13 @@ class Cause(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last heartbeat."""
+    """A rank's last heartbeat; all after ``heard`` is sent, as a JSON list."""
 
     text: bytes  # as received
     heard: float  # when it was received, on this rank's clock
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
-    waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
+    waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
     words: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     complete: int = 0  # number of values that all ranks have shared, to its knowledge
@@ -79,18 +79,18 @@ class Heartbeat(NamedTuple):
     def read(text: bytes, heard: float, ranks: int) -> Heartbeat:
         """Return the heartbeat in an entry of the store; ValueError if the entry is damaged."""
         match _decoded(text):
-            case {
-                "doing": str(),
-                "busy": float(),
-                "waits": None | [int() | None, str()] as waits,
-                "words": int(),
-                "last": list(),
-                "complete": int(),
-                "knows": bool(),
-                "reported": bool(),
-                "process": [str(), int(), int()],
-            } as said if len(said) == 9 and (not waits or 0 <= (waits[0] or 0) < ranks):
-                return Heartbeat(text, heard, **{**said, "waits": waits and tuple(waits)})
+            case [
+                str(),
+                float(),
+                None | [int() | None, str()] as waits,
+                int(),
+                list(),
+                int(),
+                bool(),
+                bool(),
+                [str(), int(), int()],
+            ] as said if not waits or 0 <= (waits[0] or 0) < ranks:
+                return Heartbeat(text, heard, *said)
         raise ValueError(f"the store has a heartbeat of it that {_NOBODYS}{text!r:.200}")
 
     @property

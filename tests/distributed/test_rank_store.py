@@ -102,7 +102,7 @@ BEAT = {
     [
         *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000, "{}", "null")),
         *(
-            ("beat/1", json.dumps(BEAT | changed))
+            ("beat/1", json.dumps([*(BEAT | changed).values()]))
             for changed in (
                 {"waits": [2, "edge"]},
                 {"waits": [0]},
@@ -122,7 +122,7 @@ def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    assert Heartbeat.read(json.dumps(BEAT).encode(), 0.0, 2).waits == (0, "edge")
+    assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
     match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
     with pytest.raises(RankError, match=match) as raised, board.run(starts=True):
@@ -137,7 +137,7 @@ def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch)
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
     kept.set("part/1", "[")
-    kept.set("beat/1", json.dumps(BEAT | {"knows": True}))
+    kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
     kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
     with pytest.raises(RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
