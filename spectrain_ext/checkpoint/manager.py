@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed.exchange import Peers
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun

@@ -12,18 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Item, Part, Stateful, parts_of
+from .parts import Item, Part, Stateful, Weights, parts_of
 from .progress import AveragingState, Generators, SchedulerState, Training, stage_states
 from .sampler import Sampler, SamplerState
 from .storage import WEIGHTS
-from .weights import Weights
 
 
 def save(
