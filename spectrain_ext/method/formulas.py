@@ -12,7 +12,6 @@ from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stag
 
 
 def none(place: Place) -> int:
-    """Return 0 updates."""
     return 0
 
 
@@ -128,5 +127,4 @@ class RatesByDelay:
 
 
 def _rounded(a: int, b: int) -> int:
-    """Return a/b to the nearest whole number, halves up."""
     return (2 * a + b) // (2 * b)

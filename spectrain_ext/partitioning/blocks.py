@@ -17,26 +17,17 @@ from .traced import TracedStage, split
 
 
 class Slice(nn.Sequential):
-    """A stage made of a model's consecutive blocks.
-
-    Args:
-        blocks: the modules, shared with the model.
-        first: the model's index of the first of them.
-        names: the model's names of them; None: their indices, as in ``nn.Sequential``.
-    """
+    """A stage made of a model's consecutive blocks, the first of them with this index there."""
 
     def __init__(
         self, blocks: Iterable[nn.Module], first: int, names: Sequence[str] | None = None
     ) -> None:
         super().__init__(*blocks)
         self.first = first
-        self._names = None if names is None else tuple(names)
+        self._names = None if names is None else tuple(names)  # None: as in ``nn.Sequential``
 
     def full_name(self, name: str) -> str:
-        """Return the uncut model's name of a parameter or module buffer of this stage.
-
-        Checkpoints and ``Pipeline.state_dict`` use these names, which do not depend on the cuts.
-        """
+        """Return the uncut model's name of a parameter or module buffer of this stage."""
         index, _, rest = name.partition(".")
         place = int(index)
         block = self[place]
@@ -46,8 +37,6 @@ class Slice(nn.Sequential):
 
 
 class _Calls(nn.Module):
-    """A block that calls a function."""
-
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self._function = function
@@ -99,7 +88,6 @@ def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.M
 
 
 def shared_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Return the parameters that several blocks share."""
     return ties_of(
         blocks, found=lambda block: ((p, n, "weight") for n, p in block.named_parameters())
     )
@@ -194,11 +182,8 @@ def finest_cut(
     calls: Mapping[nn.Module, int],  # from calls_in
     planned: Sequence[str] | None = None,
 ) -> tuple[Sequence[str], Sequence[nn.Module]]:
-    """Cut as finely as possible, before submodules called once; return their names and the blocks.
-
-    With ``planned`` names nothing is traced, and the blocks are the submodules.
-    """
-    if planned is not None:
+    """Cut as finely as possible, before submodules called once; return names and blocks."""
+    if planned is not None:  # nothing is traced, and the blocks are the submodules
         levels = list(_levels(model, calls))
         names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
         return names, [model.get_submodule(name) for name in names]

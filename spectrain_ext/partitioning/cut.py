@@ -311,8 +311,6 @@ class HasDocument(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedCut:
-    """A plan's cut of a model, and its settings for training."""
-
     model: str  # the class's name
     blocks: tuple[BlockProfile, ...]
     ends: tuple[int, ...]

@@ -17,9 +17,6 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
     ``stage.tied_parameters`` then maps their names to (first stage with the parameter, its name
     there). ``DistributedPipeline`` needs this, because it sees only its own stage; ``Pipeline``
     recognizes the shared objects.
-
-    Args:
-        stages: all stages of a model, in order.
     """
     homes: dict[nn.Parameter, tuple[int, str]] = {}
     for k, stage in enumerate(stages):

@@ -90,8 +90,6 @@ def materialize(
 
 @dataclass(eq=False)
 class _StageTensor:
-    """One tensor of the stages."""
-
     old: Tensor
     shown: str  # description for errors
     names: list[str] = field(default_factory=list)  # in the uncut model, earliest stage's first
@@ -107,8 +105,6 @@ class _StageTensor:
 
 
 class _Filler:
-    """Fills the tensors of some stages."""
-
     def __init__(
         self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
     ) -> None:
@@ -306,7 +302,6 @@ def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module as its constructor does."""
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, name, None)):
             reset()
@@ -334,7 +329,6 @@ def _alike(one: Source, other: Source, dtype: torch.dtype) -> bool:
 
 
 def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:
-    """Raise CheckpointError unless the stored tensor fits."""
     if list(shape) != list(held.old.shape):
         raise CheckpointError(
             f"{where}: {name!r} has shape {list(shape)}, expected {list(held.old.shape)} for "

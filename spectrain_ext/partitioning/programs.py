@@ -20,8 +20,6 @@ _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A tensor that enters or leaves a stage."""
-
     name: str
     source: tuple[str, str]  # the module that made it, and the operation
     shape: tuple[int | None, ...]  # None: any size
@@ -99,7 +97,6 @@ class Program:
         )
 
     def shape_error(self, given: Sequence[Tensor]) -> str | None:
-        """Return why the program does not accept these shapes, or None."""
         if len(given) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
             return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
@@ -112,7 +109,6 @@ class Program:
         return None
 
     def branch_error(self, given: Sequence[Tensor]) -> str | None:
-        """Return why the model would take another branch for these tensors, or None."""
         if self._guards is not None:
             try:
                 self._guards(*given)

@@ -272,10 +272,8 @@ def takes_window(schedule: str | Generator) -> bool:
 
 
 def put_off(schedule: str | Generator, place: Place) -> int:
-    """Return the most microbatches that have sent their gradient before their backward has ended.
-
-    It is 1, or more if the second halves come later; counted up to a stage's steady state.
-    """
+    """Return the most microbatches whose gradient is sent before their backward has ended."""
+    # It is 1, or more if the second halves come later; counted up to a stage's steady state.
     end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1
     for action in takewhile(end.__ne__, find_generator(schedule)(place)):

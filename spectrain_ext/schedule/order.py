@@ -17,8 +17,6 @@ ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 
 
 class _Stage:
-    """One stage's instructions, and what its neighbours have sent it, in order."""
-
     def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
         self.instructions = instructions
         self.activations: deque[Instruction] | None = None if first else deque()

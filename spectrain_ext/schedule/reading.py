@@ -108,7 +108,6 @@ class Entries:
         self._known: deque[tuple[int, int, int]] = deque()
 
     def note(self, i: int, j: int, version: int) -> None:
-        """Record stage 0's version when it begins the microbatch."""
         self._known.append((i, j, version))
 
     def take(self, i: int, j: int) -> int:

@@ -122,8 +122,6 @@ def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatch
 
 
 class _FreeTimes:
-    """When all stages and wires are free."""
-
     def __init__(self, n: int, d: Durations) -> None:
         nothing = [0.0] * n
         self.load = np.array([d.load_forward, d.load_backward, nothing, d.load_backward])

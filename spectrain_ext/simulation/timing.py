@@ -247,7 +247,6 @@ _StageEdges = dict[Kind, _Edge]
 
 
 def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
-    """Return the edges by which every stage receives, and those by which it sends."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
@@ -297,7 +296,6 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
 
 
 def period_of(updates: Sequence[float]) -> float:
-    """Return the mean time between a stage's updates from their ends; see ``Summary``."""
     first, last = len(updates) // 3, 2 * len(updates) // 3
     if last <= first:
         first, last = 0, len(updates) - 1

@@ -133,8 +133,6 @@ def draw_timeline(
 
 
 class Rows:
-    """The rows of a picture: a stage each, or a device with the stages it has."""
-
     def __init__(self, drawn: Sequence[Span], devices: Sequence[int] | None) -> None:
         stages = 1 + max(span.stage for span in drawn)
         self._named = "stage" if devices is None else "device"
