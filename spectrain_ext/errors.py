@@ -34,10 +34,6 @@ class StageError(RuntimeError):
         return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
 
 
-class OrderingError(RuntimeError):
-    """A stream used a buffer without waiting for a conflicting use on another stream."""
-
-
 class RankError(RuntimeError):
     """A failed rank ended the run of a pipeline over several processes.
 
