@@ -60,7 +60,7 @@ class _Uncut:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._model: Callable[[], nn.Module | None] = _no_model if model is None else ref(model)
+        self._model: Callable[[], nn.Module | None] = ref(model) if model else lambda: None
         self._elsewhere: Sequence[int] | None = None  # None: the model has no hooks yet
 
     def trained_elsewhere(self, stages: Sequence[int]) -> None:
@@ -86,10 +86,6 @@ class _Uncut:
 
     def __reduce__(self) -> Any:
         return _Uncut, ()
-
-
-def _no_model() -> None:
-    pass
 
 
 def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:

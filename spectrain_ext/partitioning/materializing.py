@@ -156,7 +156,10 @@ class _Filler:
                 if not more:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
-                if source is not first and not _alike(first, source, held.old.dtype):
+                dtype = held.old.dtype
+                if source is not first and not first.make().to(dtype).equal(
+                    source.make().to(dtype)
+                ):
                     raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
             if held.source is None and held.saved and self._init is None:
                 raise CheckpointError(
@@ -322,10 +325,6 @@ def _full_name(stage: nn.Module, name: str) -> str:
 def _called(stage: nn.Module) -> str:
     place = getattr(stage, "cut_place", None)
     return type(stage).__name__ if place is None else f"stage {place[0]}"
-
-
-def _alike(one: Source, other: Source, dtype: torch.dtype) -> bool:
-    return torch.equal(one.make().to(dtype), other.make().to(dtype))
 
 
 def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:
