@@ -12,6 +12,7 @@ from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stag
 
 
 def none(place: Place) -> int:
+    """Return 0 updates."""
     return 0
 
 

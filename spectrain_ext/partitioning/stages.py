@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value, tensors_in
 
-from .blocks import block_names, blocks_of, calls_in, finest_cut, shared_of, slices_of, ties_of
+from .blocks import (
+    block_names,
+    blocks_of,
+    calls_in,
+    finest_cut,
+    mark,
+    shared_of,
+    slices_of,
+    ties_of,
+)
 from .columns import BY_POSITION, Columns, columns_in
 from .cut import (
     REMEDY,
@@ -25,7 +34,6 @@ from .cut import (
     planned_cut,
 )
 from .decoders import Decoder
-from .marks import mark
 from .outline import adapted, is_pretrained, outline_columns, takes_ids
 from .own_loss import OwnLoss, own_loss
 from .profile import (
