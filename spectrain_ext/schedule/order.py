@@ -165,8 +165,7 @@ def validate(
         ValueError: ``windows`` or ``rules`` has another length than ``actions``.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.simulation import streams, validate
         >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=100, windows=[3, 2, 1])
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]

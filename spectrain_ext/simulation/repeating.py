@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from spectrain_ext.schedule import Generator, Instruction, Kind, ScheduleError, bounded, streams
+from spectrain_ext.schedule import Generator, Instruction, Kind, ScheduleError, bounded
 
-from .timing import Durations, Summary, period_of
+from .timing import Durations, Summary, period_of, streams
 
 _Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
