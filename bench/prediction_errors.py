@@ -226,7 +226,8 @@ def summary(runs: Sequence[Errors]) -> Iterator[dict[str, Any]]:
         ]
         kinds = {"mean": statistics.fmean, "low": min, "high": max}
         stages = {
-            name: [float(f"{mean(each):.3g}") for each in columns] for name, mean in kinds.items()
+            name: [float(f"{of_seeds(each):.3g}") for each in columns]
+            for name, of_seeds in kinds.items()
         }
         yield {"ahead": s, "law": law, "stages": stages}
 
