@@ -223,8 +223,9 @@ class Curves:
             "seed": seed,
             "settings": settings,
             **source_of_method(cell.contender),
-            **(source_of_workload(name) if (name := cell.settings.workload) else {}),
         }
+        if cell.settings.workload is not None:
+            asked |= source_of_workload(cell.settings.workload)
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,21 +19,21 @@ _TALLEST = 30.0  # inches of rows at most
 
 def draw_methods_together(
     path: Path,
-    methods: Iterable[tuple[str | Method, str]],
+    methods: Sequence[tuple[str | Method, str]],
     stages: int,
-    *,
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
 ) -> None:
-    """Draw the schedules of several methods below each other on one time axis into ``path``.
+    """Draw the start of the schedules of methods, each with the colour of its name, into ``path``.
 
     A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
-    share. Updates and predictions take no time.
+    share. Updates and predictions take no time. Each name is followed by the number of finished
+    minibatches and the idle share of its stages. Methods that flush ignore ``window``.
     """
     until = 6.0 * max(stages, 4)  # two minibatches without any overlap
-    runs, devices = [], []
-    for name, color in methods:
-        method = find_method(name)
+    runs = []
+    for asked, color in methods:
+        method = find_method(asked)
         parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
         spans = simulate_method(
             method,
@@ -44,63 +44,39 @@ def draw_methods_together(
             forward=1.0 / parts,
             backward=2.0 / parts,
         )
-        of = f", M = {parts}" if parts > 1 else ""
-        devices.append(devices_under(method, stages))
-        if devices[-1] is not None:
-            of += f", on {1 + max(devices[-1])} devices"
-        runs.append((f"{method.name}{of}", color, spans))
-    title = (
-        f"The same time under every method: {stages} stages, simulated without costs of updates, "
-        "predictions and copies"
-    )
-    unit = "time, in forwards of a minibatch"
-    given = devices if any(devices) else None
-    draw_timelines(path, runs, until=until, title=title, unit=unit, devices=given)
-
-
-def draw_timelines(
-    path: str | Path,
-    runs: Sequence[tuple[str, str, Iterable[Span]]],
-    *,
-    until: float,
-    title: str,
-    unit: str = "time",
-    devices: Sequence[Sequence[int] | None] | None = None,
-) -> None:
-    """Draw the start of several simulations below each other on one time axis.
-
-    Each name is followed by the number of finished minibatches and the idle share of its stages.
-    """
-    if not runs:
-        raise ValueError("runs: expected at least one, got none")
-    seen = [
-        (name, color, [span for span in spans if span.start <= until * _ROUNDING])
-        for name, color, spans in runs
-    ]
-    laid_out = devices or [None] * len(runs)
-    rows = [Rows(drawn, given) for (*_, drawn), given in zip(seen, laid_out, strict=True)]
-    counts = list(map(len, rows))
+        drawn = [span for span in spans if span.start <= until * _ROUNDING]
+        devices = devices_under(method, stages)
+        name = f"{method.name}, M = {parts}" if parts > 1 else method.name
+        if devices is not None:
+            name += f", on {1 + max(devices)} devices"
+        runs.append((name, color, drawn, Rows(drawn, devices), devices))
+    counts = [len(rows) for *_, rows, _ in runs]
     row = min(0.12, _TALLEST / sum(counts))
-    height = 0.9 + sum(0.3 + row * stages for stages in counts)
+    height = 0.9 + sum(0.3 + row * count for count in counts)
     with picture(path, 12.0, height) as figure:
+        title = (
+            f"The same time under every method: {stages} stages, simulated without costs of "
+            "updates, predictions and copies"
+        )
         figure.suptitle(title, fontsize=10, parse_math=False, x=0.01, ha="left")
-        panels = figure.subplots(len(seen), 1, sharex=True, squeeze=False, height_ratios=counts)
-        for axes, of, (name, color, drawn) in zip(panels[:, 0], rows, seen, strict=True):
-            draw_rows(axes, drawn, of, (0.0, until), False, edge=0.2)
+        panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=counts)
+        for axes, (name, color, drawn, rows, _) in zip(panels[:, 0], runs, strict=True):
+            draw_rows(axes, drawn, rows, (0.0, until), False, edge=0.2)
             axes.set_yticks([])
-            finish_axes(axes, (0.0, until), len(of))
+            finish_axes(axes, (0.0, until), len(rows))
             axes.tick_params(axis="x", length=3, labelbottom=axes is panels[-1, 0])
             busy = sum(max(0.0, min(s.end, until) - s.start) for s in drawn if s.kind in COMPUTED)
             count = _ended(drawn, until)
             said = f"{count} minibatch{'es' * (count != 1)} ended, "
-            said += f"idle {100 * (1 - busy / (until * len(of))):.0f} %"
+            said += f"idle {100 * (1 - busy / (until * len(rows))):.0f} %"
             axes.set_title(
                 name, fontsize=9, color=color, weight="bold", loc="left", pad=2, parse_math=False
             )
             axes.set_title(said, fontsize=8, color="#555555", loc="right", pad=2)
-        what = "stages" if devices is None else "devices"
+        what = "devices" if any(devices for *_, devices in runs) else "stages"
+        unit = "time, in forwards of a minibatch"
         panels[-1, 0].set_xlabel(f"{unit}; rows are {what}, the first on top")
-        draw_legend(figure, [span for *_, drawn in seen for span in drawn], False, "idle")
+        draw_legend(figure, [span for _, _, drawn, *_ in runs for span in drawn], False, "idle")
 
 
 def _ended(drawn: Sequence[Span], until: float) -> int:

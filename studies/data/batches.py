@@ -9,11 +9,6 @@ from .images import augment
 from .split import Split
 
 
-def count_batches(samples: int, batch_size: int, epochs: int) -> int:
-    """Return the number of minibatches in ``epochs`` epochs."""
-    return epochs * -(-samples // batch_size)
-
-
 class Batches:
     """Minibatches of the training part, prepared for a model, in a new random order every epoch.
 
@@ -29,7 +24,7 @@ class Batches:
         self._variations = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return count_batches(len(self._data.train_inputs), self._size, 1)
+        return -(-len(self._data.train_inputs) // self._size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         data = self._data

@@ -144,6 +144,7 @@ def _fields(content: bytes) -> tuple[bytes | None, list[int]]:
     pixels, labels, key = None, list[int](), b""
     numbers: list[int] = []
     dtype, by_rows = False, False
+    argument: Any
     for n, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if n == _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} instructions")

@@ -25,24 +25,17 @@ class Split:
     images   uint8 (samples, 3, rows, cols)   int64 (samples,)    float32, the same shape
     text     int64 (samples, length)          int64, the same     the same
     ======== ================================ =================== ==========================
-
-    Attributes:
-        name: name in tables and pictures.
-        kind: kind of the samples.
-        classes: number of different targets; for text, the size of the vocabulary.
-        prepare: converts stored inputs to a model's input.
-        fingerprint: hash of the content that was read, "" if the content is always the same.
     """
 
-    name: str
+    name: str  # in tables and pictures
     kind: Kind
     train_inputs: Tensor
     train_targets: Tensor
     test_inputs: Tensor
     test_targets: Tensor
-    classes: int
-    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
-    fingerprint: str = ""
+    classes: int  # different targets; for text, the size of the vocabulary
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs  # to a model's input
+    fingerprint: str = ""  # hash of the content that was read; "": always the same
 
     @property
     def features(self) -> int:
