@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,14 +35,10 @@ def make_optimizer(
             nesterov=settings.nesterov,
             ema=ema,
         )
-    betas = settings.betas
-    if settings.optimizer == "adam":
-        return optim.Adam(parameters, lr=lr, betas=betas, weight_decay=decay)
-    if settings.optimizer == "adamw":
-        return optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay)
-    return optim.NAdam(
-        parameters, lr=lr, betas=betas, weight_decay=decay, decoupled_weight_decay=True
-    )
+    rest: dict[str, Any] = {"lr": lr, "betas": settings.betas, "weight_decay": decay}
+    if settings.optimizer in ("adam", "adamw"):
+        return (optim.Adam if settings.optimizer == "adam" else optim.AdamW)(parameters, **rest)
+    return optim.NAdam(parameters, decoupled_weight_decay=True, **rest)
 
 
 def make_scheduler(
@@ -54,12 +51,6 @@ def make_scheduler(
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
-    factor = factor_of(settings, updates)
-    return lambda optimizer: LambdaLR(optimizer, factor)
-
-
-def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
-    """Return the learning-rate factor of each of ``updates`` updates."""
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -69,7 +60,7 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return factor
+    return lambda optimizer: LambdaLR(optimizer, factor)
 
 
 def make_any_optimizer(

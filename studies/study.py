@@ -106,8 +106,7 @@ def cells_of(
                 flushing = all(flushes(phase.schedule) for phase in phases_of(method))
                 parts = changes.get("microbatches", 1 if flushing else m)
                 asked = {**usual, "data_dir": data_dir, "stages": n, "microbatches": parts}
-                asked |= {"methods": ["sync"], "devices": ["cpu"]}
-                settings = settle(asked, World.of_environment())
+                settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
                 try:
                     check(method, n, microbatches=parts // replicas)
                 except ValueError as error:
@@ -252,6 +251,12 @@ class Curves:
         points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
         text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
         replace_file(path, f"{text}\n".encode())
+
+
+def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[int, Curve]:
+    """Return the finished runs, with the tests that they are judged by, by seed."""
+    read = {seed: Curves(folder).find(cell, lr, seed) for seed in seeds}
+    return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
 
 
 _loaded = lru_cache(maxsize=1)(maker_of)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor, nn
 
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, Window, find_method
+from spectrain_ext.partitioning import measure
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
 
 from .looks import REFERENCE
-from .pipelines import synchronize
 from .settings import TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Maker, stages_in
 
-# measurements per stage; the fastest counts, because other processes may use the machine
-_TIMED = 9
-_ENOUGH = 1.0  # seconds per stage
 _SIMULATED = 12  # minibatches
 
 
@@ -43,36 +39,26 @@ def measured_work(
     """Measure each stage's work for a minibatch in turn, with the settings' threads."""
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
-    places = [torch.device(name) for name in devices]
+    for module, device in zip(modules, devices, strict=True):
+        module.to(device)
     value, target = next(iter(workload.train))
-    target = target.to(places[-1])
-    forward, backward = [], []
+    modules[-1] = _WithLoss(modules[-1], workload.loss, target.to(devices[-1]))
     with threads(settings.threads):
-        for k, (module, place) in enumerate(zip(modules, places, strict=True)):
-            module.to(place)
-            value = value.detach().to(place)
-            ahead, back = [], []
-            for _ in range(_TIMED):
-                inputs = value.clone()
-                if inputs.is_floating_point():
-                    inputs.requires_grad_()
-                synchronize([place])
-                began = time.perf_counter()
-                output = module(inputs)
-                if k == stages - 1:
-                    output = workload.loss(output, target)
-                synchronize([place])
-                done = time.perf_counter()
-                output.backward(torch.ones_like(output))
-                synchronize([place])
-                ahead.append(done - began)
-                back.append(time.perf_counter() - done)
-                if sum(ahead) + sum(back) > _ENOUGH:
-                    break
-            value = output
-            forward.append(min(ahead))
-            backward.append(min(back))
-    return Work(forward, backward)
+        profile = measure(modules, value)
+    forward = [block.forward_seconds or 0.0 for block in profile.blocks]
+    both = [block.seconds for block in profile.blocks]
+    return Work(forward, [whole - ahead for whole, ahead in zip(both, forward, strict=True)])
+
+
+class _WithLoss(nn.Module):
+    """The last stage, followed by the loss."""
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Tensor], target: Any) -> None:
+        super().__init__()
+        self._module, self._loss, self._target = module, loss, target
+
+    def forward(self, value: Any) -> Tensor:
+        return self._loss(self._module(value), self._target)
 
 
 def minibatch_time(method: Method, microbatches: int, work: Work, window: Window = None) -> float:
