@@ -21,7 +21,7 @@ except ModuleNotFoundError as _error:
         name=_error.name,
     ) from None
 from spectrain_ext import codecs, optim
-from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
+from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.method import (
     Method,
     Phase,
@@ -72,7 +72,6 @@ __all__ = [
     "Metrics",
     "Microbatches",
     "Observer",
-    "OrderingError",
     "Phase",
     "Pipeline",
     "Plan",

@@ -10,7 +10,6 @@ from spectrain_ext.schedule import (
     Place,
     Replicas,
     ScheduleError,
-    check_generator,
     find_generator,
     flushes,
     name_of,
@@ -81,6 +80,9 @@ def places_of(
             at_least(method, k, stages, "window", w, 1)
     places = [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
     if not isinstance(method.schedule, str) and not replicas.dealt:
+        # Here, because named schedules need no check.
+        from spectrain_ext.schedule.order import check_generator
+
         try:
             check_generator(generate, places)
         except (ScheduleError, TypeError) as error:
