@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from spectrain_ext.method import Method
 from spectrain_ext.optim import hidden_matrices
 
-from .data.batches import Batches
-from .data.cifar import load_cifar10
-from .data.digits import load_digits
-from .data.split import Split
-from .data.text import load_text
+from .data.sources import load_cifar10, load_digits, load_text
+from .data.split import Batches, Split
 from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
 from .models.building import cut_evenly
 from .optimizers import make_any_optimizer, make_scheduler
-from .own import own
 from .settings import TrainSettings
-from .workload import Maker, Workload, mean_loss
+from .workload import Maker, Workload, mean_loss, own
 
 
 def maker_of(settings: TrainSettings, cache: Path) -> Maker:

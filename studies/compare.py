@@ -22,13 +22,12 @@ from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .own import source_of_method
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import Comparison, describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import epochs_of, stages_in, tested
+from .workload import epochs_of, source_of_method, stages_in, tested
 from .world import World
 
 if TYPE_CHECKING:

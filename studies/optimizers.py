@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,10 +34,14 @@ def make_optimizer(
             nesterov=settings.nesterov,
             ema=ema,
         )
-    rest: dict[str, Any] = {"lr": lr, "betas": settings.betas, "weight_decay": decay}
-    if settings.optimizer in ("adam", "adamw"):
-        return (optim.Adam if settings.optimizer == "adam" else optim.AdamW)(parameters, **rest)
-    return optim.NAdam(parameters, decoupled_weight_decay=True, **rest)
+    betas = settings.betas
+    if settings.optimizer == "adam":
+        return optim.Adam(parameters, lr=lr, betas=betas, weight_decay=decay)
+    if settings.optimizer == "adamw":
+        return optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay)
+    return optim.NAdam(
+        parameters, lr=lr, betas=betas, weight_decay=decay, decoupled_weight_decay=True
+    )
 
 
 def make_scheduler(

@@ -30,8 +30,7 @@ from .results import (
     write_results,
 )
 from .settings import TrainSettings, stages_of
-from .timelines import draw_methods_together
-from .times import relative_times
+from .times import draw_methods_together, relative_times
 from .workload import Maker, Workload
 from .world import World
 

@@ -33,12 +33,11 @@ from spectrain_ext.timelines import simulate_method
 from . import REMEDY
 from .frontier import Interval, least, updates_to, write_rows
 from .looks import looks
-from .once import agreed
 from .options import data_dir
 from .report import versions
 from .settings import settle
 from .study import Cell, Curve, maker_in, prepare, run_one, runs_of, search
-from .world import World
+from .world import World, agreed
 
 STAGES = 8
 #: From the benchmark: tokens per step, bytes of a token's activation in bfloat16, and a stage's

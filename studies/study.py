@@ -30,13 +30,21 @@ from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of
 from .contenders import Study, contender
-from .delayed import Delayed
+from .delayed import Delayed, Replicated
 from .options import OptionError
-from .own import own, source_of_method, source_of_workload, start_rate
-from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
-from .workload import Maker, Workload, epochs_of, stages_in, tested
+from .workload import (
+    Maker,
+    Workload,
+    epochs_of,
+    own,
+    source_of_method,
+    source_of_workload,
+    stages_in,
+    start_rate,
+    tested,
+)
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run's file

@@ -21,13 +21,12 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .once import agreed
 from .options import OptionError, data_dir, finite, numbers_listed, workload
-from .presets import Optimizer
 from .report import versions
+from .settings import Optimizer
 from .study import cells_of, maker_in, own_study, prepare, search_all
 from .workload import stages_in
-from .world import World
+from .world import World, agreed
 
 _DATA = "digits"
 _EPOCHS = 3

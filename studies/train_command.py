@@ -23,14 +23,12 @@ from spectrain_ext.method import find_method
 from .builtin import maker_of
 from .compare import train_all
 from .looks import REFERENCE
-from .once import OnceToldCommand, agreed, joined, logged, told
 from .options import data_dir, finite, workload
 from .pipelines import choice, fitting
-from .presets import DATA_SETS, MODELS
 from .report import Comparison, report
-from .settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
+from .settings import ALL, AUTO, DATA_SETS, DEFAULT_METHODS, MODELS, TrainSettings, settle
 from .workload import Maker, Workload, stages_in
-from .world import World
+from .world import OnceToldCommand, World, agreed, joined, logged, told
 
 _COUNT = click.IntRange(0, POSITIVE.max)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")

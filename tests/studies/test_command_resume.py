@@ -17,8 +17,7 @@ from torch import nn
 
 from studies import compare
 from studies.__main__ import main
-from studies.data.batches import Batches
-from studies.data.split import Split
+from studies.data.split import Batches, Split
 from studies.workload import epochs_of
 
 pytest.importorskip("sklearn")

@@ -5,9 +5,8 @@ import sys
 import pytest
 import torch
 
-from studies.data.batches import Batches
-from studies.data.digits import load_digits
-from studies.data.split import Split
+from studies.data.sources import load_digits
+from studies.data.split import Batches, Split
 from studies.workload import epochs_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from studies.timelines import draw_methods_together
+from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
 
