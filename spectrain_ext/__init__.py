@@ -51,7 +51,7 @@ from spectrain_ext.operators import (
     stash_predict_,
     swap_,
 )
-from spectrain_ext.pipeline import Delayed, Microbatches, Observer, Pipeline
+from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ __version__: str = _build_info()["version"]
 
 __all__ = [
     "CheckpointError",
-    "Delayed",
     "DistributedPipeline",
     "Method",
     "Metrics",

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from studies import slow_links, study
 from studies.__main__ import main
-from studies.slow_links import Way, best_of, chains_of, rows_of, search, seconds_per_step
+from studies.slow_links import Way, best_of, chains_of, rows_of, search_chain, seconds_per_step
 from studies.study import Cell, Curve
 
 #: Updates to the goal relative to synchronous training; a run ends after 1.5.
@@ -40,7 +40,7 @@ def test_what_reaches_the_loss_first(tmp_path: Path) -> None:
     data.write_text("text")
     found: dict[Way, float] = {}
     for ways in chains_of("muon"):
-        found |= search(tmp_path, data, ways)
+        found |= search_chain(tmp_path, data, ways)
     assert set(found.values()) == {0.05}, "twice the setting's own"
     for way in found:
         study.run_one(tmp_path, way.cell(data), 0.05, 1)
@@ -70,6 +70,17 @@ def test_bytes_of_a_token_at_the_benchmarks_sizes() -> None:
     sizes = {codec: Way("adamw", "sync", 1, codec).token_bytes for codec in slow_links.CODECS}
     assert sizes == {"bfloat16": 2048, "int8": 1056, "int4-hadamard": 544}
     assert Way("muon", "sync", 1, "bfloat16", 10).token_bytes == 322
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "token_bytes", "seconds"), [(64, 2048, 100.475), (32, 322, 19.889)]
+)
+def test_seconds_per_step_are_near_those_that_were_published(
+    microbatches: int, token_bytes: int, seconds: float
+) -> None:
+    """Of 1F1B: the two records of PluralisResearch/ProtocolNanoGPT, commit 0551bc3."""
+    found = seconds_per_step("1f1b", microbatches, token_bytes)
+    assert found == pytest.approx(seconds, rel=0.05)
 
 
 def test_wrong_data_is_an_error_of_the_command(tmp_path):

@@ -15,6 +15,7 @@ from helpers.checked_streams import (
     checked_streams,
     unchecked_streams,
 )
+from helpers.meeting import Meeting
 from helpers.pipeline_cases import (
     batches,
     every_method,
@@ -42,7 +43,6 @@ from spectrain_ext.transport import (
 )
 from spectrain_ext.transport import streams as stream_kinds
 from spectrain_ext.transport.streams import HostStream, callers_stream
-from studies.meeting import Meeting
 
 CPU = torch.device("cpu")
 
