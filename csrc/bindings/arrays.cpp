@@ -104,32 +104,22 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
     if (list.role == Role::momentum) momentum_name = list.name;
   }
   plan->grads = {std::vector<void*>(n, nullptr), plan->params.dtype};
-  from_parameter_.assign(n, true);
   kept_ = std::move(lists);
   check_overlap();
   for (ArrayList& list : kept_) {
     if (list.role != Role::grads) continue;
-    set_gradients(list.arrays, true);
+    set_gradients(list.arrays);
     list.arrays = py::tuple();  // grads_ holds them now
   }
 }
 
 Column* Arrays::column_of(Role role, size_t* outs) const {
-  switch (role) {
-    case Role::params:
-      return &plan->params;
-    case Role::momentum:
-      return &plan->momentum;
-    case Role::second:
-      return &plan->second;
-    case Role::grads:
-      return &plan->grads;
-    case Role::stashed:
-      return &plan->stashed;
-    case Role::out:
-      break;
-  }
-  return &plan->outs[(*outs)++];
+  if (role == Role::out) return &plan->outs[(*outs)++];
+  return role == Role::params     ? &plan->params
+         : role == Role::momentum ? &plan->momentum
+         : role == Role::second   ? &plan->second
+         : role == Role::grads    ? &plan->grads
+                                  : &plan->stashed;
 }
 
 std::string Arrays::describe(const UnsupportedTypes& error) const {
@@ -234,34 +224,29 @@ void Arrays::check_apart(const Borrowed& b, const Place& place,
 
 void Arrays::keep(bool watch) {
   plan->keep_tables = true;
-  if (!watch || watching_) return;
+  if (!watch) return;
   size_t outs = 0;
-  std::vector<std::pair<size_t, Watch>> watches;
-  for (size_t l = 0; l < kept_.size(); ++l) {
-    if (kept_[l].role == Role::grads) continue;
-    const Column& column = *column_of(kept_[l].role, &outs);
-    watches.emplace_back(l, Watch());
+  for (const ArrayList& list : kept_) {
+    Watch& watch_list = watches_.emplace_back();
+    if (list.role == Role::grads) continue;
+    const Column& column = *column_of(list.role, &outs);
     for (size_t i = 0; i < column.at.size(); ++i) {
-      if (plan->size_of_item(i) > 0) {
-        watches.back().second.add(kept_[l].arrays[i], column.at[i], i);
-      }
+      if (plan->size_of_item(i) > 0) watch_list.add(list.arrays[i], column.at[i], i);
     }
   }
-  watches_ = std::move(watches);
-  watching_ = true;
 }
 
 void Arrays::check_in_place(Roles roles) {
-  for (const auto& [list, watch] : watches_) {
-    if (!roles.has(kept_[list].role)) continue;
-    const std::optional<size_t> i = watch.moved();
+  for (size_t l = 0; l < watches_.size(); ++l) {
+    if ((roles & bit(kept_[l].role)) == 0) continue;
+    const std::optional<size_t> i = watches_[l].moved();
     if (!i) continue;
     throw std::runtime_error(
-        place_of(kept_[list].name, *i).text() +
+        place_of(kept_[l].name, *i).text() +
         ": its memory is not where it was when the plan was made (p.data = ..., .to(), .double(), "
         "set_(), resize_() or share_memory() since); make a new Plan");
   }
-  if (watching_ && roles.has(Role::grads)) check_gradients_in_place();
+  if (!watches_.empty() && (roles & bit(Role::grads)) != 0) check_gradients_in_place();
 }
 
 }  // namespace spectrain

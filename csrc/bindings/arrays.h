@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,22 +15,8 @@ namespace spectrain {
 
 // The role of a list in a plan.
 enum class Role { params, momentum, grads, stashed, out, second };
-
-// Which lists a call reads or writes.
-class Roles {
- public:
-  Roles(std::initializer_list<Role> roles) {
-    for (const Role role : roles) add(role);
-  }
-  Roles& add(Role role) {
-    bits_ |= 1u << static_cast<int>(role);
-    return *this;
-  }
-  bool has(Role role) const { return (bits_ >> static_cast<int>(role) & 1u) != 0; }
-
- private:
-  unsigned bits_ = 0;
-};
+using Roles = unsigned;  // one bit for each
+constexpr Roles bit(Role role) { return 1u << static_cast<unsigned>(role); }
 
 inline py::handle item(const py::tuple& of, size_t i) {
   return PyTuple_GET_ITEM(of.ptr(), static_cast<py::ssize_t>(i));
@@ -52,14 +37,10 @@ class Arrays {
   // `groups`: the parameter group of every tensor; empty: all in group 0.
   Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single);
 
-  // Replaces the gradients (entries may be None); keeps the old ones on an error. `follow`: whether
-  // refresh() reads params[i].grad; otherwise it reads these arrays again.
-  void set_gradients(const py::tuple& grads, bool follow);
+  // Replaces the gradients (entries may be None); keeps the old ones on an error.
+  void set_gradients(const py::tuple& grads);
   // Releases the gradients, until others are set.
   void forget_gradients();
-  // Reads every gradient's address again: that of params[i].grad if the gradient was
-  // params[i].grad when it was set or none were set, otherwise that of the same array.
-  void refresh();
 
   // Prepares for several uses. `watch`: keep the arrays' memory alive and check their addresses at
   // every call; otherwise the caller does.
@@ -108,8 +89,6 @@ class Arrays {
   void check_gradients_in_place();
   void check_apart(const Borrowed& b, const Place& place, const std::vector<Span>& others) const;
   void check_pinned(const Column& column) const;
-  void take_gradients(const py::tuple& grads);
-  py::tuple parameter_gradients() const;
 
   bool single_;
   py::tuple params_;
@@ -124,10 +103,8 @@ class Arrays {
   std::vector<std::vector<int64_t>> extents_;  // their shapes and strides
   Device device_;
   py::tuple grads_;
-  std::vector<bool> from_parameter_;  // gradient i is params[i].grad
   bool gradients_known_ = false;
-  bool watching_ = false;
-  std::vector<std::pair<size_t, Watch>> watches_;  // by list of kept_; without the gradients
+  std::vector<Watch> watches_;  // of kept_; empty for gradients
   Watch gradient_watch_;
   int gradient_uses_ = 0;  // calls since they were set
 };

@@ -85,20 +85,12 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
   for (int d = 0; d < t.ndim; ++d) b.size *= t.shape[d];
   b.data = static_cast<char*>(t.data) + t.byte_offset;
 
-  switch (t.device.type) {
-    case dlpack::kCpu:
-    case dlpack::kCudaHost:
-      b.device = {false, 0};
-      break;
-    case dlpack::kCuda:
-    case dlpack::kCudaManaged:
-      b.device = {true, t.device.id};
-      break;
-    default:
-      throw py::type_error(place.text() +
-                           ": expected a CPU or CUDA tensor, got DLPack device type " +
-                           std::to_string(t.device.type));
+  const bool cuda = t.device.type == dlpack::kCuda || t.device.type == dlpack::kCudaManaged;
+  if (!cuda && t.device.type != dlpack::kCpu && t.device.type != dlpack::kCudaHost) {
+    throw py::type_error(place.text() + ": expected a CPU or CUDA tensor, got DLPack device type " +
+                         std::to_string(t.device.type));
   }
+  b.device = {cuda, cuda ? t.device.id : 0};
   const bool bfloat = t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16;
   const bool floating = t.dtype.code == dlpack::kFloat &&
                         (t.dtype.bits == 16 || t.dtype.bits == 32 || t.dtype.bits == 64);
@@ -119,19 +111,6 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
                           std::to_string(size_of(b.dtype)) + " bytes");
   }
   return b;
-}
-
-// Describes why an array's memory cannot be borrowed. The owner's message may contain a C++ stack
-// trace: use its first line, and only if the array does not describe itself.
-std::string refusal(py::handle array) {
-  py::error_already_set error;
-  if (!error.matches(PyExc_Exception)) throw error;
-  const py::object layout = attribute(array, "layout"), device = attribute(array, "device");
-  if (layout && device) {
-    return "got layout " + py::str(layout).cast<std::string>() + " on device " +
-           py::str(device).cast<std::string>();
-  }
-  return "got " + type_name(array) + ": " + first_line(error);
 }
 
 // A negative view shares memory and negates it on reading: its bits are not its values.
@@ -192,14 +171,20 @@ py::object capsule_of(py::handle array, Loans& loans) {
   throw py::value_error(place.text() + ": expected a writable array, got a read-only one" + why);
 }
 
-// NumPy before 2.1, and other owners without versioned capsules, export no read-only arrays at all.
+// The owner's message may contain a C++ stack trace: use its first line, and only if the array does
+// not describe itself. NumPy before 2.1, and other owners without versioned capsules, export no
+// read-only arrays at all.
 [[noreturn]] void refuse(const py::error_already_set& error, py::handle array, const Place& place) {
+  if (!error.matches(PyExc_Exception)) throw error;
   const std::string why = first_line(error);
   if (why.find("readonly") != std::string::npos || why.find("read-only") != std::string::npos) {
     refuse_read_only(place, ": " + why);
   }
+  const py::object layout = attribute(array, "layout"), device = attribute(array, "device");
   throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, got " +
-                       type_name(array) + ": " + why);
+                       (layout && device ? "layout " + py::str(layout).cast<std::string>() +
+                                               " on device " + py::str(device).cast<std::string>()
+                                         : type_name(array) + ": " + why));
 }
 
 // Borrows an array without a C exchange API.
@@ -212,7 +197,6 @@ Borrowed lend(py::handle array, const Place& place, Loans& loans) {
   try {
     capsule = capsule_of(array, loans);
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
     refuse(error, array, place);
   }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
@@ -237,17 +221,8 @@ Borrowed lend(py::handle array, const Place& place, Loans& loans) {
 }  // namespace
 
 const char* name_of(DType t) {
-  switch (t) {
-    case DType::float16:
-      return "float16";
-    case DType::bfloat16:
-      return "bfloat16";
-    case DType::float32:
-      return "float32";
-    case DType::float64:
-      return "float64";
-  }
-  return "?";
+  constexpr const char* names[] = {"float16", "bfloat16", "float32", "float64"};
+  return names[static_cast<int>(t)];
 }
 
 std::string Borrowed::shape_text() const { return list_text(shape, ndim); }
@@ -307,8 +282,7 @@ Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew) {
   if (api == nullptr) return lend(array, place, loans);
   dlpack::Tensor t;
   if (api->borrow(array.ptr(), &t) != 0) {
-    throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, " +
-                         refusal(array));
+    refuse(py::error_already_set(), array, place);
   }
   const Borrowed b = described(t, place, loans);
   if (anew && is_negative_view(array)) {  // this check takes longer than everything else

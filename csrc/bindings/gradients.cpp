@@ -2,15 +2,6 @@
 #include "arrays.h"
 
 namespace spectrain {
-namespace {
-
-py::object gradient_of(py::handle param) {
-  py::object grad = attribute(param, "grad");
-  return grad ? grad : py::none();
-}
-
-}  // namespace
-
 Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
@@ -46,16 +37,7 @@ void Arrays::check_pinned(const Column& column) const {
   }
 }
 
-py::tuple Arrays::parameter_gradients() const {
-  py::tuple grads(params_.size());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    py::object grad = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
-    PyTuple_SET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i), grad.release().ptr());
-  }
-  return grads;
-}
-
-void Arrays::take_gradients(const py::tuple& grads) {
+void Arrays::set_gradients(const py::tuple& grads) {
   Loans loans{first(), {}};
   Column column = borrow_gradients(grads, loans);
   if (plan->gradients_pinned()) check_pinned(column);
@@ -71,13 +53,6 @@ void Arrays::take_gradients(const py::tuple& grads) {
   }
 }
 
-void Arrays::set_gradients(const py::tuple& grads, bool follow) {
-  take_gradients(grads);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    from_parameter_[i] = follow && (grads[i].is_none() || gradient_of(params_[i]).is(grads[i]));
-  }
-}
-
 // Keeps the addresses and their tables, which are reused by gradients at the same addresses.
 void Arrays::forget_gradients() {
   if (plan->gradients_pinned()) check_pinned({std::vector<void*>(params_.size()), {}});
@@ -87,8 +62,6 @@ void Arrays::forget_gradients() {
   gradients_writable_ = false;
   gradient_watch_ = Watch();
 }
-
-void Arrays::refresh() { take_gradients(parameter_gradients()); }
 
 // Gradients are short-lived: a watch (0.6 us each to create) pays off from their second use on.
 void Arrays::check_gradients_in_place() {

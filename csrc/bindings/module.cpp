@@ -18,6 +18,9 @@ namespace {
 // Role, name in error messages, whether the call writes it, arrays.
 using PyList = std::tuple<Role, std::string, bool, py::tuple>;
 
+// What steps and predictions use, where a plan has it.
+constexpr Roles kState = bit(Role::params) | bit(Role::momentum) | bit(Role::second);
+
 class PyPlan {
  public:
   Turns turns;
@@ -33,21 +36,19 @@ class PyPlan {
                py::handle rates) {
     const Plan::Family by = family(eps);
     const Plan::Terms t = checked(terms(given));
-    Roles roles = state(by.adam);
-    if (out) roles.add(Role::out);
-    run(roles, stream, rates,
+    run(kState | (out ? bit(Role::out) : 0), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
   void stash_predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
     const Plan::Family by = family(eps);
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
-    run(state(by.adam).add(Role::stashed), stream, rates,
+    run(kState | bit(Role::stashed), stream, rates,
         [&](Plan& plan, void* s) { plan.stash_predict_(by, t, s); });
   }
   void extrapolate(double steps, size_t out, py::handle stream) {
     need(Role::stashed, "previous", "needed to extrapolate");
-    run({Role::params, Role::stashed, Role::out}, stream, py::none(),
+    run(bit(Role::params) | bit(Role::stashed) | bit(Role::out), stream, py::none(),
         [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
@@ -62,13 +63,13 @@ class PyPlan {
     move_stashed("needed to swap", stream, [](Plan& plan, void* s) { plan.swap_(s); });
   }
   void write_out(size_t out, py::handle stream) {
-    run({Role::params, Role::out}, stream, py::none(),
+    run(bit(Role::params) | bit(Role::out), stream, py::none(),
         [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
   size_t distance_scratch() { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
-    run({Role::params, Role::out}, stream, py::none(), [&](Plan& plan, void* s) {
+    run(bit(Role::params) | bit(Role::out), stream, py::none(), [&](Plan& plan, void* s) {
       plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
     });
   }
@@ -77,30 +78,27 @@ class PyPlan {
                  py::handle predictions, const py::dict& options, py::handle stream,
                  py::handle rates) {
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
-    Roles roles{Role::params};
-    if (with_momentum) roles.add(Role::momentum);
-    bool first = false;
-    const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
-    step(roles, settings, predictions, options, stream, rates,
-         [&](Plan& plan, Plan::Step step, void* s) {
-           for (Setting& each : step.settings) each.first_step = first;
-           plan.sgd_step_(std::move(step), flags, with_momentum, s);
-         });
+    const bool first = first_step.ptr() == Py_True;
+    std::vector<uint8_t> flags;  // none if all are equal
+    if (!PyBool_Check(first_step.ptr())) flags = first_step.cast<std::vector<uint8_t>>();
+    step(settings, predictions, options, stream, rates, [&](Plan& plan, Plan::Step step, void* s) {
+      for (Setting& each : step.settings) each.first_step = first;
+      plan.sgd_step_(std::move(step), flags, with_momentum, s);
+    });
   }
   void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
                   py::handle stream) {
     need_state(true);
-    step(state(true), settings, predictions, options, stream, py::none(),
+    step(settings, predictions, options, stream, py::none(),
          [](Plan& plan, Plan::Step step, void* s) { plan.adam_step_(std::move(step), s); });
   }
 
   // For a plan that is used more than once.
   void keep(bool watch) { arrays_.keep(watch); }
   void pin_gradients() { arrays_.plan->pin_gradients(); }
-  void refresh() { arrays_.refresh(); }
   // Returns whether no gradient is None.
-  bool set_gradients(const py::tuple& grads, bool follow) {
-    arrays_.set_gradients(grads, follow);
+  bool set_gradients(const py::tuple& grads) {
+    arrays_.set_gradients(grads);
     return arrays_.plan->all_gradients();
   }
   void forget_gradients() { arrays_.forget_gradients(); }
@@ -117,12 +115,6 @@ class PyPlan {
       result.push_back({role, name, writes, arrays});
     }
     return result;
-  }
-
-  // The weights and state that a rule updates.
-  static Roles state(bool adam) {
-    Roles roles{Role::params, Role::momentum};
-    return adam ? roles.add(Role::second) : roles;
   }
 
   // The rule of a prediction; throws if its state is missing.
@@ -145,7 +137,7 @@ class PyPlan {
   }
 
   template <class F>
-  void step(Roles roles, py::handle given, py::handle given_predictions, const py::dict& options,
+  void step(py::handle given, py::handle given_predictions, const py::dict& options,
             py::handle stream, py::handle rates, F&& f) {
     if (!arrays_.has_gradients()) {
       throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
@@ -154,15 +146,15 @@ class PyPlan {
     for (Plan::Prediction& each : step.predictions) each.terms = checked(std::move(each.terms));
     Loans loans{arrays_.first(), {}};
     step.options = arrays_.options(options, loans);
-    roles.add(Role::grads);
-    if (!step.predictions.empty()) roles.add(Role::out);
-    run(roles, stream, rates, [&](Plan& plan, void* s) { f(plan, std::move(step), s); });
+    const Roles outs = step.predictions.empty() ? 0 : bit(Role::out);
+    run(kState | bit(Role::grads) | outs, stream, rates,
+        [&](Plan& plan, void* s) { f(plan, std::move(step), s); });
   }
 
   template <class F>
   void move_stashed(const char* why, py::handle stream, F&& f) {
     need(Role::stashed, "stashed", why);
-    run({Role::params, Role::stashed}, stream, py::none(), f);
+    run(bit(Role::params) | bit(Role::stashed), stream, py::none(), f);
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -175,36 +167,11 @@ class PyPlan {
     need(Role::momentum, "exp_avgs", "Adam needs the first moments");
     need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
   }
-  // Returns no flags if all are equal.
-  std::vector<uint8_t> first_step_flags(py::handle first_step, bool* all) const {
-    if (PyBool_Check(first_step.ptr())) {
-      *all = first_step.ptr() == Py_True;
-      return {};
-    }
-    std::vector<bool> flags;
-    try {
-      flags = first_step.cast<std::vector<bool>>();
-    } catch (const py::cast_error&) {
-      throw py::type_error("first_step: expected a bool or a sequence of bools, got " +
-                           py::repr(first_step).cast<std::string>());
-    }
-    if (flags.size() != arrays_.plan->size()) {
-      throw py::value_error("first_step: expected a bool or one for each of the " +
-                            std::to_string(arrays_.plan->size()) + " tensors, got " +
-                            std::to_string(flags.size()));
-    }
-    size_t n_set = 0;
-    for (const bool flag : flags) n_set += flag;
-    *all = n_set > 0 && n_set == flags.size();
-    if (n_set == 0 || *all) return {};
-    return {flags.begin(), flags.end()};
-  }
-
   template <class F>
-  void run(Roles roles, py::handle stream, py::handle rates, F&& f) {
+  void run(Roles used, py::handle stream, py::handle rates, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
-    arrays_.check_in_place(roles);
+    arrays_.check_in_place(used);
     plan.rates = arrays_.rates(rates);
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
@@ -297,9 +264,7 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
            py::arg("options"), stream)
       .def("keep", method(&PyPlan::keep), py::arg("watch"))
       .def("pin_gradients", method(&PyPlan::pin_gradients))
-      .def("refresh", method(&PyPlan::refresh))
-      .def("set_gradients", method(&PyPlan::set_gradients), py::arg("grads"),
-           py::arg("follow") = true)
+      .def("set_gradients", method(&PyPlan::set_gradients), py::arg("grads"))
       .def("forget_gradients", method(&PyPlan::forget_gradients))
       .def_property_readonly("n_outs", method(&PyPlan::n_outs))
       .def_property_readonly("n_groups", method(&PyPlan::n_groups))

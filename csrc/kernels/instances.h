@@ -7,7 +7,6 @@
 #include "rules/copy.h"
 #include "rules/extrapolate.h"
 #include "rules/sgd.h"
-#include "rules/swap.h"
 
 namespace spectrain {
 
@@ -83,14 +82,9 @@ using PlainTypes = decltype(concatenate(WeightTypes{}, NarrowGradients{}));
 
 template <class Entry, template <class> class Launcher, template <class> class Rule>
 static inline Entry by_width(DType t) {
-  switch (size_of(t)) {
-    case 2:
-      return Launcher<Rule<uint16_t>>::kernel();
-    case 4:
-      return Launcher<Rule<uint32_t>>::kernel();
-    default:
-      return Launcher<Rule<uint64_t>>::kernel();
-  }
+  return size_of(t) == 2   ? Launcher<Rule<uint16_t>>::kernel()
+         : size_of(t) == 4 ? Launcher<Rule<uint32_t>>::kernel()
+                           : Launcher<Rule<uint64_t>>::kernel();
 }
 
 template <class Entry, template <class> class Launcher>

@@ -80,11 +80,11 @@ class Lists:
                 f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
             )
         self._first = name
-        self.params: tuple[object, ...] = self._tuple(params)
+        self.params: tuple[object, ...] = self.tuple_of(params)
         self._lists = [(Role.PARAMS, name, writes, self.params)]
         self._stepped: list[bool] | None = None  # in a step: which tensors have a gradient
 
-    def _tuple(self, value: object) -> tuple[object, ...]:
+    def tuple_of(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
 
     def add(self, role: Role, name: str, value: object, *, writes: bool) -> None:
@@ -94,7 +94,7 @@ class Lists:
             raise TypeError(
                 f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
             )
-        arrays = self._tuple(value)
+        arrays = self.tuple_of(value)
         self._lists.append((role, name, writes, arrays))
         if role is Role.GRADS:
             self._stepped = [grad is not None for grad in arrays]
@@ -317,6 +317,21 @@ def step_arguments(
                 laws = _after_first_step(laws, cast("Sequence[Sgd]", groups), first_step)
             predictions.append((j, list(map(terms_of, laws, groups))))
     return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
+
+
+def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
+    """Check the flags of n tensors and return one for all, or each where they differ."""
+    if isinstance(first_step, bool):
+        return first_step
+    given = list(first_step) if isinstance(first_step, Iterable) else [""]
+    if not all(hasattr(type(flag), "__bool__") for flag in given):  # strings have none
+        raise TypeError(f"first_step: expected a bool or a sequence of bools, got {first_step!r}")
+    flags = [bool(flag) for flag in given]
+    if len(flags) != n:
+        raise ValueError(
+            f"first_step: expected a bool or one for each of the {n} tensors, got {len(flags)}"
+        )
+    return flags if any(flags) and not all(flags) else any(flags)
 
 
 def _after_first_step(

@@ -27,6 +27,7 @@ from .calls import (
     Tensors,
     current,
     device_of,
+    first_steps,
     framework_of,
     is_array,
     prediction,
@@ -281,7 +282,8 @@ def sgd_step_(
     more = nesterov, maximize, decoupled_weight_decay, smoothed
     row = lr, momentum, dampening, weight_decay, *more
     settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
-    plan.sgd_step_(settings, with_momentum, first_step, predictions, options, stream, rates)
+    first = first_steps(first_step, len(lists.params))
+    plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
     lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
 
 

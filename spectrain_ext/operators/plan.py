@@ -14,6 +14,7 @@ from .calls import (
     SgdRow,
     StepOptions,
     Tensors,
+    first_steps,
     is_array,
     prediction,
     sgd_prediction,
@@ -126,9 +127,11 @@ class Plan:
         ):
             if given is not None or role is Role.OUT:
                 lists.add(role, name, given, writes=role is not Role.GRADS)
-        self._single = lists.single
+        self._single, self._params = lists.single, lists.params
         self._native = lists.plan(groups)
         self._native.keep(self._watches)
+        given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
+        self._given = self._not_followed(given_grads)
         self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
 
@@ -230,7 +233,8 @@ class Plan:
             step = step_arguments(self._checked(groups, Sgd), predict, first_step)
         settings, with_momentum, predictions, rates = step
         more = options, stream, rates
-        self._native.sgd_step_(settings, with_momentum, first_step, predictions, *more)
+        first = first_steps(first_step, len(self._params))
+        self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
 
     def adam_step_(
         self,
@@ -278,10 +282,17 @@ class Plan:
         got them are read from `params[i].grad` again; others stay the given tensors.
         """
         if grads is None:
-            self._native.refresh()
+            pairs = zip(self._params, self._given, strict=True)
+            self._native.set_gradients(tuple(_grad(p) if g is None else g for p, g in pairs))
         else:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
+            self._given = self._not_followed(arrays)
+
+    def _not_followed(self, grads: Sequence[object]) -> tuple[object, ...]:
+        """Return gradients, with None for those that `refresh` reads from their parameters."""
+        pairs = zip(self._params, grads, strict=True)
+        return tuple(None if g is None or _grad(p) is g else g for p, g in pairs)
 
     # Arguments.
 
@@ -356,6 +367,10 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+def _grad(param: object) -> object:
+    return getattr(param, "grad", None)
 
 
 def _given_twice(names: Iterable[str]) -> TypeError:

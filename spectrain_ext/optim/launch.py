@@ -116,13 +116,13 @@ class Launch:
         """Pass the parameters' gradients to the plan and record which rows have one."""
         grads = tuple(map(_gradient, self.params))
         try:
-            self._all_active = self.native.set_gradients(grads, False)
+            self._all_active = self.native.set_gradients(grads)
         except (TypeError, ValueError, RuntimeError):
             # A hook or the caller may set a gradient with another layout: copy it.
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
-            self._all_active = self.native.set_gradients(fitted, False)
+            self._all_active = self.native.set_gradients(fitted)
         if not self._all_active:
             self._active = [g is not None for g in grads]
 
@@ -225,7 +225,7 @@ class Launch:
                 last, momentum = (column[row] for column in self._buffers)
                 given = self._weights[row], gradient, momentum, state[p], int(step.after[n][0])
                 changes[row] = numbers.update(*given).sub_(last)
-        self.native.set_gradients(tuple(changes), False)
+        self.native.set_gradients(tuple(changes))
 
     @torch.no_grad()
     def _correct(
@@ -257,7 +257,7 @@ class Launch:
             if by.buffers:
                 before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
                 averaging.append(partial(by.average, late, before))
-        self.native.set_gradients(tuple(corrected), False)
+        self.native.set_gradients(tuple(corrected))
         return averaging
 
     def _scalars(self, cohort: Cohort) -> Scalars:

@@ -320,20 +320,6 @@ class TestOverlap:
 class TestForgedObjects:
     """Classes and objects that claim to be others: each of these ended the interpreter."""
 
-    class Borrowed:
-        """Not a tensor, but with a tensor's memory and the code of its ``grad``."""
-
-        grad = torch.Tensor.grad
-
-        def __init__(self, tensor: Tensor) -> None:
-            self._tensor = tensor
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self._tensor.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self._tensor.__dlpack_device__()
-
     class Property(Tensor):
         @property
         def _cdata(self) -> int:
@@ -347,13 +333,6 @@ class TestForgedObjects:
             if getattr(function, "__self__", None) is torch.Tensor._cdata:  # type: ignore[attr-defined]
                 return 0x1234560
             return super().__torch_function__(function, types, args, kwargs or {})
-
-    def test_the_gradient_of_another_class(self) -> None:
-        tensor, momentum = torch.ones(4), torch.zeros(4)
-        plan = st.Plan([self.Borrowed(tensor)], momentum_buffers=[momentum])
-        plan.refresh()
-        plan.sgd_step_(lr=0.5, momentum=0.9)
-        assert torch.equal(tensor, torch.ones(4))  # it has no gradient
 
     @pytest.mark.parametrize("kind", [Property, Function])
     def test_an_address_that_a_tensor_claims(self, kind: type[Tensor]) -> None:

@@ -393,17 +393,10 @@ void distances(const Distances& d, bool parallel) {
 
 // find_distances_baseline, find_distances_v3, find_distances_v4
 CpuDistances SPECTRAIN_CONCAT(find_distances_, SPECTRAIN_ISA)(DType t) {
-  switch (t) {
-    case DType::float16:
-      return &distances<Half>;
-    case DType::bfloat16:
-      return &distances<BFloat16>;
-    case DType::float32:
-      return &distances<float>;
-    case DType::float64:
-      return &distances<double>;
-  }
-  return nullptr;
+  return t == DType::float64    ? &distances<double>
+         : t == DType::float32  ? &distances<float>
+         : t == DType::bfloat16 ? &distances<BFloat16>
+                                : &distances<Half>;
 }
 
 // find_kernel_baseline, find_kernel_v3, find_kernel_v4
