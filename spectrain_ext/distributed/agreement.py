@@ -13,7 +13,7 @@ from torch import nn
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order, max_norms_of
-from spectrain_ext.pipeline.loops import digest_of
+from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.ties import (
     Copy,
