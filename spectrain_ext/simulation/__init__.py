@@ -8,11 +8,8 @@ from .ranks import simulate_ranks
 from .repeating import simulate_repeating
 from .timing import (
     Durations,
-    Met,
-    Reading,
     Summary,
     lay_out,
-    read,
     simulate,
     streams,
     summarize,
@@ -20,13 +17,10 @@ from .timing import (
 
 __all__ = [
     "Durations",
-    "Met",
-    "Reading",
     "Summary",
     "check_generator",
     "device_order",
     "lay_out",
-    "read",
     "read_csv",
     "simulate",
     "simulate_ranks",
