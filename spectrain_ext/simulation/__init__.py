@@ -9,7 +9,6 @@ from .repeating import simulate_repeating
 from .timing import (
     Durations,
     Summary,
-    lay_out,
     simulate,
     streams,
     summarize,
@@ -20,7 +19,6 @@ __all__ = [
     "Summary",
     "check_generator",
     "device_order",
-    "lay_out",
     "read_csv",
     "simulate",
     "simulate_ranks",

@@ -335,15 +335,3 @@ def period_of(updates: Sequence[float]) -> float:
     if last <= first:
         first, last = 0, len(updates) - 1
     return (updates[last] - updates[first]) / (last - first) if last > first else 0.0
-
-
-def lay_out(stages: int, chunks: int) -> list[int]:
-    """Return the device of every stage: k mod ceil(stages/chunks).
-
-    Example:
-        >>> from spectrain_ext.simulation import lay_out
-        >>> lay_out(stages=6, chunks=2)
-        [0, 1, 2, 0, 1, 2]
-    """
-    devices = -(-stages // min(chunks, stages))
-    return [k % devices for k in range(stages)]
