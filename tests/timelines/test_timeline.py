@@ -21,7 +21,7 @@ from spectrain_ext.timelines.method_timeline import (
     simulate_method,
 )
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_timeline, write_trace
-from studies.timelines import draw_methods_together
+from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
