@@ -1,7 +1,6 @@
 """Checks and simulates schedules, and reads and writes them as files; a run needs none of it."""
 
-from spectrain_ext.schedule.devices import device_order
-from spectrain_ext.schedule.order import check_generator, validate
+from spectrain_ext.schedule.order import check_generator, device_order, validate
 
 from .compute_csv import read_csv, write_csv
 from .ranks import simulate_ranks

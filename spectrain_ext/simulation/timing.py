@@ -17,9 +17,8 @@ from spectrain_ext.schedule import (
     Span,
     find_generator,
 )
-from spectrain_ext.schedule.devices import one_by_one
 from spectrain_ext.schedule.ledger import open_ledgers
-from spectrain_ext.schedule.order import follow, interleave
+from spectrain_ext.schedule.order import follow, interleave, one_by_one
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
