@@ -26,7 +26,7 @@ from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
-from spectrain_ext.schedule.devices import device_order
+from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver, Sender
 
 from .agreement import (
