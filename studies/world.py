@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.distributed import join_ranks
 from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.exchange import Peers
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.schedule import Replicas
 
