@@ -29,7 +29,6 @@ from .state import (
     check_dtypes,
     independent,
     loaded_dtype,
-    named,
     put_saved,
     read_entry,
     ruled,
@@ -125,15 +124,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._momentum_dtype = momentum_dtype
         self._begin()
 
-    def _begin(
-        self,
-        binding: Binding | None = None,
-        rule: Rule | None = None,
-        correction: Correction | None = None,
-    ) -> None:
-        """Discard all resolved state and continue with a new binding, rule and correction."""
-        rule = type(self)._rule if rule is None else rule
-        parameters = Parameters(rule, self._momentum_dtype, binding, correction)
+    def _begin(self, binding: Binding | None = None, correction: Correction | None = None) -> None:
+        """Discard all resolved state and continue with a new binding and correction."""
+        parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
         # In one call: an exception in between would leave two that do not match.
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
         self._predicted: list[Launch] | None = None
@@ -441,27 +434,54 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # For a pipeline, which owns the buffers of weights and state.
 
     @_exclusive
-    def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
+    def bind(
+        self,
+        master: Views | None,
+        buffers: Mapping[str, Views],
+        correction: Correction | Corrected | None = None,
+    ) -> None:
         """Keep weights and state in the caller's tensors, until :meth:`unbind`.
 
         :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
-        itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``.
-        With a single key, ``buffers`` may be its mapping directly. All tensors have p's shape and
-        device, and one layout; usually they are views of flat buffers. Existing state is copied.
-        Without state the buffers become zero, so that a prediction before the first step equals the
-        weights; so does the prediction of a frozen parameter. A bound optimizer does not bump
-        autograd's version counters: the caller orders forwards, backwards and steps.
+        itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``. All
+        tensors have p's shape and device, and one layout; usually they are views of flat buffers.
+        Existing state is copied. Without state the buffers become zero, so that a prediction before
+        the first step equals the weights; so does the prediction of a frozen parameter. A bound
+        optimizer does not bump autograd's version counters: the caller orders forwards, backwards
+        and steps.
+
+        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
+        ``adam`` methods return a step as a ``Term``; all steps apply it. A correction of stale
+        weights needs :meth:`read_stale` before each step, which may write the next prediction there
+        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
+        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]``), ``state[p]["gap_step"]``
+        (the number of averaged steps), and ``gap_rate`` in the parameter groups (the largest
+        learning rate so far). All start at zero.
 
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
-        or unsuitable tensor. Nothing changes then.
+        or unsuitable tensor, or for a group for which the correction is undefined (``GapAware`` and
+        braking need momentum). TypeError for an invalid correction, or one of stale weights if true
+        weights are not float32 or float64. Nothing changes then.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, buffers, self._parameters.rule.buffers)
-        for where, p, rule in ruled(self._parameters.rule, self.param_groups):
+        correction = None if correction is None else as_correction(correction)
+        self.check_correction(correction)
+        own = () if correction is None else correction.buffers
+        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *own))
+        for where, p, rule in ruled(self._rule, self.param_groups):
+            dtype = binding.weights[p].dtype
+            if correction is not None and correction.reads_stale and dtype.itemsize == 2:
+                raise TypeError(
+                    f"bind: the true weights of {where} must be float32 or float64 for "
+                    f"{correction}, as with a float32 master, got {dtype}"
+                )
             read_entry(where, rule, p, self.state.get(p) or {})
-        self._begin(binding)
+        for p, entry in self.state.items() if own else ():
+            if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
+                entry.update(gap_average=torch.zeros_like(binding.buffers[p][-1]), gap_step=0.0)
+        self._begin(binding, correction)
         self._parameters.look(self.param_groups, self.state)
 
     @_exclusive
@@ -485,7 +505,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def rate_factor(self, factor: float) -> None:
         self._parameters.scale_rates(factor)
 
-    def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
+    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""
         binding = self._parameters.binding
         return binding is not None and binding.given is buffers
@@ -529,71 +549,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def read_stale(self, sink: PredictionSink) -> None:
         """Let the correction read stale weights from this sink's outputs from the next step on.
 
-        RuntimeError if the optimizer is not bound or its correction reads no stale weights.
+        RuntimeError if the optimizer is not bound.
         """
-        binding = self._bound("read_stale", sink)
-        correction = self._parameters.correction
-        if correction is None or not correction.reads_stale:
-            raise RuntimeError(
-                "read_stale: no correction reads stale weights, call correct() first"
-            )
-        binding.stale = sink.outs
+        self._bound("read_stale", sink).stale = sink.outs
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group for which a correction is undefined."""
-        Parameters(self._parameters.rule, correction=correction).numbers(self.param_groups)
-
-    @_exclusive
-    def correct(
-        self, correction: Correction | Corrected | None, stale: PredictionSink | None = None
-    ) -> None:
-        """Apply a correction in all steps until :meth:`unbind`; None removes it.
-
-        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
-        ``adam`` methods return a step as a ``Term``. A correction of stale weights reads them from
-        the outputs of ``stale`` at each step, which may write the next prediction there
-        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
-        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]`` of ``bind``),
-        ``state[p]["gap_step"]`` (the number of averaged steps), and ``gap_rate`` in the parameter
-        groups (the largest learning rate so far). All start at zero.
-
-        RuntimeError if the optimizer is not bound. TypeError for an invalid correction, or if it
-        needs true weights of float32 or float64. ValueError without ``stale``, for a missing
-        buffer, or for a group for which the correction is undefined (``GapAware`` and braking need
-        momentum). Nothing changes then.
-        """
-        binding = self._bound("correct", stale)
-        rule = type(self)._rule
-        correction = None if correction is None else as_correction(correction)
-        self.check_correction(correction)
-        averages: tuple[str, ...] = ()
-        if correction is None or not correction.reads_stale:
-            stale = None
-        else:
-            averages = correction.buffers
-            if stale is None:
-                raise ValueError(
-                    f"correct: {correction} reads stale weights, give the sink that has them"
-                )
-            for where, p in named(self.param_groups):
-                if binding.weights[p].dtype not in (torch.float32, torch.float64):
-                    raise TypeError(
-                        f"correct: the true weights of {where} must be float32 or float64, as with "
-                        f"a float32 master, got {binding.weights[p].dtype}"
-                    )
-        if averages:
-            rule = rule.with_average(averages)
-        buffers = binding.buffers_for(self.param_groups, rule.buffers)
-        for p, entry in self.state.items():
-            if rule.keys == self._parameters.rule.keys or not isinstance(entry, dict):
-                continue
-            if not averages:  # keep it in storage of its own
-                entry.update(independent(entry, ("gap_average", "gap_step")))
-            elif entry.get(rule.buffers[0]) is not None and entry.get("gap_average") is None:
-                entry.update(gap_average=torch.zeros_like(buffers[p][-1]), gap_step=0.0)
-        binding.buffers, binding.stale = buffers, None if stale is None else stale.outs
-        self._begin(binding, rule, correction)
-        self._parameters.look(self.param_groups, self.state)
+        Parameters(self._rule, correction=correction).numbers(self.param_groups)
 
     @_exclusive
     def _write(self, sink: PredictionSink, steps: Horizons) -> None:

@@ -59,7 +59,17 @@ class Foreign(Ordered):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         return param.dtype
 
-    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
+    def bind(
+        self,
+        master: Views | None,
+        buffers: Mapping[str, Views],
+        correction: Correction | None = None,
+    ) -> None:
+        if correction is not None:
+            raise TypeError(
+                f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
+                "part of the step of SGD, Adam, AdamW and NAdam of spectrain_ext.optim"
+            )
         self._forget()
         self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
         self._master = master
@@ -83,13 +93,6 @@ class Foreign(Ordered):
     def prediction_sink(self, outs: Views) -> None: ...
     def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
     def read_stale(self, sink: Any) -> None: ...
-
-    def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
-        if correction is not None:
-            raise TypeError(
-                f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
-                "part of the step of SGD, Adam, AdamW and NAdam of spectrain_ext.optim"
-            )
 
     # The step.
 

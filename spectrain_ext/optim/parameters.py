@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,14 +41,27 @@ class Binding:
         self,
         groups: Sequence[Group],
         master: Views | None,
-        given: Views | Mapping[str, Views],  # buffers by key of the state, or of the only key
+        given: Mapping[str, Views],  # buffers by key of the state
         keys: Sequence[str],
     ) -> None:
         self.given = given
         self.stale: Views | None = None  # read by a correction
         self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
         self.update_in(groups, master, "master")
-        self.buffers = self.buffers_for(groups, keys)
+        if any(key not in given for key in keys):
+            raise ValueError(
+                f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}"
+            )
+        self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
+        for where, p in named(groups):
+            found = tuple(_given(key, where, p, given[key]) for key in keys)
+            for key, buffer in zip(keys, found, strict=True):
+                if not fits(self.weights[p], buffer) or buffer.dtype != found[0].dtype:
+                    raise ValueError(
+                        f"{key} of {where} must have the shape, strides, device and dtype of its "
+                        f"weights ({_words(self.weights[p])}), got {_words(buffer)}"
+                    )
+            self.buffers[p] = found
 
     def update_in(self, groups: Sequence[Group], views: Views | None, name: str) -> None:
         if id(views) not in self._checked:
@@ -57,24 +70,6 @@ class Binding:
                 _given(name, where, p, weights)
             self._checked[id(views)] = weights
         self.weights = self._checked[id(views)]
-
-    def buffers_for(
-        self, groups: Sequence[Group], keys: Sequence[str]
-    ) -> dict[Tensor, tuple[Tensor, ...]]:
-        """Return the buffers of every parameter; ValueError if missing or unsuitable."""
-        buffers = {}
-        by_key = _by_key(self.given, keys)
-        for where, p in named(groups):
-            found: list[Tensor] = []
-            for key in keys:
-                found.append(_given(key, where, p, by_key[key]))
-                if not fits(self.weights[p], found[-1]) or found[-1].dtype != found[0].dtype:
-                    raise ValueError(
-                        f"{key} of {where} must have the shape, strides, device and dtype of its "
-                        f"weights ({_words(self.weights[p])}), got {_words(found[-1])}"
-                    )
-            buffers[p] = tuple(found)
-        return buffers
 
 
 class PredictionSink:
@@ -85,7 +80,7 @@ class PredictionSink:
     Example:
         >>> weight = nn.Parameter(torch.ones(1))
         >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-        >>> optimizer.bind(None, {weight: torch.zeros(1)})
+        >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
         >>> ahead = torch.empty(1)
         >>> sink = optimizer.prediction_sink({weight: ahead})
         >>> optimizer.write_with_next_step(sink, 2)
@@ -132,7 +127,7 @@ class Parameters:
         binding: Binding | None = None,
         correction: Correction | None = None,
     ) -> None:
-        self.rule = rule
+        self.rule = rule if correction is None else rule.with_averages(correction.buffers)
         self.rules: list[Rule] = []  # by position
         self.binding = binding
         self.correction = correction
@@ -341,15 +336,6 @@ def _stays(group: Group) -> bool:
         if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
             return False
     return True
-
-
-def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:
-    by_key = cast("Mapping[str, Views]", given)
-    if all(key in by_key for key in keys):
-        return by_key
-    if len(keys) == 1 and not any(isinstance(key, str) for key in given):
-        return {keys[0]: cast("Views", given)}
-    raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
 
 def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:

@@ -191,14 +191,11 @@ class Storage:
 
     def bind(self) -> None:
         optimizer = self.optimizer
-        optimizer.bind(self.true.flat.views, self._state)
+        optimizer.bind(self.true.flat.views, self._state, self._correction)
         for p, view in self.home.flat.views.items():
             view.copy_(p.detach())
         self.point(self.home)
-        sink = None if self.master is None else self.sink_of(self.home)
-        self.predicts = sink is not None
-        if self._correction is not None:
-            optimizer.correct(self._correction, sink)
+        self.predicts = self.master is not None and self.sink_of(self.home) is not None
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""

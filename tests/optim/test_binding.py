@@ -44,7 +44,7 @@ class Bound:
         return views
 
     def bind(self) -> None:
-        self.optimizer.bind(self.master, self.momentum)
+        self.optimizer.bind(self.master, {"momentum_buffer": self.momentum})
 
     @property
     def weights(self) -> list[Tensor]:
@@ -308,12 +308,12 @@ def test_misuse_of_the_binding_raises_and_changes_nothing() -> None:
     with pytest.raises(
         ValueError, match="momentum_buffer has no tensor for parameter 5 of group 0"
     ):
-        optimizer.bind(pair.master, short)
+        optimizer.bind(pair.master, {"momentum_buffer": short})
     with pytest.raises(ValueError, match="master has no tensor for parameter 0"):
-        optimizer.bind({}, pair.momentum)
+        optimizer.bind({}, {"momentum_buffer": pair.momentum})
     for bad in (torch.zeros(3).double(), torch.zeros(1031).int(), torch.zeros(2062).double()[::2]):
         with pytest.raises(ValueError, match="parameter 5 of group 0"):
-            optimizer.bind(pair.master, {**pair.momentum, last: bad})
+            optimizer.bind(pair.master, {"momentum_buffer": {**pair.momentum, last: bad}})
     assert all(view.isnan().all() for view in pair.momentum.values())
 
     pair.bind()

@@ -153,7 +153,7 @@ def test_a_bound_step_writes_predictions() -> None:
     master = {p: p.detach().clone() for p in params}
     momentum = {p: torch.empty_like(p.detach()) for p in params}
     outs = {p: torch.empty_like(p.detach()) for p in params}
-    optimizer.bind(master, momentum)
+    optimizer.bind(master, {"momentum_buffer": momentum})
     sink = optimizer.prediction_sink(outs)
     for none in ([], [2], []):
         give_gradients(params, none=none)
