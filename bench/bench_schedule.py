@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from spectrain_ext.schedule import interleave, streams, validate
-from spectrain_ext.simulation import Durations, simulate, simulate_repeating, summarize
+from spectrain_ext.schedule import interleave, streams
+from spectrain_ext.simulation import Durations, simulate, simulate_repeating, summarize, validate
 
 STAGES, MINIBATCHES = 64, 10_000
 MANY_STAGES, FEWER_MINIBATCHES = 1024, 2048

@@ -5,12 +5,10 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.expressions import Program
+from spectrain_ext.operators.calls import Rates, StepOptions
 from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int
-MAX_REGISTERS: int
 MAX_TERMS: int
 #: The names of the numbers of a term and of a setting, in order.
 TERM: tuple[str, ...]
@@ -26,22 +24,6 @@ class Role:
     OUT: ClassVar[Role]
     SECOND: ClassVar[Role]
 
-class Opcode:
-    """An operation of a program."""
-
-    ADD: ClassVar[Opcode]
-    SUBTRACT: ClassVar[Opcode]
-    MULTIPLY: ClassVar[Opcode]
-    DIVIDE: ClassVar[Opcode]
-    POWER: ClassVar[Opcode]
-
-class InputType:
-    """The type of a number that a program reads."""
-
-    FLOAT32: ClassVar[InputType]
-    FLOAT64: ClassVar[InputType]
-    INT64: ClassVar[InputType]
-
 _List: TypeAlias = tuple[Role, str, bool, tuple[Any, ...]]
 
 class Plan:
@@ -53,7 +35,7 @@ class Plan:
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
     def predict(
         self,
@@ -61,18 +43,16 @@ class Plan:
         eps: Sequence[float],
         out: int,
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
     def stash_predict_(
         self,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
-    def extrapolate(
-        self, steps: float, out: int, stream: Any, program: Program | None = None
-    ) -> None: ...
+    def extrapolate(self, steps: float, out: int, stream: Any) -> None: ...
     def stash(self, stream: Any) -> None: ...
     def restore_(self, stream: Any) -> None: ...
     def swap_(self, stream: Any) -> None: ...
@@ -87,7 +67,7 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: StepOptions,
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
     def adam_step_(
         self,
@@ -95,7 +75,6 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: StepOptions,
         stream: Any,
-        program: Program | None = None,
     ) -> None: ...
     def keep(self, watch: bool) -> None: ...
     def pin_gradients(self) -> None: ...
@@ -114,8 +93,6 @@ class Watch:
     def __init__(self, tensors: tuple[Tensor, ...]) -> None: ...
     def in_place(self) -> bool: ...
 
-def placeholder(register: int) -> float: ...
-def all_plain(numbers: object) -> bool: ...
 def same(now: object, seen: object) -> bool: ...
 def build_info() -> dict[str, Any]: ...
 def require_cuda() -> int: ...

@@ -21,7 +21,7 @@ except ModuleNotFoundError as _error:
         name=_error.name,
     ) from None
 from spectrain_ext import codecs, optim
-from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
+from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.method import (
     Method,
     Phase,
@@ -35,7 +35,6 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators import (
     Plan,
-    Scalar,
     adam_predict,
     adam_step_,
     averaging,
@@ -51,7 +50,7 @@ from spectrain_ext.operators import (
     stash_predict_,
     swap_,
 )
-from spectrain_ext.pipeline import Delayed, Microbatches, Observer, Pipeline
+from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -67,18 +66,15 @@ __version__: str = _build_info()["version"]
 
 __all__ = [
     "CheckpointError",
-    "Delayed",
     "DistributedPipeline",
     "Method",
     "Metrics",
     "Microbatches",
     "Observer",
-    "OrderingError",
     "Phase",
     "Pipeline",
     "Plan",
     "RankError",
-    "Scalar",
     "ScheduleError",
     "StageError",
     "Trace",

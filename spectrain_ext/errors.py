@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+import torch
+
 
 class StageError(RuntimeError):
     """An exception inside a stage, the loss or an optimizer ended the run.
@@ -30,10 +32,6 @@ class StageError(RuntimeError):
 
     def __str__(self) -> str:
         return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
-
-
-class OrderingError(RuntimeError):
-    """A stream used a buffer without waiting for a conflicting use on another stream."""
 
 
 class RankError(RuntimeError):
@@ -91,6 +89,15 @@ class CheckpointError(RuntimeError):
 
     A failed save leaves earlier checkpoints intact; a failed load changes nothing.
     """
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating point"
+    return "bool" if dtype is torch.bool else "integer"
 
 
 def differing(one: str, other: str) -> str:

@@ -24,11 +24,7 @@ from .workload import Maker, Workload, mean_loss
 
 
 def maker_of(settings: TrainSettings, cache: Path) -> Maker:
-    """Return a function that makes the workloads of the settings; reads the data set once.
-
-    Raises:
-        FileNotFoundError, ValueError, ModuleNotFoundError: as ``load_data``.
-    """
+    """Return a function that makes the workloads of the settings; reads the data set once."""
     if settings.workload is not None:
         return own
     return partial(builtin, load_data(settings, cache))
@@ -37,11 +33,7 @@ def maker_of(settings: TrainSettings, cache: Path) -> Maker:
 def builtin(
     data: Split, settings: TrainSettings, method: Method, stages: int, seed: int
 ) -> Workload:
-    """Return the workload of the settings on a data set.
-
-    Raises:
-        ValueError: as ``build_stages``.
-    """
+    """Return the workload of the settings on a data set."""
     modules = build_stages(settings, stages, seed, data)
     # between the embedding and the head
     hidden: set[Tensor] = {
@@ -69,12 +61,7 @@ def builtin(
 
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
-    """Read the data set; decoded images are cached in ``cache``.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or invalid.
-        ModuleNotFoundError: an extra is missing; the message names it.
-    """
+    """Read the data set; decoded images are cached in ``cache``."""
     if settings.data == "digits":
         data = load_digits()
     else:
@@ -87,11 +74,7 @@ def load_data(settings: TrainSettings, cache: Path) -> Split:
 
 
 def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -> list[nn.Module]:
-    """Return the model cut into ``stages``; its weights do not depend on the cut.
-
-    Raises:
-        ValueError: an invalid depth or width, or more stages than layers.
-    """
+    """Return the model cut into ``stages``; its weights do not depend on the cut."""
     depth = settings.depth
     if settings.model == "residual-mlp" and depth is None:
         # one block per stage beyond eight, for every method
@@ -123,23 +106,7 @@ def build_model(
     rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return a model of ``presets.MODELS``, cut into ``stages``.
-
-    Args:
-        model: its name.
-        stages: number of stages.
-        width: width, as the model defines it.
-        depth: depth, as the model defines it; None: the model's default.
-        context: tokens per sample of text.
-        features: numbers per sample of other data.
-        classes: number of classes, or of a text's characters.
-        images: whether samples are images, which a residual MLP flattens.
-        rank: rank of the subspace of speedrun's edges; None: dense edges.
-        seed: seed of the initial weights.
-
-    Raises:
-        ValueError: as ``build_stages``.
-    """
+    """Return a model of ``presets.MODELS``, cut into ``stages``."""
     if model == "residual-mlp":
         blocks = 6 if depth is None else depth
         layers = residual_mlp(

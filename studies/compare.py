@@ -22,7 +22,7 @@ from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .function import source_of
+from .own import source_of_method
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import describe, versions
@@ -79,28 +79,11 @@ def train_all(
     world: World,
     observation: Observation,
 ) -> list[Run]:
-    """Train every method with every seed; read finished runs from ``folder`` and save new ones.
-
-    Args:
-        settings: settings of all runs.
-        make: makes the workload of a run.
-        first: a workload from ``make``.
-        folder: folder of the runs.
-        console: console for progress.
-        world: the processes.
-        observation: outputs of metrics.
-
-    Returns:
-        The runs on rank 0, nothing on other ranks.
-
-    Raises:
-        StageError: training failed inside a stage. Earlier runs are kept in all of these cases.
-        RankError: another rank failed.
-        CheckpointError: a checkpoint could not be read or written.
-    """
+    """Train every method with every seed; read finished runs from ``folder`` and save new ones."""
     about = {**describe(settings, first, world), **versions()}
     stores = {
-        name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
+        name: RunStore(folder / "runs", {**about, **source_of_method(name)})
+        for name in settings.methods
     }
     per_run = settings.epochs * len(first.train)
     count = len(settings.seeds) * len(settings.methods)
@@ -108,7 +91,7 @@ def train_all(
     found = 0
     with (
         threads(settings.threads),
-        Progress.on(console, per_run, count, shown=world.first) as progress,
+        Progress(console, per_run, count, shown=world.first) as progress,
     ):
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
@@ -163,14 +146,6 @@ def train_once(
     Weights and order depend only on ``seed`` and ``settings``, so that methods are comparable. With
     several processes each trains its stage. ``checkpoints`` is the folder of this run's
     checkpoints, if the settings enable them.
-
-    Returns:
-        The run on rank 0, None on other ranks.
-
-    Raises:
-        StageError: training failed inside a stage.
-        RankError: another rank failed.
-        CheckpointError: a checkpoint could not be read or written.
     """
     torch.manual_seed(seed)
     method = method_of(name)
@@ -264,11 +239,7 @@ class _Log:
         self._began: float | None = None
 
     def restore(self, manager: "CheckpointManager") -> None:
-        """Continue from the newest checkpoint, if there is one.
-
-        Raises:
-            CheckpointError: it is damaged or belongs to another run.
-        """
+        """Continue from the newest checkpoint, if there is one."""
         loaded = manager.restore()
         if loaded is None:
             return

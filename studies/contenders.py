@@ -7,35 +7,25 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from spectrain_ext.cli.options import method_of
-from spectrain_ext.method import Method, delay, find_method, hybrid, recipe_clip, second_order
-from spectrain_ext.method.formulas import RatesByDelay, none, rest_of_delay
+from spectrain_ext.method import Method, delay, find_method, hybrid
+from spectrain_ext.method.formulas import RatesByDelay, rest_of_delay
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
-from spectrain_ext.schedule import Law, Place
+from spectrain_ext.schedule import Law
 
 
 class Contender(NamedTuple):
-    """A method and its differences from the workload's settings.
-
-    Attributes:
-        method: the method.
-        changes: changed fields of ``TrainSettings``.
-        careful: fraction of a synchronous run over which learning rates rise from lr/D to lr on a
-            stage with delay D (PipeMare's T1); 0: the method's own.
-        change: fraction of a synchronous run's updates after which the method changes its phase; 0:
-            the method's own.
-        replicas: number of pipelines that are averaged, each with its own microbatches.
-        averaging: how their weights are averaged; None: a single pipeline.
-        uniform: whether all N stages have a delay of N - 1 updates, like the first one, instead of
-            the delays of a pipeline.
-    """
+    """A method and its differences from the workload's settings."""
 
     method: Method
-    changes: Mapping[str, Any] = {}
+    changes: Mapping[str, Any] = {}  # changed fields of ``TrainSettings``
+    # Fraction of a synchronous run over which learning rates rise from lr/D to lr on a stage with
+    # delay D (PipeMare's T1); 0: the method's own.
     careful: float = 0.0
+    # Fraction of a synchronous run's updates after which the method changes its phase; 0: its own.
     change: float = 0.0
-    replicas: int = 1
-    averaging: Averaging | None = None
-    uniform: bool = False
+    replicas: int = 1  # pipelines that are averaged, each with its own microbatches
+    averaging: Averaging | None = None  # how; None: a single pipeline
+    uniform: bool = False  # all N stages have a delay of N - 1 updates, like the first one
 
     def over(self, updates: int) -> Method:
         """Return the method for a comparison with so many updates of a synchronous run."""
@@ -57,21 +47,25 @@ def _in_the_end(method: Method, **fields: Any) -> Method:
 
 
 def contender(name: str) -> Contender:
-    """Return a contender by name: a method, ``module:NAME``, or one that only studies have.
-
-    Raises:
-        ValueError: unknown name, or as ``method_of``.
-    """
+    """Return a contender by name: a method, ``module:NAME``, or one that only studies have."""
     return _EXTRA.get(name) or Contender(method_of(name))
 
 
 def _even(law: Law) -> Method:
     """Return ``auto`` with another law: every stage predicts as far ahead as stage 0."""
-    return Method(f"{law}-even", "", law=law, forward_horizon=_farthest, backward="stash")
+    return Method(
+        f"{law}-even",
+        "",
+        law=law,
+        forward_horizon=lambda place: delay(place) + rest_of_delay(place),
+        backward="stash",
+    )
 
 
-def _farthest(place: Place) -> int:
-    return delay(place) + rest_of_delay(place)
+def _averaged(replicas: int, averaging: Averaging) -> Contender:
+    """Return averaged replicas with one microbatch each."""
+    parts = {"microbatches": replicas}
+    return Contender(find_method("sync"), parts, replicas=replicas, averaging=averaging)
 
 
 _SYNC_AHEAD = Method(
@@ -82,29 +76,9 @@ _SYNC_AHEAD = Method(
     forward_horizon=lambda place: 1,
     backward="stash",
 )
-#: The pipeline of arXiv 1912.12675: no stashed weights, a delay of 2(N - 1 - k) updates.
-_STALE = replace(
-    find_method("vanilla"), name="stale", window=lambda k, stages, parts: 2 * (stages - k) - 1
-)
-
-
-def _averaged(
-    method: Method, replicas: int, averaging: Averaging, changes: Mapping[str, Any] = {}
-) -> Contender:
-    """Return averaged replicas with one microbatch each, or several if the method needs them."""
-    each = 4 if method.name == "auto" else 1
-    parts = {**changes, "microbatches": each * replicas}
-    return Contender(method, parts, replicas=replicas, averaging=averaging)
-
-
-_MESH = Sparse(share=0.05, delay=10, decay=0.5)
-_SLOW = {"betas": (0.95, 0.999)}
 _EXTRA = {
     # the effect of prediction alone, without any delay
-    "sync-nadam": Contender(find_method("sync"), {"optimizer": "nadam"}),
-    "sync-nesterov": Contender(find_method("sync"), {"nesterov": True}),
     "sync-ahead": Contender(_SYNC_AHEAD),
-    "sync-b95": Contender(find_method("sync"), _SLOW),
     # arXiv 2505.01099
     "nesterov-async": Contender(
         find_method("pipedream"), {"optimizer": "nadam", "betas": (0.99, 0.999)}
@@ -113,60 +87,28 @@ _EXTRA = {
     "difference-even": Contender(_even("difference")),
     # four replicas, whose BatchNorm statistics come from a quarter of the minibatch each
     "data-parallel-4": Contender(find_method("sync"), {"microbatches": 4}),
-    **{
-        f"{name}-4": Contender(find_method(name), {"microbatches": 4})
-        for name in ("vanilla", "spectrain", "auto")
-    },
+    "auto-4": Contender(find_method("auto"), {"microbatches": 4}),
     # AvgPipe: each replica has a part of the minibatch; a*r is .9, as in arXiv 1412.6651
-    **{f"elastic-{r}": _averaged(find_method("sync"), r, Elastic(0.9 / r)) for r in (2, 4)},
-    **{f"auto-elastic-{r}": _averaged(find_method("auto"), r, Elastic(0.9 / r)) for r in (2, 4)},
+    "elastic-2": _averaged(2, Elastic(0.9 / 2)),
     # AsyncMesh, arXiv 2601.22442, with the share, delay and first decay of its public code
-    **{f"sparse-{r}": _averaged(find_method("sync"), r, _MESH) for r in (2, 4)},
-    "mesh-2": _averaged(
-        find_method("pipedream"), 2, _MESH, {"optimizer": "nadam", "betas": (0.99, 0.999)}
-    ),
-    # arXiv 2606.30634 and 2602.03515
-    **{
-        f"{name}-{kind}": Contender(find_method(name), {"optimizer": kind})
-        for kind in ("muon", "soap")
-        for name in ("sync", "vanilla", "pipedream", "pipedream-2bw", "auto")
-    },
+    "sparse-2": _averaged(2, Sparse(share=0.05, delay=10, decay=0.5)),
+    # arXiv 2602.03515
     **{
         f"{name}-rotation": Contender(find_method(name), {"optimizer": "basis-rotation"})
         for name in ("pipedream", "auto")
     },
-    "second-order-all": Contender(replace(second_order(lead=none), forward_horizon=_farthest)),
-    "second-order-all-lead-1": Contender(
-        replace(second_order(lead=lambda place: 1), forward_horizon=_farthest)
-    ),
-    "second-order-lead0": Contender(second_order(lead=none)),
-    "second-order-lead-1": Contender(second_order(lead=lambda place: rest_of_delay(place) + 1)),
-    "second-order-lead-k": Contender(second_order(lead=lambda place: place.stage)),
-    "second-order-b95": Contender(second_order(), _SLOW),
-    "second-order-b975": Contender(second_order(), {"betas": (0.975, 0.999)}),
-    "second-order-b95-clip": Contender(second_order(clip=recipe_clip), _SLOW),
-    "second-order-b95-t1": Contender(second_order(), _SLOW, careful=0.5),
     # the effect of a pipeline's smaller delays in later stages
     **{
         f"{name}-uniform": Contender(find_method(name), {"microbatches": 1}, uniform=True)
         for name in ("pipedream", "auto")
     },
-    # arXiv 1912.12675, and other asynchronous methods with the same end
-    "stale": Contender(_STALE),
-    "hybrid": Contender(hybrid(_STALE), change=0.5),
-    **{
-        f"hybrid-{name}": Contender(hybrid(name), change=0.5)
-        for name in ("vanilla", "pipedream", "spectrain", "auto")
-    },
-    # PipeMare's T3, and all three of its techniques
-    "warm-up": Contender(hybrid("1f1b", "vanilla"), change=0.1),
-    "pipemare-all": Contender(hybrid("1f1b", "pipemare"), careful=0.5, change=0.1),
-    "pipedream-t1": Contender(find_method("pipedream"), careful=0.5),
+    # PipeMare's T1 and T2, and all three of its techniques
     "pipemare": Contender(find_method("pipemare"), careful=0.5),
     "pipemare-t1": Contender(find_method("pipemare-t1"), careful=0.5),
-    "linear-even-b95": Contender(_even("linear"), _SLOW),
+    "pipemare-all": Contender(hybrid("1f1b", "pipemare"), careful=0.5, change=0.1),
+    # arXiv 1912.12675
+    "hybrid-pipedream": Contender(hybrid("pipedream"), change=0.5),
 }
-
 
 #: The contenders by default.
 USUAL = (
@@ -176,27 +118,17 @@ USUAL = (
 
 
 class Study(NamedTuple):
-    """The workload and defaults of a study.
+    """The workload and defaults of a study."""
 
-    Attributes:
-        settings: fields of ``TrainSettings``; the search of learning rates starts at its ``lr``.
-        updates: updates of a synchronous run.
-        judges: number of seeds to judge a learning rate by; 0: no search, all use the settings'.
-        stages: default numbers of stages.
-        microbatches: default numbers of microbatches.
-        contenders: default contenders.
-    """
-
-    settings: Mapping[str, Any]
-    updates: int
-    judges: int = 2
+    settings: Mapping[str, Any]  # of ``TrainSettings``; the search of rates starts at its ``lr``
+    updates: int  # of a synchronous run
+    judges: int = 2  # seeds to judge a learning rate by; 0: no search, all use the settings'
     stages: Sequence[int] = (4, 8)
     microbatches: Sequence[str] = ("1", "N")
     contenders: Sequence[str] = USUAL
 
 
 _PIPELINED = ("vanilla", "pipedream", "spectrain", "spectrain-stash", "pipeoptim", "auto", "auto-4")
-_HYBRID = ("sync", "stale", "hybrid", "vanilla", "pipedream", "spectrain", "auto", "hybrid-auto")
 _IMAGES = {
     **{"data": "cifar10", "batch_size": 32, "weight_decay": 5e-4, "lr_schedule": "cosine"},
     **{"warmup": 30, "test_samples": 500},
@@ -208,7 +140,7 @@ _TEXT = {
 
 
 def _paper(model: str, updates: int, *, normalized: bool = False, **settings: Any) -> Study:
-    """Return a study of the paper's table: four stages, one microbatch, one learning rate for all.
+    """Return a study of the paper's table: four stages, one microbatch, one rate for all.
 
     Without BatchNorm, data parallelism equals ``sync`` up to the order of summation.
     """
@@ -216,13 +148,6 @@ def _paper(model: str, updates: int, *, normalized: bool = False, **settings: An
     alike = ("sync", "data-parallel-4") if normalized else ("sync",)
     asked = {**usual, "model": model, **settings}
     return Study(asked, updates, 0, (4,), ("1",), (*alike, *_PIPELINED))
-
-
-def _stale(depth: int) -> Study:
-    """Return a study of the table of arXiv 1912.12675, with its rate, momentum and decay."""
-    settings = {"model": "resnet", "depth": depth, "width": 4, "lr": 0.1, "weight_decay": 1e-4}
-    asked = {**_IMAGES, **settings, "batch_size": 64, "test_samples": 1000}
-    return Study(asked, 960, 0, (4,), ("1",), _HYBRID)
 
 
 STUDIES = {
@@ -261,9 +186,5 @@ STUDIES = {
     ),
     "paper-snn": _paper("snn", 1500, width=128, lr=0.01, weight_decay=0.0),
     "paper-transformer": _paper("gpt", 400, lr=0.004, weight_decay=0.01),
-    # scaled down: the paper's have 56 to 362 layers of width 16 in two stages
-    "stale-resnet-8": _stale(8),
-    "stale-resnet-20": _stale(20),
-    "stale-resnet-44": _stale(44),
     "paper-lstm": _paper("lstm", 400, lr=0.25),
 }

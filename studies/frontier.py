@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,10 +17,11 @@ from rich.table import Table
 from spectrain_ext.cli.options import plain_table
 from spectrain_ext.extras import picture
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import delay_under, delayed_places, phase_places, phases_of
+from spectrain_ext.method import delay_under, phase_places, phases_of
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
+from .delayed import uniform_places
 from .looks import looks
 from .study import Cell, Curve, Curves, judged
 from .times import Work, measured_work, minibatch_time
@@ -53,48 +54,31 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell at its best learning rate, compared with synchronous training at its own best.
-
-    Where rates are not searched, the learning rate is the workload's.
-
-    Attributes:
-        contender: its name.
-        stages: N.
-        microbatches: M.
-        delay: delay of stage 0 in updates.
-        lr: the learning rate with the lowest loss, or the workload's.
-        losses: test loss per seed, after as many updates as synchronous training made: the mean
-            over the tests of the last fifth of these updates, or, where rates decay, the last test
-            of the run.
-        accuracies: fraction of targets predicted correctly per seed, averaged in the same way.
-        gap: loss divided by that of synchronous training, minus 1, paired by seed.
-        updates: for each share of the updates of synchronous training, the updates needed to reach
-            its lowest test loss within that share, divided by the updates in the share; the median
-            of the seeds, infinite for a seed that never reaches it. None where rates decay.
-        time: simulated time of a minibatch, divided by the time without a bubble. None if no
-            pipeline has these delays.
-    """
+    """One cell at its best learning rate, compared with synchronous training at its own best."""
 
     contender: str
-    stages: int
-    microbatches: int
-    delay: int
-    lr: float
+    stages: int  # N
+    microbatches: int  # M
+    delay: int  # of stage 0, in updates
+    lr: float  # with the lowest loss, or the workload's where rates are not searched
+    # Test loss per seed, after as many updates as synchronous training made: the mean over the
+    # tests of the last fifth of these updates, or, where rates decay, the last test of the run.
     losses: tuple[float, ...]
-    accuracies: tuple[float, ...]
-    gap: Interval
+    accuracies: tuple[float, ...]  # fraction predicted correctly, averaged in the same way
+    gap: Interval  # loss divided by that of synchronous training, minus 1, paired by seed
+    # For each share of the updates of synchronous training, the updates needed to reach its lowest
+    # test loss within that share, divided by the updates in the share; the median of the seeds,
+    # infinite for a seed that never reaches it. None where rates decay.
     updates: Mapping[float, float | None]
+    # Simulated time of a minibatch, divided by the time without a bubble. None if no pipeline has
+    # these delays.
     time: float | None
 
 
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
-    """Compare the finished runs of every cell at its best learning rate, over the available seeds.
-
-    Raises:
-        ValueError: a number of stages has no ``sync`` run to compare with.
-    """
+    """Compare the finished runs of every cell at its best learning rate."""
     curves = Curves(folder)
 
     def runs(cell: Cell) -> dict[int, Curve]:
@@ -105,8 +89,7 @@ def rows_of(
     rows: list[Row] = []
     work: dict[int, Work] = {}
     for cell in found:
-        n, m = cell.settings.stages, cell.settings.microbatches
-        assert m != "auto"
+        n = cell.settings.stages
         if n not in reference:
             raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
         if n not in work:
@@ -119,7 +102,7 @@ def rows_of(
             Row(
                 cell.contender,
                 n,
-                m,
+                cell.microbatches,
                 _delay(cell),
                 found[cell],
                 tuple(loss for loss, _ in ends),
@@ -170,27 +153,25 @@ def _time_of(cell: Cell, work: Work) -> float | None:
     Methods that flush use as many microbatches as stages here, as they would in practice. A method
     with two phases changes halfway.
     """
-    asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
-    assert m != "auto"
+    asked = contender(cell.contender)
     if asked.uniform:
         return None
-    phases = [replace(p, then=None) for p in phases_of(asked.method)]
-    parts = [n if flushes(p.schedule) else m // asked.replicas for p in phases]
-    times = [
-        minibatch_time(p, each, work) / (work.slowest * p.chunks)
-        for p, each in zip(phases, parts, strict=True)
-    ]
+    times = []
+    for phase in phases_of(asked.method):
+        each = cell.microbatches // asked.replicas
+        parts = cell.settings.stages if flushes(phase.schedule) else each
+        time = minibatch_time(replace(phase, then=None), parts, work)
+        times.append(time / (work.slowest * phase.chunks))
     return statistics.fmean(times)
 
 
 def _delay(cell: Cell) -> int:
     """Return the largest delay of a forward in any phase, in updates."""
-    asked, n, m = contender(cell.contender), cell.settings.stages, cell.settings.microbatches
-    assert m != "auto"
+    asked, n = contender(cell.contender), cell.settings.stages
     if asked.uniform:
-        found = delayed_places(asked.method, n, n - 1)
+        found = uniform_places(asked.method, n, n - 1)
     else:
-        found = phase_places(asked.method, n, m // asked.replicas)
+        found = phase_places(asked.method, n, cell.microbatches // asked.replicas)
     phases = zip(phases_of(asked.method), found, strict=True)
     return max(delay_under(phase.schedule, place) for phase, places in phases for place in places)
 
@@ -222,29 +203,30 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.2f}"
 
 
-def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
-    """Write the rows as JSON; numbers that are not finite become null."""
-    document = {**about, "rows": finite([asdict(row) for row in rows])}
+def write_rows(path: Path, rows: Iterable[Any], about: Mapping[str, Any]) -> None:
+    """Write rows as JSON; numbers that are not finite become null."""
+    document = {**about, "rows": [finite(row) for row in rows]}
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+
+
+def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
+    write_rows(path, map(asdict, rows), about)
 
 
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
     """Draw the gap of every contender over the delay."""
-    with _picture(path, title) as axes:
+    with axes_of(path, title) as axes:
         axes.axhline(0.0, color="black", linewidth=1.0)
         names = list(dict.fromkeys(row.contender for row in rows if row.delay))
         for number, (name, look) in enumerate(looks(names).items()):
             mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
             mine = [row for row in mine if math.isfinite(row.gap.mean)]
             beside = 1.3 ** (number / max(1, len(names) - 1) - 0.5)  # keeps error bars apart
-            x = [row.delay * beside for row in mine]
-            y = [100 * row.gap.mean for row in mine]
-            error = [100 * (row.gap.high - row.gap.mean) for row in mine]
-            error = [value if math.isfinite(value) else 0.0 for value in error]
+            halves = [100 * (row.gap.high - row.gap.mean) for row in mine]
             axes.errorbar(
-                x,
-                y,
-                error,
+                [row.delay * beside for row in mine],
+                [100 * row.gap.mean for row in mine],
+                [half if math.isfinite(half) else 0.0 for half in halves],
                 color=look.color,
                 linestyle=look.dashes,
                 marker="o",
@@ -273,21 +255,17 @@ def draw_times(
     All rows have the same number of stages. ``curves`` holds the judged runs by contender, stages
     and microbatches.
     """
-    with _picture(path, title) as axes:
+    with axes_of(path, title) as axes:
         timed = [(row, row.time) for row in rows if row.time is not None]
         drawn = looks(row.contender for row, _ in timed)
         before: Counter[str] = Counter()
         for row, period in timed:
-            runs = curves[row.contender, row.stages, row.microbatches]
-            points = list(zip(*(run.points for run in runs), strict=False))
-            look = drawn[row.contender]
             again = before[row.contender]
             before[row.contender] += 1
             axes.plot(
-                [column[0][0] * period for column in points],
-                [statistics.fmean(loss for _, loss, _ in column) for column in points],
-                color=look.color,
-                linestyle=look.dashes,
+                *mean_losses(curves[row.contender, row.stages, row.microbatches], period),
+                color=drawn[row.contender].color,
+                linestyle=drawn[row.contender].dashes,
                 linewidth=1.5 + again,  # thicker for another number of microbatches
                 alpha=0.5 if again else 1.0,
                 label=f"{row.contender}, M = {row.microbatches if row.delay else row.stages}",
@@ -296,11 +274,19 @@ def draw_times(
         axes.set_ylabel("test loss (nats)")
 
 
+def mean_losses(runs: Sequence[Curve], period: float) -> tuple[list[float], list[float]]:
+    """Return the times of tests, ``period`` per update, and the mean losses over runs."""
+    points = list(zip(*(run.points for run in runs), strict=False))
+    times = [column[0][0] * period for column in points]
+    return times, [statistics.fmean(loss for _, loss, _ in column) for column in points]
+
+
 @contextmanager
-def _picture(path: Path, title: str) -> Iterator[Axes]:
+def axes_of(path: Path, title: str = "", grid: str = "major") -> Iterator[Axes]:
+    """Provide the axes of a picture with a legend beside them."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         yield axes
         axes.set_title(title, fontsize=10, parse_math=False)
-        axes.grid(True, which="major", alpha=0.3)
+        axes.grid(True, which=grid, alpha=0.3)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

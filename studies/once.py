@@ -12,7 +12,7 @@ from rich.logging import RichHandler
 
 from spectrain_ext.errors import CheckpointError, RankError, StageError
 
-from .errors import OptionError
+from .options import OptionError
 from .world import World
 
 _LOGGERS = ("spectrain_ext", "studies")
@@ -48,12 +48,7 @@ def joined(world: World, cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def agreed(world: World) -> Iterator[None]:
-    """Make the block fail on all ranks or on none, and report every distinct reason once.
-
-    Raises:
-        click.ClickException: this rank is the first with its reason.
-        click.exceptions.Exit: another rank failed, or reports the same reason.
-    """
+    """Make the block fail on all ranks or on none, and report every distinct reason once."""
     error: click.ClickException | None = None
     cause: Exception | None = None
     try:

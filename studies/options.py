@@ -11,7 +11,14 @@ import click
 
 from spectrain_ext.cli.options import FEW, names
 
-from .errors import OptionError
+
+class OptionError(ValueError):
+    """An option has an invalid value; ``option`` is its name on the command line."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(reason.removeprefix(f"{option}: "))  # the prefix of argument errors
+        self.option = option
+
 
 data_dir = click.option(
     "--data-dir",

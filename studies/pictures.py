@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from spectrain_ext.extras import picture
 
-from .judging import ACCURACY, Metric
 from .looks import REFERENCE, Look, looks
-from .results import MethodResult
+from .results import ACCURACY, MethodResult, Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,8 @@ from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
-from .errors import OptionError
 from .optimizers import make_optimizer
+from .options import OptionError
 from .own import own
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Workload
@@ -38,16 +38,7 @@ def build_pipeline(
     devices: Sequence[str] | None = None,
     stage: int | None = None,
 ) -> Pipeline:
-    """Return the pipeline of a method with all options of the settings.
-
-    Args:
-        stages: all stages of the workload.
-        devices: one per stage; None leaves the stages where they are.
-        stage: the stage of this process; None if it has all.
-
-    Raises:
-        ValueError: the method does not work with the settings.
-    """
+    """Return the pipeline of a method with all options of the settings."""
     more: dict[str, Any] = {
         "scheduler": workload.scheduler,
         "microbatches": microbatches_in(method, settings),
@@ -72,11 +63,7 @@ def _an_optimizer(settings: TrainSettings, method: Method) -> torch.optim.Optimi
 
 
 def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings, dict[str, str]]:
-    """Return the settings with only the methods that work, and the reasons for the others.
-
-    Raises:
-        ValueError: a method does not work and ``leave_out`` is false, or no method is left.
-    """
+    """Return the settings with only the methods that work, and the reasons for the others."""
     reasons = {name: _why_not(name, settings) for name in settings.methods}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name, reason in left_out.items():

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext import Delayed
-from spectrain_ext.operators.averaging import Averaging, in_a_row, taken_apart
+from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, taken_apart
 
-from .meeting import Meeting
+from .delayed import Delayed
 
 
 class Replicated:
-    """Averaged replicas, trained as ``SideBySide`` trains them.
-
-    Args:
-        replicas: identically built replicas.
-        averaging: the averaging method.
-        parts: number of parts of a minibatch, distributed among the replicas.
-    """
+    """Identically built replicas; each takes every r-th of the minibatch's ``parts``."""
 
     def __init__(self, replicas: Sequence[Delayed], averaging: Averaging, parts: int) -> None:
         if replicas[0].method.then is not None:
             raise ValueError("replicas: a method that changes cannot be averaged")
         self._replicas, self._parts = replicas, parts
-        stages = zip(*(replica.stages for replica in replicas), strict=True)
-        weights = [[stage.weights for stage in of_all if stage.weights] for of_all in stages]
-        meeting = Meeting(len(replicas))
-        self._averaged = [
-            [
-                (each, averaging.begin(in_a_row(each.newest()), meeting.exchange(c, k), k))
-                for c, each in enumerate(of_all)
-            ]
-            for k, of_all in enumerate(weights)
-        ]
-        for of_all in weights:
-            for each in of_all:
+        self._averaged = []
+        for k, of_all in enumerate(zip(*(replica.stages for replica in replicas), strict=True)):
+            messages: dict[int, list[Tensor]] = defaultdict(list)  # of all replicas, by number
+            weights = [stage.weights for stage in of_all if stage.weights]
+            for each in weights:
                 each.moves = True
+            exchanges = [_exchange(messages, len(replicas)) for _ in weights]
+            self._averaged.append(
+                [
+                    (each, averaging.begin(in_a_row(each.newest()), exchange, k))
+                    for each, exchange in zip(weights, exchanges, strict=True)
+                ]
+            )
 
     def train_on(self, value: Tensor, target: Tensor) -> Tensor:
         """Train on a minibatch, one update per stage and replica; return their mean loss."""
@@ -49,20 +44,18 @@ class Replicated:
             replica.compute(torch.cat(inputs[c::r]), torch.cat(targets[c::r]))
             for c, replica in enumerate(self._replicas)
         ]
-        for of_all in self._averaged:
-            for weights, average in of_all:
-                average.before(in_a_row(weights.newest()))
+        every = [pair for of_all in self._averaged for pair in of_all]
+        for weights, average in every:
+            average.before(in_a_row(weights.newest()))
         for replica in self._replicas:
             for stage in replica.stages:
                 stage.step()
-        for of_all in self._averaged:
-            for weights, average in of_all:
-                average.made(in_a_row(weights.newest()))
-        for of_all in self._averaged:
-            for weights, average in of_all:
-                moved = average.after(in_a_row(weights.newest()))
-                if moved is not None:
-                    weights.move(taken_apart(moved, weights.params))
+        for weights, average in every:
+            average.made(in_a_row(weights.newest()))
+        for weights, average in every:
+            moved = average.after(in_a_row(weights.newest()))
+            if moved is not None:
+                weights.move(taken_apart(moved, weights.params))
         return torch.stack(losses).mean()
 
     @contextmanager
@@ -81,3 +74,18 @@ class Replicated:
             finally:
                 for p, data in kept:
                     p.data = data
+
+
+def _exchange(messages: dict[int, list[Tensor]], replicas: int) -> Exchange:
+    """Return one replica's exchange: all have sent a message before any of them reads it."""
+    numbers = count()
+
+    def send(message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        number = next(numbers)
+        sent = messages[number]
+        sent.append(message.clone())
+        if len(sent) == replicas:
+            del messages[number]
+        return lambda: sent
+
+    return send

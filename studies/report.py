@@ -14,10 +14,18 @@ from spectrain_ext._C import build_info
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.timelines import draw_method_timelines
 
-from .judging import ACCURACY, METRICS, Metric, in_words
 from .looks import looks
 from .pictures import draw_losses, draw_losses_over_time
-from .results import MethodResult, Run, summarize, write_results
+from .results import (
+    ACCURACY,
+    METRICS,
+    MethodResult,
+    Metric,
+    Run,
+    in_words,
+    summarize,
+    write_results,
+)
 from .settings import TrainSettings, stages_of
 from .timelines import draw_methods_together
 from .times import relative_times

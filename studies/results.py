@@ -1,4 +1,4 @@
-"""Averages training runs over seeds, and reads and writes their JSON files."""
+"""Averages training runs over seeds, defines metrics, and reads and writes the JSON files."""
 
 import dataclasses
 import hashlib
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from spectrain_ext.files import finite, read_json, replace_file
+
+from .looks import REFERENCE
 
 _LARGEST_LOSS = 700.0  # the exponential of more is not a float64
 _LARGEST = 1 << 28  # bytes of a run's file; a million losses take 20 million
@@ -72,6 +74,66 @@ def summarize(runs: Sequence[Run]) -> list[MethodResult]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric by which a comparison ranks methods."""
+
+    figure: str  # its name in ``Run``
+    scale: int = 1  # from the figure to the displayed unit
+    heading: str  # of the table column
+    unit: str = ""  # after a value in running text
+    digits: int  # after the decimal point
+    higher_is_better: bool = False
+    loss_unit: str
+
+    def mean(self, result: MethodResult) -> float:
+        """Return the mean over seeds in the unit of the heading."""
+        return self.scale * result.mean(self.figure)
+
+    def text(self, result: MethodResult) -> str:
+        return in_words(result, self.figure, self.digits, self.scale)
+
+    def best(self, results: Sequence[MethodResult]) -> float | None:
+        """Return the best mean of the methods, without the reference, which does not overlap."""
+        means = [self.mean(result) for result in results if result.method != REFERENCE]
+        known = [mean for mean in means if math.isfinite(mean)]
+        if len(means) < 2 or not known:
+            return None
+        return max(known) if self.higher_is_better else min(known)
+
+
+def in_words(result: MethodResult, figure: str, digits: int, scale: int = 1) -> str:
+    """Return ``mean ± deviation``, or the number of diverged seeds if the mean is not finite."""
+    several = len(result.runs) > 1
+    mean = scale * result.mean(figure)
+    if not math.isfinite(mean):
+        diverged = sum(not math.isfinite(run.test_loss) for run in result.runs)
+        return f"{diverged} of {len(result.runs)} diverged" if several else "diverged"
+    deviation = f" ± {scale * result.deviation(figure):.{digits}f}" if several else ""
+    return f"{mean:.{digits}f}{deviation}"
+
+
+ACCURACY = Metric(
+    figure="test_accuracy",
+    scale=100,
+    heading="test\naccuracy %",
+    unit=" %",
+    digits=1,
+    higher_is_better=True,
+    loss_unit="nats",
+)
+PERPLEXITY = Metric(
+    figure="perplexity",
+    heading="test\nperplexity",
+    unit=" perplexity",
+    digits=2,
+    loss_unit="nats per character",
+)
+LOSS = Metric(figure="test_loss", heading="mean\ntest loss", digits=3, loss_unit="of the workload")
+#: Metrics by the name that a workload gives in ``judged``.
+METRICS = {"accuracy": ACCURACY, "perplexity": PERPLEXITY, "loss": LOSS}
+
+
 def write_results(
     path: Path,
     results: Sequence[MethodResult],
@@ -120,13 +182,7 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
 
 
 class RunStore:
-    """One JSON file per run, identified by method, seed and all else that the run depends on.
-
-    Args:
-        folder: folder of the files, created with the first file.
-        settings: JSON values that the runs depend on besides method and seed. The store ignores
-            runs of other settings in the folder.
-    """
+    """One JSON file per run, identified by method, seed and all else that the run depends on."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
         self._folder = folder

@@ -20,8 +20,8 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.schedule import Replicas, takes_window
 
-from .errors import OptionError
-from .function import OFFERED, parameters_of, start_rate
+from .options import OptionError
+from .own import OFFERED, parameters_of, start_rate
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
@@ -89,19 +89,7 @@ class TrainSettings:
 
 
 def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> TrainSettings:
-    """Complete the settings and check that they fit together.
-
-    Args:
-        asked: fields of ``TrainSettings``; None or missing values get the default of data and
-            model. ``methods`` may contain ``"all"``. Fewer ``devices`` than stages each get a
-            contiguous run of stages. ``seeds`` is their number or the seeds themselves,
-            ``replicas`` one number for all stages or one per stage.
-        world: the processes that train; receives the replicas.
-        quick: sizes that take minutes at most, and one seed.
-
-    Raises:
-        OptionError: an option is invalid or contradicts others.
-    """
+    """Complete the settings and check that they fit together."""
     options = {name: value for name, value in asked.items() if value is not None}
     world.replicas = _replicas(options.get("replicas"), world)
     options["replicas"] = world.replicas.counts if world.replicas.dealt else None
@@ -223,9 +211,6 @@ def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tu
 
     Fewer devices than stages each get a contiguous run of stages. ``local_rank`` is the number of
     the CUDA device for names without one.
-
-    Raises:
-        OptionError: a name that torch does not know, a missing device, or too many names.
     """
     if not 1 <= len(names) <= stages:
         raise OptionError(
@@ -250,12 +235,7 @@ def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tu
 
 
 def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the named methods without duplicates; ``"all"`` means every registered method.
-
-    Raises:
-        OptionError: an unknown name (the message lists the known ones), a module that cannot
-            provide its method, or two methods with one name.
-    """
+    """Return the named methods without duplicates; ``"all"`` means every registered method."""
     known = methods()
     called: dict[str, str] = {}
     for name in dict.fromkeys(names):

@@ -8,9 +8,7 @@ also hold at these sizes.
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,19 +24,18 @@ from rich.table import Table
 from spectrain_ext.cli.doctor import cpu_name
 from spectrain_ext.cli.options import FEW, plain_console, plain_table
 from spectrain_ext.codecs import NAMES, packed_bytes
-from spectrain_ext.extras import picture, require, require_matplotlib
-from spectrain_ext.files import finite, replace_file
+from spectrain_ext.extras import require, require_matplotlib
 from spectrain_ext.planning import LINKS
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
 
 from . import REMEDY
-from .frontier import Interval, least, updates_to
+from .frontier import Interval, axes_of, least, mean_losses, updates_to, write_rows
 from .looks import looks
 from .options import data_dir, reported
 from .report import versions
 from .settings import settle
-from .study import Cell, Curve, Curves, maker_in, prepare, run_one, smoothed
+from .study import Cell, Curve, Curves, maker_in, prepare, run_one, search, smoothed
 from .world import World
 
 STAGES = 8
@@ -128,20 +125,13 @@ def chains_of(setting: str) -> Iterator[list[Way]]:
             yield [Way(setting, method, m, FIRST, SUBSPACE_RANK)]
 
 
-def search(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, float]:
+def search_chain(folder: Path, data: Path | None, ways: Sequence[Way]) -> dict[Way, float]:
     """Find each way's learning rate with the least loss among neighbours, a factor of two apart."""
     found: dict[Way, float] = {}
-    power = 0
+    lr = None
     for way in ways:
         cell = way.cell(data)
-        start = cell.settings.lr
-
-        def loss(p: int, cell: Cell = cell, start: float = start) -> float:
-            return smoothed(run_one(folder, cell, start * 2.0**p, 0)).loss
-
-        while (better := min((power, power + 1, power - 1), key=loss)) != power:
-            power = better
-        found[way] = start * 2.0**power
+        lr = found[way] = search(folder, cell, lr or cell.settings.lr, [0], 1, reach=1)
     return found
 
 
@@ -163,28 +153,18 @@ def seconds_per_step(method: str, microbatches: int, token_bytes: float) -> floa
 
 
 class Row(NamedTuple):
-    """A method with a codec at its best learning rate, at the benchmark's sizes.
+    """A method with a codec at its best learning rate, at the benchmark's sizes."""
 
-    Attributes:
-        way: the training; synchronous training for methods that flush.
-        method: its name.
-        microbatches: M of the simulation.
-        lr: the learning rate.
-        steps: by seed, steps to the loss that synchronous training in bfloat16 has after 80 % of
-            its updates, divided by that number; infinite if the run did not reach it.
-        interval: their mean with its 95 % interval.
-        seconds: simulated seconds per step.
-        time: mean steps times seconds, divided by the same product of 1F1B in bfloat16 with its
-            best M.
-    """
-
-    way: Way
+    way: Way  # the training; synchronous training for methods that flush
     method: str
-    microbatches: int
+    microbatches: int  # M of the simulation
     lr: float
+    # By seed, steps to the loss that synchronous training in bfloat16 has after 80 % of its
+    # updates, divided by that number; infinite if the run did not reach it.
     steps: tuple[float, ...]
-    interval: Interval
-    seconds: float
+    interval: Interval  # their mean with its 95 % interval
+    seconds: float  # simulated, per step
+    # Mean steps times seconds, divided by the same product of 1F1B in bfloat16 with its best M.
     time: float
 
     @property
@@ -250,14 +230,11 @@ _DASHES: Mapping[str, Any] = {
 
 def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
     """Draw mean test losses over the time on these links, one line per row."""
-    with picture(path, 8.0, 4.8) as figure:
-        axes = figure.add_subplot()
+    with axes_of(path, grid="both") as axes:
         drawn = looks(row.method for row in curves)
         for row, runs in curves.items():
-            points = list(zip(*(run.points for run in runs), strict=False))
             axes.plot(
-                [column[0][0] * row.seconds / 3600 for column in points],
-                [statistics.fmean(loss for _, loss, _ in column) for column in points],
+                *mean_losses(runs, row.seconds / 3600),
                 color=drawn[row.method].color,
                 linestyle=_DASHES[row.way.name],
                 label=f"{row.method}, {row.way.name}, M = {row.microbatches}",
@@ -265,8 +242,6 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
         axes.set_xscale("log")
         axes.set_xlabel("hours on links of 200 Mb/s and 50 ms: measured steps, simulated seconds")
         axes.set_ylabel("test loss (nats)")
-        axes.grid(True, which="both", alpha=0.3)
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def table_of(rows: Iterable[Row]) -> Table:
@@ -326,7 +301,8 @@ def slow_links(
         out.mkdir(parents=True, exist_ok=True)
     found: dict[Way, float] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(search, out, data_dir, ways) for ways in chains]):
+        searches = [pool.submit(search_chain, out, data_dir, ways) for ways in chains]
+        for done in as_completed(searches):
             found |= done.result()
             for way, lr in done.result().items():
                 words = f"{way.setting}: {way.method}, {way.name}, M = {way.microbatches}"
@@ -347,15 +323,13 @@ def slow_links(
 def write(out: Path, data: Path | None, rows: Sequence[Row], seeds: int) -> None:
     """Write slow-links.json and one picture per setting."""
     settings = dict.fromkeys(row.way.setting for row in rows)
-    document = {
+    about = {
         **{"date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": cpu_name()},
         **{"versions": versions(), "seeds": seeds, "updates": UPDATES, "share": SHARE},
         **{"length": LENGTH, "tokens": TOKENS, "compute": COMPUTE, "text": dict(TEXT)},
         "settings": {name: dict(SETTINGS[name]) for name in settings},
-        "rows": [finite(row.document) for row in rows],
     }
-    text = json.dumps(document, indent=1, allow_nan=False)
-    replace_file(out / "slow-links.json", f"{text}\n".encode())
+    write_rows(out / "slow-links.json", (row.document for row in rows), about)
     for setting in settings:
         shown = [r for r in best_of(rows) if r.way.setting == setting and r.method != "zb-h1"]
         curves = {r: list(runs_of(out, data, r.way, r.lr, seeds).values()) for r in shown}

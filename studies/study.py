@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from spectrain_ext import Delayed
 from spectrain_ext.codecs import NAMES
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
@@ -31,9 +30,9 @@ from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of
 from .contenders import Study, contender
-from .errors import OptionError
-from .function import source_of, source_of_function, start_rate
-from .own import own
+from .delayed import Delayed
+from .options import OptionError
+from .own import own, source_of_method, source_of_workload, start_rate
 from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
@@ -64,6 +63,11 @@ class Cell:
         return round(self.updates * self.length)
 
     @property
+    def microbatches(self) -> int:
+        assert self.settings.microbatches != "auto"
+        return self.settings.microbatches
+
+    @property
     def decays(self) -> bool:
         """Whether rates fall to 0 at the end of a run, so that only the end is comparable."""
         return self.settings.lr_schedule == "cosine"
@@ -81,22 +85,7 @@ def cells_of(
     contenders: Sequence[str],
     length: float | None = None,
 ) -> list[Cell]:
-    """Return a cell per contender, number of stages and of microbatches for which it is defined.
-
-    Args:
-        work: the study's workload.
-        data_dir: its file or folder.
-        stages: numbers of stages.
-        microbatches: numbers, or ``"N"`` and ``"2N"`` for the number of stages and twice that.
-        contenders: names. A contender that flushes is trained once for all numbers of microbatches;
-            one with its own number of microbatches is trained with that.
-        length: length of delayed runs in synchronous runs. None: 1.5 if delays exceed 1 and the
-            rate is searched and constant, to see how many updates it takes; otherwise 1.
-
-    Raises:
-        ValueError: an unknown name, or no contender is defined for these numbers.
-        OptionError: invalid settings.
-    """
+    """Return a cell per contender, number of stages and of microbatches for which it is defined."""
     found: dict[tuple[str, int, int], Cell] = {}
     why = ValueError("contenders: expected at least one")
     for n in stages:
@@ -171,11 +160,7 @@ def judged(cell: Cell, curve: Curve) -> Curve:
 
 
 def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, list[Delayed]]:
-    """Return what a run of a cell trains and its optimizers, by replica.
-
-    Raises:
-        ValueError: the method cannot work with the optimizer.
-    """
+    """Return what a run of a cell trains and its optimizers, by replica."""
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     asked = contender(cell.contender)
@@ -189,7 +174,7 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
             workload.loss,
             method,
             scheduler=workload.scheduler,
-            delays=settings.stages - 1 if asked.uniform else None,
+            delay=settings.stages - 1 if asked.uniform else None,
             microbatches=parts,
             clip_norm=settings.clip_norm,
             codec=None if settings.codec is None else NAMES[settings.codec],
@@ -205,9 +190,7 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     training: Delayed | Replicated = replicas[0]
     averaging = contender(cell.contender).averaging
     if averaging is not None:
-        parts = cell.with_rate(lr).microbatches
-        assert parts != "auto"
-        training = Replicated(replicas, averaging, parts)
+        training = Replicated(replicas, averaging, cell.microbatches)
     due = [update * _POINTS // cell.updates for update in range(cell.total + 1)]
     points = []
     began = time.perf_counter()
@@ -221,10 +204,6 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
                 accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
     return Curve(tuple(points), time.perf_counter() - began)
-
-
-def _source_of_own(workload: str | None) -> dict[str, str]:
-    return {} if workload is None else {"workload_sha256": source_of_function(workload)}
 
 
 class Curves:
@@ -243,8 +222,8 @@ class Curves:
             "length": cell.length,
             "seed": seed,
             "settings": settings,
-            **source_of(cell.contender),
-            **_source_of_own(cell.settings.workload),
+            **source_of_method(cell.contender),
+            **(source_of_workload(name) if (name := cell.settings.workload) else {}),
         }
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
@@ -274,29 +253,18 @@ class Curves:
         replace_file(path, f"{text}\n".encode())
 
 
-@lru_cache(maxsize=1)
-def _loaded(settings: TrainSettings, folder: Path) -> Maker:
-    return maker_of(settings, folder / "data-cache")
+_loaded = lru_cache(maxsize=1)(maker_of)
 
 
 def maker_in(settings: TrainSettings, folder: Path) -> Maker:
-    """Return the factory of a cell's workloads; decoded images are cached below the folder.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or invalid.
-    """
+    """Return the factory of a cell's workloads; decoded images are cached below the folder."""
     # equal for all cells, so that a process reads the data once
     alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
-    return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
+    return _loaded(replace(settings, **alike), folder / "data-cache")  # type: ignore[arg-type]
 
 
 def own_study(workload: str, epochs: int) -> Study:
-    """Return the study of a workload made by ``module:function``.
-
-    Raises:
-        OptionError: the workload is unavailable, or its function has no initial learning rate.
-        ValueError: its training minibatches cannot be counted.
-    """
+    """Return the study of a workload made by ``module:function``."""
     if start_rate(workload) is None:
         raise OptionError(
             "workload",
@@ -328,10 +296,11 @@ def search(
     first: int,
     *,
     fine: bool = False,
+    reach: int = 2,
 ) -> float:
     """Return the learning rate with the lowest loss, among ``start`` times powers of two.
 
-    The search descends from the start until two rates on either side are worse, judged by the
+    The search descends from the start until ``reach`` rates on either side are worse, judged by the
     ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
     start is the result. ``fine`` also tries the best rate times and divided by the square root of
     two at the end. With only one neighbour on either side the search missed lower losses of
@@ -349,7 +318,8 @@ def search(
 
     best = 0.0
     while first:
-        better = min((best, best + 1, best - 1, best + 2, best - 2), key=loss)
+        beside = (best + d for far in range(1, reach + 1) for d in (far, -far))
+        better = min((best, *beside), key=loss)
         if better == best or abs(better) > 6:
             break
         best = better

@@ -15,7 +15,6 @@ from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
 from .contenders import STUDIES, USUAL, Study
-from .errors import OptionError
 from .frontier import (
     draw_gaps,
     draw_times,
@@ -23,7 +22,7 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .options import data_dir, finite, numbers_listed, reported, workload
+from .options import OptionError, data_dir, finite, numbers_listed, reported, workload
 from .presets import Optimizer
 from .report import versions
 from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
@@ -135,7 +134,7 @@ def study(
 ) -> None:
     """Find how well methods train at every depth and delay, against synchronous training.
 
-    Runs use `spectrain_ext.Delayed`, which gives the pipeline's numbers with far fewer calls.
+    Runs have no pipeline: `studies.delayed` gives its numbers with far fewer calls.
     """
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy", REMEDY)

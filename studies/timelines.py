@@ -29,13 +29,6 @@ def draw_methods_together(
 
     A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
     share. Updates and predictions take no time.
-
-    Args:
-        path: the picture.
-        methods: each with the colour of its name.
-        stages: their number.
-        microbatches: parts per minibatch; ``"auto"``: each method's usual number.
-        window: as for ``Pipeline``; ignored for methods that flush.
     """
     until = 6.0 * max(stages, 4)  # two minibatches without any overlap
     runs, devices = [], []
@@ -77,19 +70,6 @@ def draw_timelines(
     """Draw the start of several simulations below each other on one time axis.
 
     Each name is followed by the number of finished minibatches and the idle share of its stages.
-
-    Args:
-        path: the picture, a PNG or an SVG.
-        runs: name, colour of the name, and spans of each; the spans must cover the picture.
-        until: end of the time axis; all begin at 0.
-        title: title above the picture.
-        unit: unit of the time axis.
-        devices: for each run, the device of every stage, counted from 0; None: each stage has its
-            own.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: there is nothing to draw.
     """
     if not runs:
         raise ValueError("runs: expected at least one, got none")

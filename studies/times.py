@@ -81,9 +81,6 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
     A method with several stages per device (``chunks``) has fewer devices by that factor. A
     microbatch takes its share of a minibatch's work; updates, predictions and copies take no time.
     ``window`` is as for ``Pipeline``.
-
-    Raises:
-        ValueError: the method is not defined for these arguments.
     """
     stages = len(work.forward)
     spans = simulate_method(

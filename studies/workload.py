@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from spectrain_ext.method import Method
 
 from .models.building import cut_evenly
-from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from .settings import TrainSettings
 
 Batch = tuple[Any, Tensor]
 
@@ -54,15 +56,11 @@ class Workload:
 
 
 #: Makes the workload of a run from settings, method, number of stages and seed.
-Maker = Callable[[TrainSettings, Method, int, int], Workload]
+Maker: TypeAlias = "Callable[[TrainSettings, Method, int, int], Workload]"
 
 
 def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
-    """Return the model cut into stages.
-
-    Raises:
-        ValueError: it has fewer layers than stages.
-    """
+    """Return the model cut into stages."""
     return cut_evenly(list(workload.model), stages)
 
 
@@ -87,9 +85,6 @@ def tested(
 
     The accuracy is nan if targets are not classes. ``told`` is called with the progress from time
     to time.
-
-    Raises:
-        ValueError: there are no test minibatches.
     """
     model.eval()
     total, correct, count = 0.0, 0.0, 0

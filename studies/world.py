@@ -32,12 +32,6 @@ def _to_nobody(*what: object) -> None:
 class World:
     """One of the processes that train together; a single process is rank 0 of 1.
 
-    Args:
-        rank: this process's rank.
-        size: number of processes.
-        local_rank: this process's number on its machine.
-        tell_others: receives this process's current activity while others wait for it.
-
     Attributes:
         rank, size, local_rank, tell_others: as given.
         replicas: the stage that every process trains; one process per stage until ``settle``
@@ -90,11 +84,7 @@ class World:
 
     @contextmanager
     def joined(self, cuda: bool) -> Iterator[None]:
-        """Provide a gloo process group of all ranks; pipelines make the NCCL groups.
-
-        Args:
-            cuda: whether each rank uses the GPU of its local rank.
-        """
+        """Provide a gloo process group of all ranks; pipelines make the NCCL groups."""
         if not self.together:
             yield
             return
@@ -123,15 +113,7 @@ class World:
 
     @contextmanager
     def alone(self, what: str) -> Iterator[Callable[..., None]]:
-        """Let rank 0 work while the other ranks wait for it.
-
-        Yields:
-            A function for rank 0 to call with a short description of each step; the others wait as
-            long as it makes progress.
-
-        Raises:
-            RankError: a rank has ended, or rank 0 makes no progress.
-        """
+        """Let rank 0 work while the other ranks wait for it."""
         if self._board is None:
             yield self.tell_others
             return
@@ -144,14 +126,7 @@ class World:
 
     @contextmanager
     def part(self, all_ranks: bool, what: str) -> Iterator[World | None]:
-        """Provide the processes that work on the block: all of them, or rank 0 alone.
-
-        Yields:
-            The world of these processes; None on a rank that only waits.
-
-        Raises:
-            RankError: as ``alone``.
-        """
+        """Provide the processes that work on the block: all of them, or rank 0 alone."""
         if all_ranks:
             yield self
             return
@@ -159,19 +134,11 @@ class World:
             yield World(tell_others=told) if self.first else None
 
     def tell(self, value: Any) -> list[Any]:
-        """Return every rank's value (JSON types), by rank.
-
-        Raises:
-            ConnectionError: a rank has ended.
-        """
+        """Return every rank's value (JSON types), by rank."""
         return Peers().all_gather(value) if self.together else [value]
 
     def collect(self, stages: list[nn.Module]) -> None:
-        """Send every rank's trained state to rank 0.
-
-        Args:
-            stages: all stages; on each rank its own one is trained.
-        """
+        """Send every rank's trained state to rank 0."""
         if self._board is None:
             return
         with self._board.together("collecting the stages"):

@@ -73,6 +73,9 @@ class Arrays {
   // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
 
+  // Learning rates in memory of every group, or none; None: no such one in that group.
+  std::vector<Rate> rates(py::handle given) const;
+
   bool has(Role role) const;
   // Describes a combination of types without a kernel, by the arguments' names.
   std::string describe(const UnsupportedTypes& error) const;
@@ -101,6 +104,9 @@ class Arrays {
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
+  // Borrows an array with one float32, or float64 if allowed, on the plan's device.
+  Borrowed borrow_number(py::handle array, const Place& place, bool may_be_double,
+                         Loans& loans) const;
   // Returns the address of an array with one float32 on the plan's device; null for None.
   // `zero_grad`: the step also writes the gradients, which have been checked for that.
   const float* scalar(py::handle array, const std::string& name, bool zero_grad,

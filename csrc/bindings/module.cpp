@@ -26,36 +26,34 @@ class PyPlan {
     if (device.cuda) arrays_.plan->allocate = allocator(device.index);
   }
 
-  void predict_(py::handle given, py::handle eps, py::handle stream, py::handle with_program) {
+  void predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
     const Turn turn(turns_);
     const Plan::Family by = family(eps);
     const Plan::Terms t = checked(terms(given));
-    run(state(by.adam), stream, with_program,
+    run(state(by.adam), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, plan.params, s); });
   }
-  void predict(py::handle given, py::handle eps, size_t out, py::handle stream,
-               py::handle with_program) {
+  void predict(py::handle given, py::handle eps, size_t out, py::handle stream, py::handle rates) {
     const Turn turn(turns_);
     const Plan::Family by = family(eps);
     need_out(out);
     const Plan::Terms t = checked(terms(given));
-    run(state(by.adam).add(Role::out), stream, with_program,
+    run(state(by.adam).add(Role::out), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, plan.outs[out], s); });
   }
-  void stash_predict_(py::handle given, py::handle eps, py::handle stream,
-                      py::handle with_program) {
+  void stash_predict_(py::handle given, py::handle eps, py::handle stream, py::handle rates) {
     const Turn turn(turns_);
     const Plan::Family by = family(eps);
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
-    run(state(by.adam).add(Role::stashed), stream, with_program,
+    run(state(by.adam).add(Role::stashed), stream, rates,
         [&](Plan& plan, void* s) { plan.stash_predict_(by, t, s); });
   }
-  void extrapolate(double steps, size_t out, py::handle stream, py::handle with_program) {
+  void extrapolate(double steps, size_t out, py::handle stream) {
     const Turn turn(turns_);
     need(Role::stashed, "previous", "needed to extrapolate");
     need_out(out);
-    run({Role::params, Role::stashed, Role::out}, stream, with_program,
+    run({Role::params, Role::stashed, Role::out}, stream, py::none(),
         [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
@@ -94,7 +92,7 @@ class PyPlan {
 
   void sgd_step_(py::handle settings, bool with_momentum, py::handle first_step,
                  py::handle predictions, const py::dict& options, py::handle stream,
-                 py::handle with_program) {
+                 py::handle rates) {
     const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
@@ -106,11 +104,11 @@ class PyPlan {
     Roles roles{Role::params, Role::grads};
     if (with_momentum) roles.add(Role::momentum);
     if (!step.predictions.empty()) roles.add(Role::out);
-    run(roles, stream, with_program,
+    run(roles, stream, rates,
         [&](Plan& plan, void* s) { plan.sgd_step_(std::move(step), flags, with_momentum, s); });
   }
   void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
-                  py::handle stream, py::handle with_program) {
+                  py::handle stream) {
     const Turn turn(turns_);
     need_state(true);
     need_gradients();
@@ -118,7 +116,7 @@ class PyPlan {
     Plan::Step step = checked_step(settings, predictions, options, loans);
     Roles roles = state(true).add(Role::grads);
     if (!step.predictions.empty()) roles.add(Role::out);
-    run(roles, stream, with_program,
+    run(roles, stream, py::none(),
         [&](Plan& plan, void* s) { plan.adam_step_(std::move(step), s); });
   }
 
@@ -259,14 +257,11 @@ class PyPlan {
   }
 
   template <class F>
-  void run(Roles roles, py::handle stream, py::handle with_program, F&& f) {
+  void run(Roles roles, py::handle stream, py::handle rates, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
     arrays_.check_in_place(roles);
-    plan.program = {};
-    if (!with_program.is_none()) {
-      plan.program = program(plan.device(), with_program.cast<PyProgram>());
-    }
+    plan.rates = arrays_.rates(rates);
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
     try {
@@ -323,24 +318,12 @@ void export_constants(py::module_& m) {
       .value("STASHED", Role::stashed)
       .value("OUT", Role::out)
       .value("SECOND", Role::second);
-  py::enum_<Opcode>(m, "Opcode")
-      .value("ADD", Opcode::add)
-      .value("SUBTRACT", Opcode::subtract)
-      .value("MULTIPLY", Opcode::multiply)
-      .value("DIVIDE", Opcode::divide)
-      .value("POWER", Opcode::power);
-  py::enum_<InputType>(m, "InputType")
-      .value("FLOAT32", InputType::float32)
-      .value("FLOAT64", InputType::float64)
-      .value("INT64", InputType::int64);
   m.attr("MAX_GROUPS") = kMaxGroups;
-  m.attr("MAX_REGISTERS") = kMaxRegisters;
   m.attr("MAX_TERMS") = kMaxTerms;
   m.attr("TERM") = py::tuple(py::cast(names_of_numbers<Term>()));
   std::vector<std::string> setting = names_of_numbers<Setting>();
   setting.push_back("step");
   m.attr("SETTING") = py::tuple(py::cast(setting));
-  m.def("placeholder", &placeholder, py::arg("register"));
 }
 
 }  // namespace
@@ -354,17 +337,16 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
   spectrain::export_constants(m);
   const auto stream = py::arg("stream");
-  const auto program = py::arg("program") = py::none();
+  const auto rates = py::arg("rates") = py::none();
   py::class_<PyPlan, std::shared_ptr<PyPlan>>(m, "Plan")
       .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
-      .def("predict_", method(&PyPlan::predict_), py::arg("terms"), py::arg("eps"), stream, program)
+      .def("predict_", method(&PyPlan::predict_), py::arg("terms"), py::arg("eps"), stream, rates)
       .def("predict", method(&PyPlan::predict), py::arg("terms"), py::arg("eps"), py::arg("out"),
-           stream, program)
+           stream, rates)
       .def("stash_predict_", method(&PyPlan::stash_predict_), py::arg("terms"), py::arg("eps"),
-           stream, program)
-      .def("extrapolate", method(&PyPlan::extrapolate), py::arg("steps"), py::arg("out"), stream,
-           program)
+           stream, rates)
+      .def("extrapolate", method(&PyPlan::extrapolate), py::arg("steps"), py::arg("out"), stream)
       .def("stash", method(&PyPlan::stash), stream)
       .def("restore_", method(&PyPlan::restore_), stream)
       .def("swap_", method(&PyPlan::swap_), stream)
@@ -372,9 +354,9 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
       .def("distance_scratch", method(&PyPlan::distance_scratch))
       .def("distances", method(&PyPlan::distances), py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", method(&PyPlan::sgd_step_), py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program)
+           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, rates)
       .def("adam_step_", method(&PyPlan::adam_step_), py::arg("settings"), py::arg("predictions"),
-           py::arg("options"), stream, program)
+           py::arg("options"), stream)
       .def("keep", method(&PyPlan::keep), py::arg("watch"))
       .def("pin_gradients", method(&PyPlan::pin_gradients))
       .def("refresh", method(&PyPlan::refresh))
@@ -388,7 +370,6 @@ PYBIND11_MODULE(_C, m, pybind11::mod_gil_not_used()) {
   py::class_<spectrain::Watch, SharedWatch>(m, "Watch")
       .def(py::init<const py::tuple&>(), py::arg("tensors"))
       .def("in_place", [](const SharedWatch& watch) { return !watch->moved(); });
-  m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def(
       "same",
       [](py::handle now, py::handle seen) { return spectrain::same(now.ptr(), seen.ptr()); },

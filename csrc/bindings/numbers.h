@@ -113,46 +113,4 @@ inline std::vector<Plan::Prediction> predictions(py::handle given) {
   return result;
 }
 
-// Whether nested lists and tuples contain only plain Python numbers.
-inline bool all_plain(py::handle value) {
-  PyObject* p = value.ptr();
-  if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
-  if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
-  const py::object items = items_of(p);
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    if (!all_plain(PySequence_Fast_GET_ITEM(items.ptr(), i))) return false;
-  }
-  return true;
-}
-
-// Inputs: address, type, on CUDA, device index, name. Constants. Instructions: a, b, operation.
-using PyInput = std::tuple<uintptr_t, InputType, bool, int, std::string>;
-using PyProgram = std::tuple<std::vector<PyInput>, std::vector<double>,
-                             std::vector<std::tuple<uint16_t, uint16_t, Opcode>>>;
-
-// The program for inputs in memory of a device.
-inline Program program(const Device& device, const PyProgram& given) {
-  const auto& [inputs, constants, code] = given;
-  Program result;
-  result.constants = constants;
-  for (const auto& [at, type, cuda, index, name] : inputs) {
-    const Device found{cuda, index};
-    if (!(found == device)) {
-      throw py::value_error(name + ": expected a number on " + device.text() +
-                            ", where the weights are, got one on " + found.text());
-    }
-    if (at == 0) throw py::value_error(name + ": expected one element in memory");
-    result.inputs.push_back({reinterpret_cast<const void*>(at), type});
-  }
-  size_t known = result.inputs.size() + result.constants.size();  // registers
-  for (const auto& [a, b, operation] : code) {
-    if (a >= known || b >= known) {
-      throw py::value_error("program: expected operations on registers known by then");
-    }
-    result.code.push_back({a, b, operation});
-    ++known;
-  }
-  return result;
-}
-
 }  // namespace spectrain

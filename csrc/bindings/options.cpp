@@ -102,27 +102,50 @@ void Arrays::check_gradients_writable() {
   gradients_writable_ = true;
 }
 
-const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
-                            Loans& loans) const {
-  if (array.is_none() || params_.empty()) return nullptr;
-  const Place place{name, 0, true};
+Borrowed Arrays::borrow_number(py::handle array, const Place& place, bool may_be_double,
+                               Loans& loans) const {
+  const std::string types = may_be_double ? "float32 or float64" : "float32";
   const Borrowed b = [&] {
     try {
       return borrow(array, place, loans);
     } catch (const py::type_error& error) {
       throw py::type_error(error.what() +
-                           ("; it is read when the step runs, from one element of float32 on " +
-                            device_.text() + ": torch.tensor(1.0), say"));
+                           ("; it is read when the step runs, from one element of " + types +
+                            " on " + device_.text() + ": torch.tensor(1.0), say"));
     }
   }();
-  if (b.dtype != DType::float32 || b.size != 1) {
-    throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
-                          " of shape " + b.shape_text());
+  const bool fits = b.dtype == DType::float32 || (may_be_double && b.dtype == DType::float64);
+  if (!fits || b.size != 1) {
+    throw py::value_error(place.text() + ": expected one element of " + types + ", got " +
+                          name_of(b.dtype) + " of shape " + b.shape_text());
   }
   if (!(b.device == device_)) {
-    throw py::value_error(name + ": expected an array on " + device_.text() + ", the device of " +
-                          params_name_ + ", got " + b.device.text());
+    throw py::value_error(place.text() + ": expected an array on " + device_.text() +
+                          ", the device of " + params_name_ + ", got " + b.device.text());
   }
+  return b;
+}
+
+std::vector<Rate> Arrays::rates(py::handle given) const {
+  std::vector<Rate> rates;
+  if (given.is_none()) return rates;
+  const std::string name = "lr";
+  Loans loans{first(), {}};
+  for (const py::handle array : given.cast<py::tuple>()) {
+    Rate& rate = rates.emplace_back();
+    if (array.is_none()) continue;
+    const Borrowed b = borrow_number(array, {name, 0, true}, true, loans);
+    rate = {b.data, b.dtype == DType::float64};
+  }
+  if (rates.size() != plan->n_groups()) throw std::invalid_argument("one learning rate per group");
+  return rates;
+}
+
+const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
+                            Loans& loans) const {
+  if (array.is_none() || params_.empty()) return nullptr;
+  const Place place{name, 0, true};
+  const Borrowed b = borrow_number(array, place, false, loans);
   check_apart(b, place, written_);
   if (zero_grad) check_apart(b, place, writable_gradients_);
   return static_cast<const float*>(b.data);

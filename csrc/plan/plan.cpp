@@ -38,12 +38,13 @@ bool any_term(const Plan::Terms& terms, Condition holds) {
 
 // Whether a prediction changes nothing. Then bits are copied, because W - 0*inf would be NaN.
 bool is_identity(const Plan::Terms& terms) {
-  return !any_term(
-      terms, [](const Term& t) { return t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0; });
+  return !any_term(terms, [](const Term& t) {
+    return !t.keeps_weights() || t.has_momentum() || t.has_gradient();
+  });
 }
 
 bool needs_gradient(const Plan::Terms& terms) {
-  return any_term(terms, [](const Term& t) { return t.gradient != 0.0; });
+  return any_term(terms, [](const Term& t) { return t.has_gradient(); });
 }
 
 size_t longest(const Plan::Terms& terms) {
@@ -62,6 +63,11 @@ void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
     for (const Term& t : terms[g]) s.terms[end++] = t;
     s.out_end[s.n_outs++] = end;
   }
+}
+
+bool takes_rate(Operation operation) {
+  return operation == Operation::sgd_plain || operation == Operation::sgd_momentum ||
+         operation == Operation::sgd_predict || operation == Operation::sgd_stash_predict;
 }
 
 }  // namespace
@@ -188,18 +194,19 @@ Plan::Tables Plan::build(const Request& request) const {
 
 int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
                    void* stream) {
-  const bool computes = !program.inputs.empty();
+  const bool reads_rate = std::any_of(settings.data, settings.data + settings.size,
+                                      [](const Setting& s) { return s.rate.at != nullptr; });
   // At the first use, writing a long table to the device would take as many launches.
   const bool stays = keep_tables && table.uses++ > 0;
   const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
-  if (!computes && (!stays || fits_parameters(launch))) return launch_cuda(launch);
+  if (!reads_rate && (!stays || fits_parameters(launch))) return launch_cuda(launch);
   if (table.memory == nullptr) {
     table.memory = allocate(resident_bytes(launch), stream);
     table.written = false;
   }
   table.memory->used_on(stream);
-  const int launches = launch_cuda_resident(
-      launch, {table.memory->at(), !table.written, computes ? &program : nullptr});
+  const int launches =
+      launch_cuda_resident(launch, {table.memory->at(), !table.written, reads_rate});
   // Captured work runs only when the graph is replayed; earlier calls cannot rely on it.
   table.written |= !capturing;
   return launches;
@@ -236,11 +243,11 @@ void Plan::run(std::vector<Call> calls, void* stream) {
   last_rows_ = 0;
   for (const Call& call : calls) resolve(call.request);
   const bool capturing = device_.cuda && cuda_is_capturing(device_.index, stream);
-  if (!program.inputs.empty() && !device_.cuda) {
-    std::vector<double> registers(program.view().n_registers());
-    evaluate(program.view(), registers.data());
-    for (Call& call : calls) {
-      for (Setting& s : call.settings) fill_in(s, registers.data());
+  for (Call& call : calls) {
+    if (rates.empty() || !takes_rate(call.request.operation)) continue;
+    for (size_t g = 0; g < n_groups_; ++g) {
+      call.settings[g].rate = rates[g];
+      if (!device_.cuda) call.settings[g].read_rate();
     }
   }
   for (const Call& call : calls) run_one(call, capturing, stream);

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/program.h"
 #include "kernels/kernels.h"
 
 namespace spectrain {
@@ -56,8 +55,8 @@ class Plan {
   Column params, momentum, second, stashed, grads;
   std::vector<Column> outs;
 
-  // Computes the placeholders in the coefficients of the next calls; may be empty.
-  Program program;
+  // The learning rate in memory of every group, for the next calls; empty: none.
+  std::vector<Rate> rates;
 
   // Allocates device memory for tables, aligned to at least 16 bytes, for work on a stream. Earlier
   // uses of the memory have completed when that work begins.

@@ -4,8 +4,8 @@ from spectrain_ext.errors import CheckpointError
 
 from .loading import Loaded, load
 from .manager import CheckpointManager
-from .sampler import ShuffledSampler
-from .saving import Sampler, save
+from .sampler import Sampler, ShuffledSampler
+from .saving import save
 
 __all__ = [
     "CheckpointError",

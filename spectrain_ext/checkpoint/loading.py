@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from . import storage
 from .documents import NAME, Json, decode, decode_at, digest, tensors_in
 from .parts import Item, Part, Stateful, parts_of
-from .progress import SamplerState, Training
-from .random import Generators
-from .saving import Sampler, items_of, peers_of
+from .progress import Generators, Training
+from .sampler import Sampler, SamplerState
+from .saving import items_of, peers_of
 from .weights import Weights, listed, weights_of
 
 
@@ -97,20 +97,20 @@ def load(
     directory = Path(path).absolute()
     peers = peers_of(target, process_group)
     with peers.together(f"loading {directory.name}"):
-        return load_from(
+        return _load(
             directory, target, peers, optimizer, scheduler, sampler, only_model, first_stage
         )
 
 
-def load_from(
+def _load(
     directory: Path,
     target: nn.Module,
     peers: Peers,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Stateful | None = None,
-    sampler: Sampler | None = None,
-    only_model: bool = False,
-    first_stage: int | None = None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Stateful | None,
+    sampler: Sampler | None,
+    only_model: bool,
+    first_stage: int | None,
 ) -> Loaded:
     doing = f"reading {directory.name}"
     directory = present(directory)
@@ -156,7 +156,11 @@ def load_from(
     def match() -> list[str]:
         try:
             matched.extend((item, item.match(own)) for item, own in weights)
-            _check_nothing_left(body, {name for said in found for name in said["names"]})
+            left = weights_of(body).keys() - {name for said in found for name in said["names"]}
+            if left:
+                raise ValueError(
+                    f"has {min(left)!r}, which the model has not ({len(left)} such tensors)"
+                )
             matched.extend((item, item.match(own)) for item, own in others)
             extra.append(decode_at("extra", body.get("extra")))
         except ValueError as error:
@@ -208,12 +212,6 @@ def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
 
 def _shown(said: Mapping[str, Any]) -> str:
     return f"{said['path']} ({said['minibatches']} minibatches, SHA-256 {said['sha256'][:12]}...)"
-
-
-def _check_nothing_left(body: Json, known: Set[str]) -> None:
-    left = weights_of(body).keys() - known
-    if left:
-        raise ValueError(f"has {min(left)!r}, which the model has not ({len(left)} such tensors)")
 
 
 def _warn_of_frozen(part: Part, body: Json) -> None:

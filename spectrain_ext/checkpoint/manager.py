@@ -6,10 +6,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
 
 import torch.distributed as dist
 
@@ -20,10 +19,11 @@ from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.segments import Segment, segments
 
-from .loading import Loaded, load_from
-from .sampler import ShuffledSampler
-from .saving import PendingCheckpoint, Sampler, peers_of
+from .loading import Loaded, load
+from .sampler import Sampler, ShuffledSampler
+from .saving import PendingCheckpoint, peers_of
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class CheckpointManager:
         self._keep = keep
         self._asynchronous = asynchronous
         self._first_stage = first_stage
+        self._group = process_group
         if asynchronous and self._peers.size > 1:
             # Messages of the writing thread must not mix with the caller's.
             process_group = dist.new_group(
@@ -117,6 +118,8 @@ class CheckpointManager:
         self._writing = Peers(process_group)
         self._saving: Future[None] | None = None
         self._failed = False
+        # A loader with workers reads the sampler ahead of training, so its position is this offset
+        # plus the minibatches trained on.
         self._offset = self._position()
         self._last = (0, time.monotonic())
 
@@ -153,12 +156,15 @@ class CheckpointManager:
             found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
         if not found:
             return None
-        path = Path(found)
-        with self._peers.together(f"loading {path.name}"):
-            loaded = load_from(
-                path, self.pipe, self._peers, sampler=self.sampler, first_stage=self._first_stage
-            )
-        self._log("checkpoint loaded: %s", path)
+        loaded = load(
+            found,
+            self.pipe,
+            sampler=self.sampler,
+            first_stage=self._first_stage,
+            process_group=self._group,
+        )
+        if self._peers.rank == 0:
+            _logger.info("checkpoint loaded: %s", found)
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
         self._failed = False
@@ -218,20 +224,25 @@ class CheckpointManager:
     ) -> Iterator[Result]:
         begun.append(True)
         self._rewind()  # undoes what a loader read ahead before the last run failed
-        source = iter(() if batches is None else batches)
-        self._exhausted = ended = False
-        while not ended:
-            base = self.minibatches
-            run = self.pipe.run(self._segment(source), trace=trace, keep=keep)
+
+        def counted() -> Iterator[object]:
+            for batch in () if batches is None else batches:
+                self.minibatches += 1
+                yield batch
+
+        def ends(taken: int) -> bool:
+            return taken > 0 and self._peers.rank == 0 and self._due()
+
+        def run(segment: Iterable[object]) -> Iterator[Result]:
+            results = self.pipe.run(segment, trace=trace, keep=keep)
             self._failed = True  # until the run has ended
-            try:
-                for result in run:
-                    yield result.renumbered(base + result.index)
-            except GeneratorExit:
-                cast("Generator[Result, None, None]", run).close()  # drains
-                self._save_if_due(True, extra)
-                raise
-            ended = self._save_if_due(self._exhausted, extra)
+            return results
+
+        def follow(segment: Segment, left: bool) -> int | None:
+            ended = self._save_if_due(segment.exhausted or left, extra)
+            return None if ended else self.minibatches
+
+        yield from segments(counted(), ends, run, follow, self.minibatches)
 
     def _save_if_due(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if due; return whether this was the loop's last run in any process."""
@@ -252,14 +263,6 @@ class CheckpointManager:
         """Set the sampler to training's position: only rank 0's loader advances its own."""
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
-
-    def _segment(self, source: Iterator[object]) -> Iterator[object]:
-        for batch in source:
-            self.minibatches += 1
-            yield batch
-            if self._peers.rank == 0 and self._due():
-                return
-        self._exhausted = True
 
     def _due(self) -> bool:
         minibatches, moment = self._last
@@ -283,7 +286,9 @@ class CheckpointManager:
                 "save: the last run failed, and its stages may have made different numbers of "
                 "updates; restore() first"
             )
-        path = self.directory / f"minibatch-{self.minibatches:08d}"
+        path, sampler = self.directory / f"minibatch-{self.minibatches:08d}", self.sampler
+        if isinstance(sampler, ShuffledSampler):
+            sampler = sampler.at(self._offset + self.minibatches)
         with self._peers.together(f"saving {path.name}"):
             self.wait()
             pending = PendingCheckpoint(
@@ -291,7 +296,7 @@ class CheckpointManager:
                 self.pipe,
                 self._peers,
                 minibatches=self.minibatches,
-                sampler=self._positioned(),
+                sampler=sampler,
                 extra=extra,
                 overwrite=True,
                 first_stage=self._first_stage,
@@ -304,10 +309,6 @@ class CheckpointManager:
         self._last = (self.minibatches, time.monotonic())
         return path
 
-    def _log(self, what: str, path: Path) -> None:
-        if self._peers.rank == 0:
-            _logger.info(what, path)
-
     def wait(self) -> None:
         """Wait for an asynchronous save; raises if it failed."""
         saving, self._saving = self._saving, None
@@ -315,16 +316,16 @@ class CheckpointManager:
             saving.result()
 
     def _committed(self, path: Path) -> None:
-        """Update ``latest``, and remove checkpoints beyond ``keep``."""
+        """Update ``latest``, and remove checkpoints beyond ``keep``; called on rank 0."""
         replace_file(self.directory / LATEST, f"{path.name}\n".encode())
-        self._log("checkpoint saved: %s", path)
+        _logger.info("checkpoint saved: %s", path)
         for old in self._whole()[: -self._keep]:
             if old == path:
                 continue
             reason = more_than_checkpoint(old)
             if reason is None:
                 drop(old)
-                self._log("checkpoint removed: %s", old)
+                _logger.info("checkpoint removed: %s", old)
             else:
                 _logger.warning("checkpoint kept: %s %s", old, reason)
 
@@ -337,12 +338,5 @@ class CheckpointManager:
             key=lambda path: int(path.name.rpartition("-")[2]),
         )
 
-    # A loader with workers reads the sampler ahead of training, hence the offsets below.
-
     def _position(self) -> int:
         return self.sampler.position if isinstance(self.sampler, ShuffledSampler) else 0
-
-    def _positioned(self) -> Sampler | None:
-        if isinstance(self.sampler, ShuffledSampler):
-            return self.sampler.at(self._offset + self.minibatches)
-        return self.sampler

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,32 +20,10 @@ from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
 from .parts import Item, Part, Stateful, parts_of
-from .progress import AveragingState, SamplerState, SchedulerState, Training
-from .random import Generators, stage_states
+from .progress import AveragingState, Generators, SchedulerState, Training, stage_states
+from .sampler import Sampler, SamplerState
 from .storage import WEIGHTS
 from .weights import Weights
-
-
-class Sampler(Stateful, Protocol):
-    """An object that holds the position in the data, to be saved with a checkpoint.
-
-    It has a ``state_dict()`` of JSON types and tuples, and a ``load_state_dict()``.
-
-    Example:
-        >>> class Reader:
-        ...     line = 0
-        ...     def state_dict(self):
-        ...         return {"line": self.line}
-        ...     def load_state_dict(self, state):
-        ...         self.line = state["line"]
-        >>> reader, model = Reader(), nn.Linear(2, 2)
-        >>> reader.line = 7
-        >>> st.checkpoint.save("checkpoint", model, sampler=reader)
-        >>> resumed = Reader()
-        >>> loaded = st.checkpoint.load("checkpoint", model, sampler=resumed)
-        >>> resumed.line
-        7
-    """
 
 
 def save(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.errors import differing
+from spectrain_ext.errors import differing, kind_of
 
 from .documents import Json, Keep, dtype_of
 from .parts import Item, Part
@@ -143,7 +143,7 @@ class _Saved:
                 raise ValueError(
                     f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
                 )
-            if _domain(dtype_of(entry["dtype"])) != _domain(tensor.dtype):
+            if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
                 raise ValueError(
                     f"{name!r} is {entry['dtype']}, which does not fit into "
                     f"{str(tensor.dtype).removeprefix('torch.')}"
@@ -168,15 +168,6 @@ class _Saved:
 def weights_of(body: Json) -> Json:
     """Return the references of all weights in a document, by the model's names."""
     return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
-
-
-def _domain(dtype: torch.dtype) -> str:
-    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
-    if dtype.is_complex:
-        return "complex"
-    if dtype.is_floating_point:
-        return "floating point"
-    return "bool" if dtype is torch.bool else "integer"
 
 
 def _not_taken_back(module: nn.Module, where: str) -> list[str]:

@@ -14,15 +14,11 @@ from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.pipeline.loads import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
+from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
 from spectrain_ext.weights.storage import Flat
 
 from .board import Board
 from .links import ConnectionGuard, RankGroup
-
-# A gradient is sent in about this many buckets, within these sizes.
-PIECES = 8
-LEAST_BYTES = 2**20
-MOST_BYTES = 25 * 2**20
 
 _GRADIENTS = "the gradients of the stage's other replicas"
 _WEIGHTS = "the weights of the stage's other replicas"

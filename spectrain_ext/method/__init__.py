@@ -3,7 +3,6 @@
 from .formulas import delay, delay_under, recipe_clip
 from .places import (
     Window,
-    delayed_places,
     microbatches_of,
     numbers_of,
     phase_places,
@@ -33,7 +32,6 @@ __all__ = [
     "chunks_of",
     "delay",
     "delay_under",
-    "delayed_places",
     "factor_of",
     "find_method",
     "hybrid",

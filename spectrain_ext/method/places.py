@@ -10,7 +10,6 @@ from spectrain_ext.schedule import (
     Place,
     Replicas,
     ScheduleError,
-    check_generator,
     find_generator,
     flushes,
     name_of,
@@ -81,6 +80,9 @@ def places_of(
             at_least(method, k, stages, "window", w, 1)
     places = [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
     if not isinstance(method.schedule, str) and not replicas.dealt:
+        # Here, because named schedules need no check.
+        from spectrain_ext.schedule.order import check_generator
+
         try:
             check_generator(generate, places)
         except (ScheduleError, TypeError) as error:
@@ -124,36 +126,6 @@ def phase_places(
         places_of(phase, stages, microbatches, asked, replicas)
         for phase, asked in zip(phases, windows, strict=True)
     ]
-
-
-def delayed_places(method: Method, stages: int, delays: int | Sequence[int]) -> list[list[Place]]:
-    """Return the places, in each phase, of stages with given delays and one microbatch.
-
-    A stage that is late by d, where the latest is late by D, has the place of stage D - d in a
-    pipeline of D + 1. Phases that flush have no delay.
-    """
-    given = [delays] * stages if isinstance(delays, int) else list(delays)
-    if len(given) != stages:
-        raise ValueError(f"delays: expected one per stage ({stages}), got {len(given)}")
-    for k, d in enumerate(given):
-        if isinstance(d, bool) or not isinstance(d, int):
-            raise TypeError(f"delays: expected an int for stage {k}, got {type(d).__name__}")
-        if d < 0:
-            raise ValueError(f"delays: expected at least 0 for stage {k} of {stages}, got {d}")
-    phases, latest = phases_of(method), max(given)
-    late = [phase for phase in phases if not flushes(phase.schedule)]
-    if not all(takes_window(phase.schedule) for phase in late) or not late:
-        raise ValueError(
-            f"delays: method {method.name!r} has delays of its own; expected one whose schedule "
-            "neither flushes nor has windows of its own"
-        )
-    if any(phase.forward_reads == "entry" for phase in late) and given[0] < latest:
-        raise ValueError(
-            f"delays: method {method.name!r} has every stage as late as stage 0; expected no delay "
-            f"above {given[0]}, got {latest}"
-        )
-    own = [Place(latest - d, latest + 1, d + 1, latest=latest) for d in given]
-    return [own if phase in late else places_of(phase, stages, 1) for phase in phases]
 
 
 def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
-from .expressions import Program, lower
-from .laws import Horizons, Law, after_first_step, as_laws, needs_momentum, terms_of
-from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
+from .laws import Horizons, Law, Linear, after_first_step, as_laws, terms_of
+from .numbers import Adam, Rate, Setting, Sgd, Term, horizon, learning_rate, non_negative
 
 # Arrays.
 
@@ -183,10 +182,11 @@ def bump_versions(*lists: Sequence[object]) -> None:
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
-# Terms; Adam's eps of every parameter group; the program that computes both on the device.
-Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
-# Settings; whether there is momentum; outputs with the terms of their predictions.
-Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
+Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
+# Terms; Adam's eps of every parameter group; learning rates in memory.
+Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Rates]
+# Settings; whether there is momentum; outputs with the terms of their predictions; rates.
+Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]], Rates]
 SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
@@ -232,21 +232,17 @@ def sgd_prediction(
     smoothed: bool = False,
 ) -> Prediction:
     """Translate a prediction under SGD with the same hyperparameters for all groups."""
-    rate = non_negative("lr", lr)
+    rate = learning_rate(lr)
     if type(weight_decay) is not float:
         weight_decay = non_negative("weight_decay", weight_decay)
     plain = momentum is None and not weight_decay and not nesterov
-    if plain and isinstance(steps, (int, float)):  # the common case, made fast
+    if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
         distance = rate * horizon("steps", steps)
-        terms = [[Term(1.0, distance)] if distance else []] * n_groups
-        if type(distance) is float:
-            return terms, (), None
-        terms, program = lower(terms)
-        return terms, (), program
+        return [[Term(1.0, distance)] if distance else []] * n_groups, (), None
     laws = as_laws(steps, n_groups)
     if momentum is None:
         for law in laws:
-            if needs_momentum(law):
+            if not isinstance(law, Linear):
                 raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
     more = nesterov, maximize, decoupled_weight_decay, smoothed
@@ -258,7 +254,7 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     terms = list(map(terms_of, laws, groups))
     for group in terms:
         for term in group:
-            if term.gradient:
+            if term.gradient or term.gradient_per_lr:
                 raise ValueError(
                     "steps: a second-order prediction needs the gradient; let the step write it "
                     "(predict=)"
@@ -266,15 +262,12 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     eps: tuple[float, ...] = ()
     if isinstance(groups[0], Adam):
         eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
-    (terms, eps), program = lower((terms, eps))
-    return terms, eps, program
+    return terms, eps, _rates(groups)
 
 
-def step_arguments(
-    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
-) -> tuple[Step, Program | None]:
-    """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
-    return lower(_step(groups, predict, first_step))
+def _rates(groups: Numbers) -> Rates:
+    rates = tuple(each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups)
+    return None if rates.count(None) == len(rates) else rates
 
 
 def sgd_step_arguments(
@@ -282,24 +275,25 @@ def sgd_step_arguments(
     n_groups: int,
     predict: Sequence[Horizons | None],
     first_step: bool | Sequence[bool] = False,
-) -> tuple[Step, Program | None]:
+) -> Step:
     """Translate a step of SGD with the same hyperparameters for all groups."""
     if _PLAIN.issuperset(map(type, row)) and (
         len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
     ):
-        return _remembered_step(row, tuple(predict), n_groups), None
+        return _remembered_step(row, tuple(predict), n_groups)
     return step_arguments([Sgd(*row)] * n_groups, predict, first_step)
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return _step([Sgd(*row)] * n_groups, predict)
+    return step_arguments([Sgd(*row)] * n_groups, predict)
 
 
-def _step(
+def step_arguments(
     groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
 ) -> Step:
+    """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     with_momentum = groups[0].has_momentum
     for numbers in groups:
         if numbers.has_momentum is not with_momentum:
@@ -313,7 +307,7 @@ def _step(
             if first_step is not False:
                 laws = _after_first_step(laws, cast("Sequence[Sgd]", groups), first_step)
             predictions.append((j, list(map(terms_of, laws, groups))))
-    return [numbers.setting() for numbers in groups], with_momentum, predictions
+    return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
 
 
 def _after_first_step(

@@ -133,7 +133,7 @@ class GapAware(StaleCorrection):
     def average(self, late: Late, before: list[Tensor]) -> None:
         updates, averages = late.state[0], late.state[-1]
         if isinstance(late.numbers, Adam):
-            torch._foreach_mul_(before, late.numbers.keep(late.numbers.lr))
+            torch._foreach_mul_(before, late.numbers.keep)
             updates = list(torch._foreach_sub(before, late.weights))
         torch._foreach_mul_(averages, self.decay)
         torch._foreach_addcmul_(averages, updates, updates, value=1.0 - self.decay)

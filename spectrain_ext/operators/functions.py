@@ -34,7 +34,6 @@ from .calls import (
     sgd_step_arguments,
     step_arguments,
 )
-from .expressions import lower, traced
 from .laws import Horizon, as_laws
 from .library import traceable
 from .numbers import Adam, horizon
@@ -70,7 +69,7 @@ def predict_(
     Args:
         params: W.
         momentum_buffers: v, with the shapes and strides of `params`.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
         steps: prediction horizon in updates, >= 0; 0 keeps the bits of W. Or a law of
             `spectrain_ext.laws`.
         momentum, weight_decay, nesterov: the optimizer's settings, which geometric laws need.
@@ -85,8 +84,8 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict_(terms, eps, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict_(terms, eps, stream, rates)
     lists.bump()
 
 
@@ -116,8 +115,8 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, 0, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(terms, eps, 0, stream, rates)
     lists.bump()
     return cast(T, result)
 
@@ -198,8 +197,8 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.stash_predict_(terms, eps, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(terms, eps, stream, rates)
     lists.bump()
 
 
@@ -241,7 +240,7 @@ def sgd_step_(
         grads: g, of the parameters' dtype. A tensor whose entry is None is not updated, and its
             outs receive W.
         momentum_buffers: v; may be None if momentum == 0, and is not touched then.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
         momentum: factor of the old buffer, >= 0.
         dampening: dampening of the gradient in the buffer.
         weight_decay: L2 penalty, >= 0.
@@ -279,22 +278,11 @@ def sgd_step_(
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
     plan = lists.plan()
-    row = (
-        lr,
-        momentum,
-        dampening,
-        weight_decay,
-        nesterov,
-        maximize,
-        decoupled_weight_decay,
-        smoothed,
-    )
-    (settings, with_momentum, predictions), program = sgd_step_arguments(
-        row, 1, horizons, first_step
-    )
-    plan.sgd_step_(settings, with_momentum, first_step, predictions, options, stream, program)
-    without = traced("momentum", momentum) is None and momentum == 0.0
-    lists.bump(untouched=Role.MOMENTUM if without else None)
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
+    row = lr, momentum, dampening, weight_decay, *more
+    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
+    plan.sgd_step_(settings, with_momentum, first_step, predictions, options, stream, rates)
+    lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
 
 
 @traceable
@@ -364,8 +352,8 @@ def adam_step_(
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
-    (settings, _, predictions), program = step_arguments([numbers], horizons)
-    plan.adam_step_(settings, predictions, options, stream, program)
+    settings, _, predictions, _ = step_arguments([numbers], horizons)
+    plan.adam_step_(settings, predictions, options, stream)
     lists.bump()
 
 
@@ -402,8 +390,8 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    terms, each_eps, program = prediction([numbers], as_laws(steps, 1))
-    plan.predict(terms, each_eps, 0, stream, program)
+    terms, each_eps, _ = prediction([numbers], as_laws(steps, 1))
+    plan.predict(terms, each_eps, 0, stream)
     lists.bump()
     return cast(T, result)
 
@@ -427,8 +415,7 @@ def extrapolate(
     lists.add(Role.STASHED, "previous", previous, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    steps, program = lower(horizon("steps", steps))
-    plan.extrapolate(steps, 0, stream, program)
+    plan.extrapolate(horizon("steps", steps), 0, stream)
     lists.bump()
     return cast(T, result)
 

@@ -8,7 +8,7 @@ tensors and plain numbers:
 - `lr` is a number; `lr_tensor`, a tensor of one element, replaces it. A graph is recompiled for a
   new number, but not for a new value in a tensor.
 - A law of `spectrain_ext.laws` is a name and numbers: "linear" [s], "geometric" [s],
-  "second_order" [delay, lead], "rates:linear" or "rates:geometric" [lr_1, lr_2, ...].
+  "second_order" [delay, lead].
 - Outputs are called `outs`, because torch.compile treats the name `out` specially.
 - The predictions of a step are `horizons` and `outs`, prediction after prediction. `laws` gives
   each a law, "name/count" if it takes `count` entries of `horizons` instead of one.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .calls import bump_versions
-from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
+from .laws import Geometric, Horizon, Linear, SecondOrder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -87,8 +87,6 @@ _LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
 
 
 def _encoded(steps: Horizon) -> tuple[str, list[float]]:
-    if isinstance(steps, FutureRates):
-        return f"rates:{steps.law}", list(steps.rates)
     for name, (law, fields) in _LAWS.items():
         if isinstance(steps, law):  # type: ignore[arg-type]
             return name, [getattr(steps, field) for field in fields]
@@ -96,10 +94,8 @@ def _encoded(steps: Horizon) -> tuple[str, list[float]]:
 
 
 def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
-    if name.startswith("rates:"):
-        return FutureRates(numbers, name.removeprefix("rates:"))
     if name not in _LAWS:
-        raise ValueError(f"law: expected one of {sorted(_LAWS)} or 'rates:...', got {name!r}")
+        raise ValueError(f"law: expected one of {sorted(_LAWS)}, got {name!r}")
     law, fields = _LAWS[name]
     if len(numbers) != len(fields):
         raise ValueError(

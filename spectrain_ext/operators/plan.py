@@ -20,7 +20,6 @@ from .calls import (
     sgd_step_arguments,
     step_arguments,
 )
-from .expressions import lower
 from .laws import Horizons, as_laws
 from .numbers import Adam, Sgd, horizon
 
@@ -148,8 +147,8 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
         and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.predict_(terms, eps, stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.predict_(terms, eps, stream, rates)
 
     def predict(
         self,
@@ -161,8 +160,8 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, self._check_out(out), stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.predict(terms, eps, self._check_out(out), stream, rates)
 
     def stash_predict_(
         self,
@@ -173,13 +172,12 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.stash_predict_(terms, eps, stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.stash_predict_(terms, eps, stream, rates)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
-        steps, program = lower(horizon("steps", steps))
-        self._native.extrapolate(steps, self._check_out(out), stream, program)
+        self._native.extrapolate(horizon("steps", steps), self._check_out(out), stream)
 
     # Steps.
 
@@ -224,14 +222,14 @@ class Plan:
             smoothed,
         )
         if groups is None:
-            step, program = sgd_step_arguments(row, self._n_groups, predict, first_step)
+            step = sgd_step_arguments(row, self._n_groups, predict, first_step)
         elif row != _NO_NUMBERS:
             pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            step, program = step_arguments(self._checked(groups, Sgd), predict, first_step)
-        settings, with_momentum, predictions = step
-        more = options, stream, program
+            step = step_arguments(self._checked(groups, Sgd), predict, first_step)
+        settings, with_momentum, predictions, rates = step
+        more = options, stream, rates
         self._native.sgd_step_(settings, with_momentum, first_step, predictions, *more)
 
     def adam_step_(
@@ -251,8 +249,8 @@ class Plan:
             raise self._too_many(predict)
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
-        (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
-        self._native.adam_step_(settings, predictions, options, stream, program)
+        settings, _, predictions, _ = step_arguments(self._checked(groups, Adam), predict)
+        self._native.adam_step_(settings, predictions, options, stream)
 
     # Versions of the weights.
 

@@ -184,11 +184,13 @@ class Launch:
             predict = (tuple(own),)
         if rule.is_for_matrices or isinstance(self.parameters.correction, StaleCorrection):
             self._scale = options.pop("grad_scale", None)  # divided by before the kernel
-        (settings, momentum, predictions), program = step_arguments(numbers, predict)
-        call = partial(self.native.adam_step_, settings)
-        if not isinstance(numbers[0], Adam):
-            call = partial(self.native.sgd_step_, settings, momentum, self._first_step(groups))
-        call = partial(call, predictions, options, None, program)
+        settings, momentum, predictions, rates = step_arguments(numbers, predict)
+        if isinstance(numbers[0], Adam):
+            call = partial(self.native.adam_step_, settings, predictions, options, None)
+        else:
+            first = self._first_step(groups)
+            more = predictions, options, None, rates
+            call = partial(self.native.sgd_step_, settings, momentum, first, *more)
         lasts = not options and self._lasts(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
@@ -314,8 +316,8 @@ class Launch:
         if known is None or not known.serves(templates, laws):
             call = partial(self.native.write_out, 0, None)
             if self._buffers is not None and any(map(terms_of, laws, templates)):
-                terms, eps, program = self._prediction_now(templates, laws)
-                call = partial(self.native.predict, terms, eps, 0, None, program)
+                terms, eps, rates = self._prediction_now(templates, laws)
+                call = partial(self.native.predict, terms, eps, 0, None, rates)
             known = _Prepared(templates, laws, self._lasts(laws), call)
             self._prediction = known
         known.call()
@@ -323,8 +325,8 @@ class Launch:
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Stash the weights and replace them by predictions, unless the laws change nothing."""
         if any(map(terms_of, laws, templates)):
-            terms, eps, program = self._prediction_now(templates, laws)
-            self.native.stash_predict_(terms, eps, None, program)
+            terms, eps, rates = self._prediction_now(templates, laws)
+            self.native.stash_predict_(terms, eps, None, rates)
             self._replaced = True
 
     def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
@@ -354,10 +356,8 @@ class Launch:
 
 
 def _is_plain(law: Law) -> bool:
-    """Return whether a law has plain numbers only, so that equal laws give equal predictions."""
-    if type(law) is SecondOrder:
-        return type(law.delay) is float and type(law.lead) is float
-    return type(law) is Linear and type(law.steps) is float
+    """Return whether equal laws of this type give equal predictions."""
+    return type(law) in (Linear, SecondOrder)
 
 
 def _without_gradient(law: Law) -> Law:

@@ -127,8 +127,7 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     Args:
         params: parameters, named parameters or parameter groups: float32, float64, float16 or
             bfloat16, strided, on any devices.
-        lr: learning rate (>= 0), a number or a CPU tensor with one element, or one on the device of
-            all parameters, which kernels read when they run.
+        lr: learning rate (>= 0), a number or a tensor with one element, whose value the step reads.
         betas: decay of the first and of the second moment, each in [0, 1).
         eps: added to the root of the second moment (>= 0).
         weight_decay: L2 penalty, or decoupled decay (>= 0).

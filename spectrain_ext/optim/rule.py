@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.numbers import Adam, Sgd, non_negative
 
 Numbers = Sgd | Adam
@@ -100,10 +99,9 @@ def scalar_dtype() -> torch.dtype:
 
 
 def rate_of(value: Any) -> Any:
-    """Return a learning rate as a number, or as a Scalar if it is on a device."""
-    if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
-        return Scalar(value.detach())
-    return plain(value, "lr")
+    """Return a learning rate as a number, or as it is if it is on a device."""
+    on_device = isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
+    return value.detach() if on_device else plain(value, "lr")
 
 
 def plain(value: Any, name: str) -> Any:

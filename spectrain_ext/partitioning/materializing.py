@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spectrain_ext.errors import CheckpointError, differing
+from spectrain_ext.errors import CheckpointError, differing, kind_of
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
 from .outline import is_pretrained
-from .stored import Source, Stored, kind_of, sources_of
+from .stored import Source, Stored, sources_of
 
 Initializer = Callable[[nn.Module], object]
 

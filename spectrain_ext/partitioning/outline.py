@@ -144,16 +144,21 @@ def find_outline(
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode without gradients, and restore the modes afterwards."""
+def modes_kept(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode without gradients, and restore the modes afterwards."""
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        yield
 
 
 class _Watch:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, tensors_of
 
+from .outline import modes_kept
 from .provenance import Provenance, Writes, is_valueless, storage_of
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
@@ -189,18 +191,34 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
-            hooks = torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is)
-            with counter, hooks, blaming_example(f"block {index} ({type(block).__name__})", value):
+            with (
+                counter,
+                _counting(block, saved),
+                blaming_example(f"block {index} ({type(block).__name__})", value),
+            ):
                 output = block(_entered(value, index))
             output = _checked(output, index, index == len(blocks) - 1)
             value = each(output, Tensor.detach)
-            yield BlockProfile(
-                3e-12 * counter.get_total_flops(),
-                sum(tensor.nbytes for tensor in tensors_of(value)),
-                sum(p.nbytes for p in block.parameters()),
-                sum(saved.values()),
-                f"{index}: {type(block).__name__}",
-            )
+            seconds = 3e-12 * counter.get_total_flops()
+            yield _profile(index, block, seconds, value, sum(saved.values()))
+
+
+def _profile(
+    index: int,
+    block: nn.Module,
+    seconds: float,
+    output: Value = (),
+    saved_bytes: int = 0,
+    forward: float | None = None,
+) -> BlockProfile:
+    return BlockProfile(
+        seconds,
+        sum(tensor.nbytes for tensor in tensors_of(output)),
+        sum(p.nbytes for p in block.parameters()),
+        saved_bytes,
+        f"{index}: {type(block).__name__}",
+        forward,
+    )
 
 
 @contextmanager
@@ -215,8 +233,8 @@ def blaming_example(what: str, value: object) -> Iterator[None]:
         ) from error
 
 
-def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
-    """Return a hook that records the bytes of storages that autograd saves, except parameters."""
+def _counting(block: nn.Module, saved: dict[int, int]) -> saved_tensors_hooks:
+    """Record the bytes of storages that autograd saves, except parameters."""
     own = {p.untyped_storage()._cdata for p in block.parameters()}
 
     def count(tensor: Tensor) -> Tensor:
@@ -225,11 +243,7 @@ def _counting(block: nn.Module, saved: dict[int, int]) -> Callable[[Tensor], Ten
             saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    return count
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
+    return saved_tensors_hooks(count, lambda tensor: tensor)
 
 
 def profile_by_parameters(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
@@ -244,8 +258,7 @@ def profile_by_parameters(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = (
             for p in part.parameters()
         }
         used = sum(p.numel() for p in module.parameters() if p not in looked_up)
-        size = sum(p.nbytes for p in module.parameters())
-        return BlockProfile(1e-9 * used, 0, size, 0, f"{index}: {type(module).__name__}")
+        return _profile(index, module, 1e-9 * used)
 
     return Profile(tuple(block(index, module) for index, module in enumerate(blocks)), ties)
 
@@ -255,42 +268,27 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     if not dist.is_available() or not dist.is_initialized():
         return measure()
     failure: Exception | None = None
-    profile = profile_by_parameters(blocks)
+    profile: Profile | None = None
     if dist.get_rank() == 0:
         try:
             profile = measure()
         except Exception as error:  # raised after the others are notified
             failure = error
-    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
-    device = "cpu" if "cpu" in kinds else kinds[0]
-    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX)
-    most, least, failed = counts.tolist()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (len(blocks), failure is not None))
     if failure is not None:
         raise failure
-    if failed:
+    if told[0][1]:
         raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
-    if most != -least:
+    counts = [count for count, _ in told]
+    if min(counts) != max(counts):
         raise ValueError(
-            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
-            "every rank must cut the same model"
+            f"model: it has {len(blocks)} blocks here, and on other ranks {min(counts)} to "
+            f"{max(counts)}; every rank must cut the same model"
         )
-    numbers = torch.tensor(
-        [
-            (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
-            for b in profile.blocks
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.broadcast(numbers, 0)
-    told = [
-        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
-        for (seconds, output, parameters, saved, forward), block in zip(
-            numbers.tolist(), profile.blocks, strict=True
-        )
-    ]
-    return Profile(tuple(told), profile.ties)
+    found: list[Any] = [profile]
+    dist.broadcast_object_list(found, 0)
+    return Profile(found[0].blocks, found[0].ties)
 
 
 def _measured(
@@ -301,19 +299,12 @@ def _measured(
         value = each(value, lambda tensor: tensor.to(device))
     saved: dict[int, int] = {}
     # The first run is not timed: it counts saved bytes and warms caches.
-    with torch.autograd.graph.saved_tensors_hooks(_counting(block, saved), _as_is):
+    with _counting(block, saved):
         _, _, output = _forward_backward(block, value, index, last)
     times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
     seconds = statistics.median(whole for whole, _ in times)
-    profile = BlockProfile(
-        seconds,
-        sum(tensor.nbytes for tensor in tensors_of(output)),
-        sum(p.nbytes for p in block.parameters()),
-        sum(saved.values()),
-        f"{index}: {type(block).__name__}",
-        min(seconds, statistics.median(forward for _, forward in times)),
-    )
-    return profile, output
+    forward = min(seconds, statistics.median(forward for _, forward in times))
+    return _profile(index, block, seconds, output, sum(saved.values()), forward), output
 
 
 def _forward_backward(
@@ -368,40 +359,33 @@ def _forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def written_buffers(
-    model: nn.Module, run: Callable[[Any], object], example: object, blocks: Sequence[nn.Module]
+    model: nn.Module,  # contains all modules that ``run`` calls
+    run: Callable[[Any], object],
+    example: object,
+    blocks: Sequence[nn.Module],  # may hold further buffers, such as constants of the code
 ) -> set[int]:
     """Return the storages of module buffers that a forward writes to, in training or evaluation.
 
     They are those of all buffers if ``example`` is None or a forward fails.
-
-    Args:
-        model: contains all modules that ``run`` calls.
-        run: runs it on the example.
-        example: a microbatch.
-        blocks: may hold further buffers, such as constants of the code.
     """
     storages = {storage_of(b) for module in (model, *blocks) for b in module.buffers()}
     if example is None:
         return storages
-    modes = [(module, module.training) for module in model.modules()]
     provenance = Provenance(model) if is_valueless(model) else None
     try:
         value = as_value(example, "example_input")
-        with untouched(model), _forked_rng([model]), ExitStack() as inside:
+        with modes_kept(model), untouched(model), _forked_rng([model]), ExitStack() as inside:
             if provenance is not None:
                 value = provenance.given(value)
                 inside.enter_context(provenance.kept())
             inside.enter_context(writes := Writes())
             inside.enter_context(torch.no_grad())
             for training in (True, False):
-                for module, _ in modes:
+                for module in model.modules():
                     module.training = training
                 run(_entered(value, 0))
     except Exception:
         return storages
-    finally:
-        for module, training in modes:
-            module.training = training
     found = writes.storages
     if provenance is not None:
         found |= provenance.originals(found)

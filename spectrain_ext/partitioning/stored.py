@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,16 +19,9 @@ from spectrain_ext.files import MODEL_INDEX, read_json
 
 _ONE = "model.safetensors"
 _LARGEST = 2**28  # bytes of an index
-_FLOAT = "floating point"
 # By the first two letters of safetensors' name of a dtype; other names are integers.
-_KINDS = dict.fromkeys(("F8", "F1", "F3", "F6", "BF"), _FLOAT) | {"BO": "bool", "C6": "complex"}
-
-
-def kind_of(dtype: torch.dtype) -> str:
-    """Return a dtype's kind of numbers; dtypes of one kind differ in precision only."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return _FLOAT if dtype.is_floating_point else "complex"
-    return "bool" if dtype is torch.bool else "integer"
+_KINDS = dict.fromkeys(("F8", "F1", "F3", "F6", "BF"), "floating point")
+_KINDS |= {"BO": "bool", "C6": "complex"}
 
 
 class Source(NamedTuple):

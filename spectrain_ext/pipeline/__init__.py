@@ -5,15 +5,13 @@ Modules, in the order in which a minibatch passes them: ``pipeline`` is the inte
 joins the stages to one another and to the caller by ``edges``, where ``batch`` splits minibatches
 into microbatches. ``loads`` selects the weights that a ``stage`` computes with; a ``tape`` holds
 what its backward needs. ``losses`` go back to the caller. An ``observer`` may watch a run.
-``loops`` builds training and evaluation from runs. ``delayed`` computes the same, or with other
-delays, without instructions and edges.
+``loops`` builds training and evaluation from runs.
 """
 
 from spectrain_ext.transport import Microbatches
 
-from .delayed import Delayed
 from .losses import Result
 from .observer import Observer
 from .pipeline import Pipeline
 
-__all__ = ["Delayed", "Microbatches", "Observer", "Pipeline", "Result"]
+__all__ = ["Microbatches", "Observer", "Pipeline", "Result"]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from spectrain_ext.transport import tensors_in
-from spectrain_ext.weights.storage import on_host, unchanged, unpacked
+from spectrain_ext.weights.storage import unchanged, unpacked
 
 from .names import full_names
 from .tape import ModuleBuffers
@@ -25,8 +25,8 @@ from .tape import ModuleBuffers
 #: function of a module's name and the module selects.
 Recompute = bool | int | Callable[[str, nn.Module], bool]
 
-#: What waits in CPU memory: what autograd saves, versions of the weights.
-Offload = Literal["activations", "versions", "both"] | None
+#: What waits in CPU memory: what autograd saves.
+Offload = Literal["activations"] | None
 
 
 def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
@@ -234,6 +234,13 @@ class OnHost:
         first = int(tensor.storage_offset()) * tensor.itemsize
         part = found[0][first : first + span * tensor.itemsize]
         return partial(_on_device, part, self._device, tensor.dtype, size, stride)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Copy to CPU memory, pinned if the tensor is on CUDA, on the tensor's current stream."""
+    pins = tensor.is_cuda
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _on_device(

@@ -310,20 +310,13 @@ def check_recompute(recompute: object) -> None:
         )
 
 
-def check_offload(offload: object, recompute: object, on_nonfinite: object) -> None:
-    if offload not in (None, "activations", "versions", "both"):
+def check_offload(offload: object, recompute: object) -> None:
+    if offload not in (None, "activations"):
+        raise ValueError(f"offload: expected 'activations' or None, got {offload!r}")
+    if recompute is True and offload is not None:
         raise ValueError(
-            f"offload: expected 'activations', 'versions', 'both' or None, got {offload!r}"
-        )
-    if recompute is True and offload in ("activations", "both"):
-        raise ValueError(
-            f"offload: {offload!r} has no activations to keep with recompute=True, which keeps "
-            "none; give recompute a policy, or offload='versions'"
-        )
-    if on_nonfinite == "skip" and offload in ("versions", "both"):
-        raise ValueError(
-            f"offload: {offload!r} does not go with on_nonfinite='skip', which needs the last "
-            "prediction on the device; expected 'activations', or on_nonfinite='raise'"
+            "offload: with recompute=True, which keeps no activations, there are none to move; "
+            "give recompute a policy"
         )
 
 

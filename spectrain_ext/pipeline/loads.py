@@ -54,7 +54,7 @@ class Loads:
         self.predict = new_stream(f"prediction stream of stage {index}", device)
         self.computed = self.compute.event()
         self.loaded = self.predict.event()
-        # Used in turn by the two streams and the caller; checked streams verify the order.
+        # Used in turn by the two streams and the caller.
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")

@@ -1,4 +1,4 @@
-"""Sets up the stages for each phase of a method, and detects when the next phase begins."""
+"""Sets up the stages for each phase of a method."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch import nn
 
-from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, phases_of, rules_at
-from spectrain_ext.operators import distance
-from spectrain_ext.schedule import Kind, Place, Rules, count_stage, flushes
+from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, rules_at
+from spectrain_ext.schedule import Place, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
-from .loads import Handler
-from .observer import Observer
-from .stage import Stage
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -56,7 +51,6 @@ class Training:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     scheduler: Callable[[Any], LRScheduler] | None
     master_dtype: torch.dtype | None
-    offloads: bool  # moves versions of the weights to CPU memory
 
     @property
     def _phases(self) -> list[tuple[Method, list[Place]]]:
@@ -95,7 +89,6 @@ class Training:
                 phase.schedule,
                 self.master_dtype,
                 self.copies(k).keys(),
-                self.offloads,
                 self._factor(k),
             )
             for phase, places in self._phases
@@ -141,65 +134,3 @@ class Training:
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:
     """Return each stage's place in the phase in which its window is largest."""
     return [max(stage, key=lambda place: place.window) for stage in zip(*places, strict=True)]
-
-
-class Until(Observer):
-    """Yields batches until a phase begins.
-
-    If the phase begins at a gap of stage 0, this also measures it: how far the weights move from a
-    minibatch's forward to its own update, relative to the norm of the weights before that update.
-    """
-
-    def __init__(self, batches: Iterator[object], phase: Phase, minibatches: int) -> None:
-        self._batches, self._phase, self._minibatches = batches, phase, minibatches
-        self._cut = False  # ended the batches because the phase begins
-        self._largest = 0.0  # the largest gap so far; 0 where stage 0 is in another process
-        # The minibatch that is measured, with a copy of the weights of its forward: one at a time,
-        # to save memory.
-        self._read: tuple[int, list[Tensor]] | None = None
-
-    def _over(self) -> bool:
-        after, most = self._phase.after, self._phase.gap
-        return (after is not None and self._minibatches >= after) or (
-            most is not None and self._largest > most
-        )
-
-    def ended_and_follows(self, left: bool) -> tuple[bool, bool]:
-        """Return whether the phase begins, and whether another run follows."""
-        return self._over(), self._cut and not left
-
-    def __iter__(self) -> Iterator[object]:
-        return self
-
-    def __next__(self) -> object:
-        self._cut = self._over()
-        if self._cut:
-            raise StopIteration
-        batch = next(self._batches)
-        self._minibatches += 1
-        return batch
-
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        weights = stage.weights
-        if self._phase.gap is None or stage.index or weights is None:
-            return handlers
-        given = handlers[Kind.FORWARD], handlers[Kind.UPDATE]
-
-        def forward(i: int, j: int) -> None:
-            if self._read is None and i > 0 and j == 0:  # the first of a run is never late
-                with stage.reading():
-                    pairs = zip(weights.params, weights.newest(), strict=True)
-                    self._read = i, [torch.empty_like(now).copy_(p) for p, now in pairs]
-            given[0](i, j)
-
-        def update(i: int, j: int) -> None:
-            if self._read is not None and self._read[0] == i:
-                with stage.reading():
-                    true = weights.newest()
-                    _, (norm,) = distance(true, [self._read[1]])
-                    self._read = None
-                    gap = float(norm / get_total_norm(true).double())
-                    self._largest = max(self._largest, gap)
-            given[1](i, j)
-
-        return {**handlers, Kind.FORWARD: forward, Kind.UPDATE: update}

@@ -49,7 +49,7 @@ from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .observer import Observer, observers_of, observing
-from .phases import Training, TrainingPhase, Until
+from .phases import Training, TrainingPhase
 from .stage import Stage
 from .tape import ModuleModes
 from .ties import Copy, copies_in, copies_of
@@ -87,7 +87,7 @@ class Pipeline(Loops):
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
         on_nonfinite: what to do if a loss or gradient is inf or nan: ``"raise"``, ``"skip"``, None.
-        offload: moves ``"activations"``, weight ``"versions"`` or ``"both"`` to CPU memory.
+        offload: ``"activations"`` keeps what autograd saves in CPU memory.
         codec: packs what stages send one another, see ``spectrain_ext.codecs``.
 
     Attributes:
@@ -154,15 +154,14 @@ class Pipeline(Loops):
             check_recompute(recompute)
             check_on_nonfinite(on_nonfinite)
             self._on_nonfinite = on_nonfinite
-            check_offload(offload, recompute, on_nonfinite)
+            check_offload(offload, recompute)
             blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
             copies = partial(copies_in, self._copies)
-            offloads = offload in ("versions", "both")
             self._phases = Training(
-                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype, offloads)
+                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype)
             ).phases(clip_norm, clip_scope)
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
@@ -181,9 +180,8 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                keeps_there = offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], keeps_there)
+                    Stage(k, module, device, recompute is True, blocks[k], offload is not None)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None
@@ -290,7 +288,9 @@ class Pipeline(Loops):
         _logger.info("run begins: %s, %s", self.method.name, self._describe_stages())
         try:
             with observing(observers, self._rules, self.devices):
-                yield from self._all_phases(batches, observers, keep)
+                phased = self._entered.method.then is not None
+                run = self._all_phases if phased else self._counted
+                yield from run(batches, observers, keep)
         except GeneratorExit:
             _logger.info("run ended, left by the caller: %s", self._describe_stages())
             raise
@@ -316,38 +316,45 @@ class Pipeline(Loops):
                 )
                 return
 
+    def _counted(
+        self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
+    ) -> Iterator[Result]:
+        try:
+            yield from self._executor.run(iter(batches), observers, keep)
+        finally:
+            self.minibatches += self._executor.begun
+
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        done, left = 0, False
-        while True:
-            coming = self._entered.method.then
-            until = None if coming is None else Until(batches, coming, self.minibatches)
-            watching = observers if until is None else (*observers, until)
-            run = self._executor.run(until or batches, watching, keep)
-            try:
-                if done == 0:
-                    yield from run
-                for result in run:
-                    if not left:
-                        yield result.renumbered(done + result.index)
-            except GeneratorExit:
-                run.close()  # finishes the minibatches in flight
-                left = True
-            finally:
-                self.minibatches += self._executor.begun
-            if until is None:
-                return
+        """Train until a phase of the method begins, enter it, and go on."""
+        from .segments import Segment, Until, segments
+
+        before, until = self.minibatches, Until(None)
+
+        def run(segment: Iterable[object]) -> Iterator[Result]:
+            nonlocal until
+            until = Until(self._entered.method.then)
+            return self._counted(segment, (*observers, until), keep)
+
+        def follow(segment: Segment, left: bool) -> int | None:
+            if self._entered.method.then is None:
+                return None
+
+            def decide() -> tuple[bool, bool]:
+                return until.begins(self.minibatches), segment.cut and not left
+
             # The first process decides where a phase ends, since it is the one that ends a run.
-            decide = partial(until.ended_and_follows, left)
             over, more = self._gather_from_ranks(decide, "ending a phase")[0]
             self.phase += over
             if not more:
-                return
-            done += self._executor.begun
+                return None
             self._enter()
             for observer in observers:
-                observer.changed(self._entered.rules, done)
+                observer.changed(self._entered.rules, self.minibatches - before)
+            return self.minibatches - before
+
+        return segments(batches, lambda taken: until.begins(self.minibatches + taken), run, follow)
 
     def _enter(self) -> None:
         with deferred():

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add
-from typing import NamedTuple, cast
+from typing import NamedTuple
+
+import torch
 
 from spectrain_ext.codecs import Codecs, packed_bytes
 from spectrain_ext.method import (
@@ -20,6 +22,7 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
+from spectrain_ext.optim import SGD
 from spectrain_ext.partitioning import Profile
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import (
@@ -40,15 +43,14 @@ from spectrain_ext.simulation import (
     simulate_repeating,
     summarize,
 )
-from spectrain_ext.weights.storage import Content, Storage
+from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
+from spectrain_ext.weights.storage import Storage
 from spectrain_ext.weights.versions import Versions
 
 from .layers import Layers, Link
 
 #: Bytes per float32 parameter of an SGD step: reads gradient, momentum, weight; writes two.
 STEP = 20
-# How distributed/collectives.py cuts gradients, which it sums piece by piece.
-_PIECES, _LEAST_BYTES, _MOST_BYTES = 8, 2**20, 25 * 2**20
 _FLOAT = 4
 
 
@@ -186,7 +188,7 @@ class Costs:
         """Return the seconds of summing gradients that the backward does not hide."""
         if replicas == 1 or not stage.parameters:
             return 0.0
-        piece = min(max(stage.parameters / _PIECES, _LEAST_BYTES), _MOST_BYTES)
+        piece = min(max(stage.parameters / PIECES, LEAST_BYTES), MOST_BYTES)
         pieces = max(1, round(stage.parameters / piece))
         links = self.setting.links(first, first + replicas - 1)
         whole = pieces * max(link.all_reduce(stage.parameters / pieces, replicas) for link in links)
@@ -319,26 +321,9 @@ class Passes(NamedTuple):
     update: float  # for a minibatch's step, with the prediction that it may write
 
 
-class _Buffer:
-    def __init__(self) -> None:
-        self.content: Content | None = None
-
-
-class _Books:
-    """A stand-in for ``Storage`` without memory."""
-
-    same_dtype = predicts = True
-    pool_limit, offloaded = None, ()
-
-    def __init__(self, master: bool) -> None:
-        self.home = _Buffer()
-        self.pool = [self.home]
-        self.master = _Buffer() if master else None
-        self.true = self.master or self.home
-
-    def new_buffer(self) -> _Buffer:
-        self.pool.append(_Buffer())
-        return self.pool[-1]
+@cache
+def _unused_optimizer() -> SGD:
+    return SGD([torch.zeros(1)], lr=0.1)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -347,10 +332,10 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
     method = find_method(method)
     rules, parts = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)
-    books = _Books(rules.predicts)
-    versions = Versions(
-        rules, place, Entries(generate(entry)), cast(Storage, books), lambda: (0.1,)
-    )
+    # Of a stage without parameters, whose optimizer writes predictions.
+    storage = Storage([], _unused_optimizer(), rules, master=rules.predicts)
+    storage.predicts = True
+    versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
     warm = (entry.window + place.window) // parts + 2
     end = warm + max(4, warm)
     found = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
@@ -363,8 +348,8 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
         if kind is Kind.UPDATE:
             ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
             update = versions.begin_update(ahead)
-            if update.kept is not None and books.master is None:
-                books.true = cast(_Buffer, update.kept)
+            if update.kept is not None and storage.master is None:
+                storage.true = update.kept
             moved = STEP + 8 * (update.kept is not None) + 4 * (update.room is not None)
         else:
             if kind is Kind.FORWARD:

@@ -228,7 +228,7 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
     try:
         ties = made_of(Tie, document["ties"], "ties")
-        shared = made_of(Tie, document.get("shared", ()), "shared")  # older files lack them
+        shared = made_of(Tie, document.get("shared", ()), "shared")  # some measured files lack them
         small, large = (
             Profile(made_of(BlockProfile, blocks, f"profiles[{number}]"), ties, shared)
             for number, blocks in enumerate(document["profiles"])

@@ -1,4 +1,4 @@
-"""Generates, checks and counts schedules, which are data: streams of instructions."""
+"""Generates and counts schedules, which are data: streams of instructions."""
 
 from .generators import (
     FLUSHING,
@@ -28,7 +28,6 @@ from .instructions import (
 )
 from .ledger import Count, Ledger, count_stage
 from .lowering import Duties, lower, tables
-from .order import check_generator, validate
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
@@ -60,7 +59,6 @@ __all__ = [
     "backward_input",
     "backward_weights",
     "bounded",
-    "check_generator",
     "count_stage",
     "find_generator",
     "flushes",
@@ -71,5 +69,4 @@ __all__ = [
     "streams",
     "tables",
     "takes_window",
-    "validate",
 ]

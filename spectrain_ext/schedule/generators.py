@@ -99,11 +99,9 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
 
 
 def asynchronous_halves(place: Place) -> Iterator[Instruction]:
-    """``asynchronous`` with backwards in two halves and the gradient sent between them.
-
-    With forwards and halves of equal length this hides messages of half a forward each, for which
-    ``asynchronous`` needs wider windows.
-    """
+    """``asynchronous`` with backwards in two halves and the gradient sent between them."""
+    # With forwards and halves of equal length this hides messages of half a forward each, for which
+    # ``asynchronous`` needs wider windows.
     for instruction in asynchronous(place):
         kind, i, j = instruction
         if kind is Kind.BACKWARD:
@@ -135,7 +133,8 @@ class Interleaved:
         flushes: whether every minibatch ends before the next begins.
 
     Example:
-        >>> from spectrain_ext.schedule import Interleaved, streams, validate
+        >>> from spectrain_ext.schedule import Interleaved, streams
+        >>> from spectrain_ext.simulation import validate
         >>> schedule = Interleaved(chunks=2)
         >>> windows = [schedule.window(k, 4, 4) for k in range(4)]
         >>> counts = validate(streams(schedule, windows, 4), minibatches=5)
@@ -194,7 +193,8 @@ class WPipe:
     k in flight.
 
     Example:
-        >>> from spectrain_ext.schedule import WPipe, streams, validate
+        >>> from spectrain_ext.schedule import WPipe, streams
+        >>> from spectrain_ext.simulation import validate
         >>> counts = validate(streams(WPipe(), [2, 1], 1), minibatches=10)
         >>> [max(count.delays) for count in counts]
         [1, 0]
@@ -233,17 +233,7 @@ FLUSHING = frozenset({"gpipe", "1f1b", "zb-h1"})
 
 
 def find_generator(schedule: str | Generator) -> Generator:
-    """Return the schedule of a name, or a generator unchanged.
-
-    Raises:
-        ValueError: an unknown name; the message has similar ones, or all.
-        TypeError: neither a name nor a function.
-
-    Example:
-        >>> from spectrain_ext.schedule import Place, find_generator
-        >>> str(next(find_generator("gpipe")(Place(0, 2, 2))))
-        'forward of minibatch 0, microbatch 0'
-    """
+    """Return the schedule of a name, or a generator unchanged."""
     if callable(schedule):
         return schedule
     if not isinstance(schedule, str):
@@ -284,7 +274,7 @@ def takes_window(schedule: str | Generator) -> bool:
 def put_off(schedule: str | Generator, place: Place) -> int:
     """Return the most microbatches that have sent their gradient before their backward has ended.
 
-    It is at least 1, more if the second halves come later; counted up to a stage's steady state.
+    It is 1, or more if the second halves come later; counted up to a stage's steady state.
     """
     end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1

@@ -28,7 +28,8 @@ class Count:
             and their backward.
 
     Example:
-        >>> from spectrain_ext.schedule import streams, validate
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import validate
         >>> first, last = validate(streams("1f1b-async", [2, 1]), minibatches=10)
         >>> first.updates, first.in_flight, first.delays
         (10, 2, {0: 1, 1: 9})
@@ -51,19 +52,8 @@ _MISSING = (-1, -1)
 class Ledger(Reader[Pair]):
     """Follows one stage's instructions, checks them, and returns the weights that each reads.
 
-    Its memory does not grow with the length of the run.
-
-    Args:
-        stage: the index k.
-        rules: which weights it reads.
-        window: the most microbatches in flight; None: any number.
-        microbatches: the number in every minibatch; None: any, counted from 0.
-        entries: the versions of stage 0, where the rules read these.
-        master: whether the true weights have a buffer of their own, of a wider dtype, in any case.
-
-    Attributes:
-        count: the counts so far.
-        heirs: for stage 0: the entries of other stages, which it notifies of its versions.
+    Its memory does not grow with the length of the run. ``heirs`` are the entries of other stages,
+    which stage 0 notifies of its versions.
     """
 
     def __init__(
@@ -71,10 +61,10 @@ class Ledger(Reader[Pair]):
         stage: int,
         rules: Rules = _NEWEST,
         *,
-        window: int | None = None,
-        microbatches: int | None = None,
-        entries: Entries | None = None,
-        master: bool = False,
+        window: int | None = None,  # the most microbatches in flight; None: any number
+        microbatches: int | None = None,  # in every minibatch; None: any number
+        entries: Entries | None = None,  # stage 0's versions, where the rules read these
+        master: bool = False,  # whether the true weights have a wider dtype, and so a buffer
     ) -> None:
         super().__init__(rules, microbatches, entries)
         self.count = Count()
@@ -107,15 +97,7 @@ class Ledger(Reader[Pair]):
         return version, horizon
 
     def enter(self, run: Iterable[Instruction]) -> list[Pair]:
-        """Return what each of the next instructions reads; for an update, the version that it
-        makes.
-
-        Raises:
-            ScheduleError: a forward was seen before, exceeds the window, or reads a version that
-                does not exist yet or any longer; a backward has no forward before it, or was seen
-                before; an update is not due, or comes before a forward or a backward of its
-                minibatch.
-        """
+        """Return what each of the next instructions reads; for an update, what version it makes."""
         # Schedules have millions of instructions: this loop avoids calls.
         count, parts, plain, halved = self.count, self._parts, self._plain, self._halved
         delays = count.delays
@@ -163,11 +145,7 @@ class Ledger(Reader[Pair]):
         return readings
 
     def close(self, minibatches: int | None = None) -> Count:
-        """End the stage's instructions and return their count.
-
-        Raises:
-            ScheduleError: a microbatch has no backward, a minibatch no update.
-        """
+        """End the stage's instructions and return their count."""
         for (i, j), reading in self._parts.items():
             if reading is not None:
                 raise ScheduleError(self._stage, self._rest(i, j), "missing at the end")

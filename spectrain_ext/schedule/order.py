@@ -167,7 +167,8 @@ def validate(
         ValueError: ``windows`` or ``rules`` has another length than ``actions``.
 
     Example:
-        >>> from spectrain_ext.schedule import streams, validate
+        >>> from spectrain_ext.schedule import streams
+        >>> from spectrain_ext.simulation import validate
         >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=100, windows=[3, 2, 1])
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]
@@ -181,7 +182,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     """Raise unless a schedule can run and each update has the gradients of one minibatch.
 
     Example:
-        >>> from spectrain_ext.schedule import Place, WPipe, check_generator
+        >>> from spectrain_ext.schedule import Place, WPipe
+        >>> from spectrain_ext.simulation import check_generator
         >>> check_generator(WPipe(), [Place(0, 2, 2), Place(1, 2, 1)])
     """
     microbatches = places[0].microbatches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -104,10 +105,8 @@ class Replicas:
 
     def stage_and_replica(self, index: int) -> tuple[int, int]:
         """Return the stage and replica of a number among all, or of a rank's first stage."""
-        for k in range(self.stages):
-            if index < self._first[k + 1]:
-                return k, index - self._first[k]
-        raise IndexError(f"rank {index} of {self.total}")
+        k = bisect_right(self._first, index) - 1
+        return k, index - self._first[k]
 
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a rank."""
@@ -127,9 +126,7 @@ class Replicas:
         return self._first[stage] + microbatch % self.counts[stage]
 
     def depth(self, stage: int) -> int:
-        """Return the replicas from this stage on, per replica of it, rounded up; N - k without
-        replicas.
-        """
+        """Return the replicas from this stage on, per replica of it; N - k without replicas."""
         return -(-(self.total - self._first[stage]) // self.counts[stage])
 
     def edges(self) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,8 @@ class Rules:
         correction: how updates correct late gradients: one of ``spectrain_ext.corrections``.
 
     Example:
-        >>> from spectrain_ext.schedule import Rules, streams, validate
+        >>> from spectrain_ext.schedule import Rules, streams
+        >>> from spectrain_ext.simulation import validate
         >>> rules = [Rules(backward="stash")] * 3
         >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=20, rules=rules)
         >>> [count.versions for count in counts]
@@ -71,13 +72,11 @@ class Rules:
         return self.law == "second-order" and (self.forward_horizon != 0 or self.lead != 0)
 
     def retains(self, microbatches: int | None) -> bool:
-        """Whether a backward and its forward read different weights, each in a buffer of its own.
-
-        They share one buffer, written before each use, where that is as fast: an update comes
-        between any two forwards, and the weights of both forward and backward are predicted.
-        """
+        """Whether a backward and its forward read different weights, each in its own buffer."""
         if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
             return False
+        # They share one buffer, written before each use, where that is as fast: an update comes
+        # between any two forwards, and the weights of both forward and backward are predicted.
         overwrites = (
             microbatches == 1
             and self.backward == "predict"
@@ -139,10 +138,7 @@ W = TypeVar("W", bound=tuple[Any, ...])
 
 
 class Reader(ABC, Generic[W]):
-    """Applies ``Rules``: which weights an instruction computes with, and which must be kept.
-
-    A ``Ledger`` counts with it; the engine loads weights by it.
-    """
+    """Applies ``Rules`` for a ``Ledger`` and the engine: what to compute with, what to keep."""
 
     def __init__(
         self, rules: Rules, microbatches: int | None = None, entries: Entries | None = None

@@ -1,6 +1,7 @@
-"""Simulates schedules, and reads and writes them as files; a run needs none of it."""
+"""Checks and simulates schedules, and reads and writes them as files; a run needs none of it."""
 
 from spectrain_ext.schedule.devices import device_order
+from spectrain_ext.schedule.order import check_generator, validate
 
 from .compute_csv import read_csv, write_csv
 from .ranks import simulate_ranks
@@ -21,6 +22,7 @@ __all__ = [
     "Met",
     "Reading",
     "Summary",
+    "check_generator",
     "device_order",
     "lay_out",
     "read",
@@ -29,5 +31,6 @@ __all__ = [
     "simulate_ranks",
     "simulate_repeating",
     "summarize",
+    "validate",
     "write_csv",
 ]

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 
 from spectrain_ext.files import read_text
-from spectrain_ext.schedule import Instruction, Kind, bounded, validate
+from spectrain_ext.schedule import Instruction, Kind, bounded
+from spectrain_ext.schedule.order import validate
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file

@@ -2,6 +2,7 @@
 
 import json
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Any, NamedTuple, get_args
 from spectrain_ext.extras import picture
 from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span
 from spectrain_ext.simulation import summarize
-
-from .density import bin_edges, time_in_bins
 
 
 class _Look(NamedTuple):
@@ -256,6 +255,28 @@ def _draw_densities(
         f"{count} blocks are too narrow to draw. Columns show shares of time, in bins of "
         f"{edges[1] - edges[0]:g}, without numbers{' or versions' * versions}."
     )
+
+
+def bin_edges(first: float, last: float, least: float, step: float) -> list[float]:
+    """Return the edges of equal bins from ``first`` to ``last``; the last bin may be shorter."""
+    # The smallest multiple of the step: with the time of a microbatch as step, all bins of a steady
+    # state look alike.
+    size = step * math.ceil(least / step) if step > 0 else least
+    if size * 8 > last - first:
+        size = least
+    count = max(1, math.ceil((last - first) / size - 1e-6))
+    return [*(first + n * size for n in range(count)), last]
+
+
+def time_in_bins(intervals: Iterable[tuple[float, float]], edges: Sequence[float]) -> list[float]:
+    """Return how much of each bin the intervals cover, given their starts and ends."""
+    found = [0.0] * (len(edges) - 1)
+    for start, end in intervals:
+        n = bisect_right(edges, start) - 1
+        while n < len(found) and edges[n] < end:
+            found[n] += min(end, edges[n + 1]) - max(start, edges[n])
+            n += 1
+    return found
 
 
 def _write_numbers(

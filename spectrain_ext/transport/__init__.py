@@ -28,7 +28,6 @@ from .streams import (
     Stream,
     callers_stream,
     captured,
-    checked_streams,
     new_stream,
 )
 
@@ -54,7 +53,6 @@ __all__ = [
     "as_value",
     "callers_stream",
     "captured",
-    "checked_streams",
     "each",
     "flattened",
     "new_stream",

@@ -20,6 +20,9 @@ VALUES = "a tensor, or tuples, lists and dicts by name of tensors, None, bools, 
 # Every tensor of a message starts at a multiple of this many bytes.
 _ALIGNMENT = 256
 
+#: Replicas sum gradients in about this many pieces, within these sizes.
+PIECES, LEAST_BYTES, MOST_BYTES = 8, 2**20, 25 * 2**20
+
 
 class Microbatches(list[Any]):
     """A batch that you have split yourself: a list of microbatches, each a pair or a mapping.

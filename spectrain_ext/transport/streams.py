@@ -1,27 +1,20 @@
-"""Streams and events with one interface for CUDA, the CPU, and a CPU that checks their order."""
+"""Streams and events with one interface for CUDA and the CPU."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.errors import OrderingError
-
 
 class Buffer:
-    """Memory that several streams use; checked streams record its last uses here."""
-
-    __slots__ = ("name", "reads", "written")
+    """Memory that several streams use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.written: tuple[CheckedStream, int] | None = None
-        self.reads: dict[CheckedStream, int] = {}
 
 
 class Event(Protocol):
@@ -88,7 +81,7 @@ class HostEvent:
 
 
 class HostStream(Stream):
-    """The CPU as a stream: work is done as it is issued, and its order is not checked."""
+    """The CPU as a stream: work is done as it is issued."""
 
     __slots__ = ()
     immediate = True
@@ -99,99 +92,6 @@ class HostStream(Stream):
     def wait(self, event: Event) -> None:
         if type(event) is not HostEvent:  # another device's; CPU work is done
             event.synchronize()
-
-
-class CheckedEvent:
-    """What a checked stream had seen of every stream when it recorded the event."""
-
-    def __init__(self, done: _Clock) -> None:
-        self.seen: _Clock = {}
-        self._done = done
-
-    def synchronize(self) -> None:
-        _merge(self._done, self.seen)
-
-
-class CheckedStream(Stream):
-    """The CPU as a stream that checks that events order all uses (by vector clocks)."""
-
-    def __init__(self, name: str, done: _Clock) -> None:
-        self.name = name
-        self._seen: _Clock = {self: 0}
-        self.done = done  # what the CPU has waited for, shared by all streams
-
-    @contextmanager
-    def using(
-        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
-    ) -> Iterator[None]:
-        for buffer in reads:
-            self.reads(buffer)
-        for buffer in writes:
-            self.writes(buffer)
-        outer = getattr(_current, "stream", None)
-        _current.stream = self
-        try:
-            yield
-        finally:
-            _current.stream = outer
-        # The uses end here: an event that was recorded inside does not cover them.
-        for buffer in reads:
-            buffer.reads[self] = self._tick()
-        for buffer in writes:
-            buffer.written = (self, self._tick())
-
-    def event(self) -> CheckedEvent:
-        return CheckedEvent(self.done)
-
-    def record(self, event: Event) -> None:
-        assert isinstance(event, CheckedEvent)
-        event.seen = dict(self._seen)
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, CheckedEvent)
-        _merge(self._seen, event.seen)
-
-    def reads(self, buffer: Buffer) -> None:
-        self._check(buffer, "reads", "written", buffer.written)
-        buffer.reads[self] = self._tick()
-
-    def writes(self, buffer: Buffer) -> None:
-        self._check(buffer, "writes", "written", buffer.written)
-        for use in buffer.reads.items():
-            self._check(buffer, "writes", "read", use)
-        buffer.reads.clear()
-        buffer.written = (self, self._tick())
-
-    def may_read(self, buffer: Buffer) -> None:
-        self._check(buffer, "may read", "written", buffer.written)
-
-    def synchronize(self) -> None:
-        _merge(self.done, self._seen)
-
-    def _tick(self) -> int:
-        self._seen[self] += 1
-        return self._seen[self]
-
-    def _check(
-        self, buffer: Buffer, verb: str, earlier: str, use: tuple[CheckedStream, int] | None
-    ) -> None:
-        if use is None:
-            return
-        stream, time = use
-        if max(self._seen.get(stream, 0), self.done.get(stream, 0)) < time:
-            # On the CPU the result is right anyway, without events between the two uses.
-            raise OrderingError(
-                f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
-                f"which has {earlier} it"
-            )
-
-
-_Clock = dict[CheckedStream, int]
-
-
-def _merge(clock: _Clock, other: _Clock) -> None:
-    for stream, time in other.items():
-        clock[stream] = max(time, clock.get(stream, 0))
 
 
 class CudaStream(Stream):
@@ -237,19 +137,15 @@ class CudaStream(Stream):
 
 
 _HOST = HostStream()
-_checked: CheckedStream | None = None  # the caller's, inside ``checked_streams``
-_current = threading.local()  # the checked stream whose ``using`` this thread is in
 
 
-@contextmanager
-def checked_streams() -> Iterator[None]:
-    """Inside, new CPU streams raise OrderingError for a missing wait; use them only inside."""
-    global _checked
-    outer, _checked = _checked, CheckedStream("the caller's stream", {})
-    try:
-        yield
-    finally:
-        _checked = outer
+def host_stream(name: str | None) -> Stream:
+    """Return a new stream of the CPU, or the caller's if it has no name."""
+    return _HOST
+
+
+#: Tests replace it by a function whose streams check that events order all uses of buffers.
+cpu_stream = host_stream
 
 
 def new_stream(name: str, *devices: torch.device) -> Stream:
@@ -257,14 +153,14 @@ def new_stream(name: str, *devices: torch.device) -> Stream:
     cuda = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
     if cuda:
         return CudaStream([torch.cuda.Stream(device) for device in cuda])
-    return _HOST if _checked is None else CheckedStream(name, _checked.done)
+    return cpu_stream(name)
 
 
 def callers_stream(device: torch.device) -> Stream:
     """Return the stream that the caller's work on the device is issued to."""
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
-    return _HOST if _checked is None else getattr(_current, "stream", None) or _checked
+    return cpu_stream(None)
 
 
 def captured(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.state import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
-from .storage import ON_DEVICE, Content, Storage, flat_nbytes, true_dtype
+from .storage import Content, Storage, flat_nbytes, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class StageMemory(NamedTuple):
     """What a stage holds at most.
 
     Attributes:
-        versions: weight buffers: those that the stage computes with, and the master, without those
-            that ``offload`` has moved to CPU memory.
+        versions: weight buffers: those that the stage computes with, and the master.
         weight_bytes: their bytes, without gradients and the optimizer's state.
         microbatches: microbatches between the start of their forward and the end of their backward.
     """
@@ -61,7 +60,6 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
-        offloads: bool = False,  # moves versions that wait to CPU memory
         factor: Callable[[int], float] | None = None,  # of a minibatch, on its learning rates
     ) -> None:
         self.module = module
@@ -84,11 +82,8 @@ class StageWeights:
         self.peak = count_stage(schedule, *places, rules, wide)
         # Without the master and the weights before the last update.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
-        self._offloads = offloads and self._computing > ON_DEVICE
-        if self._offloads:
-            self._computing = ON_DEVICE
-        # Whether a backward may use other weights than its forward, or the same in another buffer.
-        self.differs_in_backward = rules.retains(self._place.microbatches) or self._offloads
+        # Whether a backward may use other weights than its forward.
+        self.differs_in_backward = rules.retains(self._place.microbatches)
         self.storage: Storage | None = None
         _made.add(self)
 
@@ -131,7 +126,6 @@ class StageWeights:
             master=self._has_master,
             master_dtype=self._master_dtype,
             versions=self._computing,
-            offloads=self._offloads,
         )
         try:
             made.bind()
@@ -251,9 +245,6 @@ class StageWeights:
             stale = storage.sink_of(update.stale)
             assert stale is not None, "what corrects also predicts"
             updater.read_stale(stale)
-        for buffer in (update.kept, room):
-            if buffer is not None:
-                storage.vacate(buffer)
         storage.before_update(update.kept)
         if written is not None and room is not None:
             updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)

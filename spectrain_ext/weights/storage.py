@@ -94,26 +94,13 @@ class VersionBuffer:
     """A buffer that holds one version of a stage's weights at a time."""
 
     flat: Flat
-    memory: Buffer  # stands for its memory where streams are checked
+    memory: Buffer  # stands for its memory
     content: Content | None = None  # None: nothing useful
-    to_offload: Content | None = None  # to copy to CPU memory before the buffer is written
     written: Event | None = None  # the last write, on the stream that writes weights
     read: Event | None = None  # the last read, on the stream that computes
     awaited: bool = True  # whether that stream has waited for the last write
     sink: PredictionSink | None = None  # for the optimizer's predictions, once requested
     watch: _C.Watch | None = None  # detects parameters that left, once they were here
-
-
-#: How many buffers stay on the device when others are offloaded: the bound one, the true or written
-#: one, and one to replace.
-ON_DEVICE = 3
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Copy to CPU memory, pinned if the tensor is on CUDA, on the tensor's current stream."""
-    pins = tensor.is_cuda
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
-    return host.copy_(tensor, non_blocking=True)
 
 
 class Storage:
@@ -139,7 +126,6 @@ class Storage:
         master: bool,
         master_dtype: torch.dtype | None = None,  # of master and state, for 16-bit parameters
         versions: int = 1,
-        offloads: bool = False,  # versions beyond this number, to CPU memory
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
@@ -151,8 +137,6 @@ class Storage:
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
-        self.pool_limit = versions if offloads else None  # the size of the pool, if possible
-        self.offloaded: dict[Content, list[Tensor]] = {}  # in CPU memory
         self._plans: dict[tuple[int, int], Plan] = {}  # by source and target
         # By address of a flat buffer's memory: its index in its version, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
@@ -269,9 +253,8 @@ class Storage:
         self._forget()
 
     def _forget(self) -> None:
-        self.offloaded = {}
         for buffer in self.pool:
-            buffer.content = buffer.to_offload = None
+            buffer.content = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Return the true weights by parameter; between runs they are in the home buffer."""
@@ -306,19 +289,9 @@ class Storage:
 
     # Contents.
 
-    def vacate(self, buffer: VersionBuffer) -> None:
-        """Before a write: copy the buffer's old content to CPU memory if it is needed again."""
-        to_offload, buffer.to_offload = buffer.to_offload, None
-        if to_offload is not None and to_offload not in self.offloaded:
-            self.offloaded[to_offload] = [*map(on_host, buffer.flat.buffers)]
-
     def write(self, content: Content, buffer: VersionBuffer) -> None:
-        self.vacate(buffer)
-        law, there = content.law, self.offloaded.get(content)
-        if there is not None:
-            for part, copy in zip(buffer.flat.buffers, there, strict=True):
-                part.copy_(copy, non_blocking=True)
-        elif law is None:
+        law = content.law
+        if law is None:
             self.write_true(buffer)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
@@ -350,7 +323,7 @@ class Storage:
         if plan is None:
             true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
-        plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
+        plan._native.extrapolate(steps, 0, None)  # it may extrapolate backwards
         if out is not target:
             self._copy(out, target)
 

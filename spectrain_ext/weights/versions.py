@@ -67,31 +67,17 @@ class Versions(Reader[Content]):
             return self._storage.master
         return None
 
-    def room(self, content: Content | None, besides: VersionBuffer | None = None) -> VersionBuffer:
-        """Return a buffer to write these weights to; its old content is dropped or offloaded."""
+    def room(self, content: Content | None) -> VersionBuffer:
+        """Return a buffer to write these weights to; its old content is dropped."""
         storage = self._storage
         for buffer in storage.pool:
             held = buffer.content
             if held is None or not (buffer is storage.true or self._is_wanted(held)):
                 break
         else:
-            buffer = self._to_vacate(besides) or storage.new_buffer()
-            buffer.to_offload = buffer.content
+            buffer = storage.new_buffer()
         buffer.content = content
         return buffer
-
-    def _to_vacate(self, besides: VersionBuffer | None) -> VersionBuffer | None:
-        """Return the buffer needed last, that of the newest version; None: the pool may grow."""
-        storage = self._storage
-        if storage.pool_limit is None or len(storage.pool) < storage.pool_limit:
-            return None
-        needed = (storage.true, storage.bound, besides)
-        others = [
-            (buffer.content.version, n)
-            for n, buffer in enumerate(storage.pool)
-            if buffer not in needed and buffer.content not in (None, self._stale)
-        ]
-        return storage.pool[max(others)[1]] if others else None
 
     # The update.
 
@@ -113,12 +99,10 @@ class Versions(Reader[Content]):
             if self._is_wanted(true):
                 kept = self.room(None)
             (kept or storage.true).content = Content(self.version)
-        elif self._is_wanted(true) and self.find(true) is None and true not in storage.offloaded:
+        elif self._is_wanted(true) and self.find(true) is None:
             kept = self.room(true)
-        for content in [each for each in storage.offloaded if not self._is_wanted(each)]:
-            del storage.offloaded[content]
         written = self._following(forward, moves, rates_move)
-        return Update(None if written is None else self.room(written, kept), kept, stale)
+        return Update(None if written is None else self.room(written), kept, stale)
 
     def _predicted(self) -> VersionBuffer | None:
         """Return the last step's prediction if it cannot be computed again."""

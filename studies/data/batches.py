@@ -19,15 +19,6 @@ class Batches:
 
     An epoch has every sample once; its last minibatch may be smaller. Torch's global random state
     is neither read nor changed.
-
-    Args:
-        data: the data set.
-        batch_size: samples of a minibatch.
-        seed: seed of the orders and of the augmentation.
-        augmented: whether to shift and mirror images at random.
-
-    Raises:
-        ValueError: ``augmented`` data that are not images.
     """
 
     def __init__(self, data: Split, *, batch_size: int, seed: int, augmented: bool = False) -> None:

@@ -31,27 +31,14 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
 
     The order mixes the classes, so that the first samples of both parts cover all of them. Nothing
     in the files is executed, and nothing is written next to them.
-
-    Args:
-        path: one of these files, or a folder with one: the folder ``cifar-10-batches-py`` or the
-            file ``cifar-10-python.tar.gz``, as torchvision's ``CIFAR10`` leaves them; or a tar
-            file, compressed or not, of JPEG files ``train/<class>/<name>.jpg`` and ``test/...``,
-            whose name contains "cifar".
-        cache: folder for decoded JPEG files, stored by the hash of the tar file.
-
-    Raises:
-        FileNotFoundError: none of them exists, or a part of one is missing.
-        ValueError: a file is invalid or much larger than CIFAR-10 (a batch of more than 64 MiB, an
-            archive of more than 1 GiB decompressed).
-        ModuleNotFoundError: JPEG files, but Pillow is missing; the message names the remedy.
     """
     source = _find(path)
     if source.is_dir() or source.name.startswith("cifar-10-python."):
-        read = cifar_files.read_folder if source.is_dir() else cifar_files.read_archive
-        arrays = read(source)
+        arrays = cifar_files.read_batches(source)
         fingerprint = arrays.fingerprint()
     else:
-        fingerprint = _digest(source)
+        with source.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         kept = None if cache is None else cache / f"cifar10-{fingerprint[:16]}.npz"
         arrays = _through_cache(kept, lambda: cifar_files.read_images(source))
     name = "CIFAR-10 (JPEG)" if arrays.lossy else "CIFAR-10"
@@ -70,14 +57,6 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         prepare=normalize,
         fingerprint=fingerprint,
     )
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _find(path: Path) -> Path:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+import pickletools
+import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from spectrain_ext.extras import require
 from spectrain_ext.files import read_bounded
 from studies import REMEDY
 
-from .pickles import Call, read_pickle
 from .tar import tar_files
 
 CLASSES = 10
@@ -30,6 +31,12 @@ _TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
 _TEST = ("test_batch",)
 _VALUES = 3 * SIDE * SIDE
 _LARGEST_BATCH = 1 << 26  # bytes of a batch; the originals have 31 million
+_LONGEST = 200_000  # instructions of a batch; the originals have about 60,000
+_INTEGERS = ("BININT", "BININT1", "BININT2", "LONG1")
+_STRINGS = (
+    *("BINSTRING", "SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+)
 
 _SUFFIXES = (".jpg", ".jpeg")
 _LARGEST_IMAGE = 1 << 20  # bytes of an image; 32x32 pixels need about a thousand
@@ -44,9 +51,6 @@ class Arrays:
     """Images are uint8 ``(samples, 3, 32, 32)``, labels int64 ``(samples,)`` below 10.
 
     ``lossy`` means that the images are not the original pixels.
-
-    Raises:
-        ValueError: an array has another type or shape, or a label is out of range.
     """
 
     NAMES: ClassVar = ("train_images", "train_labels", "test_images", "test_labels")
@@ -83,52 +87,33 @@ class Arrays:
 # Pickled batches
 
 
-def read_folder(folder: Path) -> Arrays:
-    """Read the six batches in ``folder``.
-
-    Raises:
-        FileNotFoundError: a batch is missing.
-        ValueError: a batch is not a pickle of only images and labels, or has more than 64 MiB.
-    """
-    batches = {}
-    for name in _TRAIN + _TEST:
-        try:
-            content = read_bounded(folder / name, _LARGEST_BATCH)
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{folder}: {name} is missing; expected {', '.join(_TRAIN + _TEST)}, pickled "
-                "batches as torchvision's CIFAR10 unpacks them"
-            ) from None
-        batches[name] = _batch(f"{folder}: {name}", content)
-    return _joined(batches)
-
-
-def read_archive(path: Path) -> Arrays:
-    """Read the six batches from the archive without unpacking it.
-
-    Raises:
-        FileNotFoundError: a batch is missing.
-        ValueError: it is not a tar file, or a batch is not a pickle of only images and labels, or
-            has more than 64 MiB.
-    """
-    members = {f"{FOLDER}/{name}": name for name in _TRAIN + _TEST}
-    batches = {}
-    for member, content in tar_files(
-        path, lambda name: str(PurePosixPath(name)) in members, largest=_LARGEST_BATCH
-    ):
-        name = members[str(PurePosixPath(member))]
-        batches[name] = _batch(f"{path}: {name}", content)
-    for name in _TRAIN + _TEST:
-        if name not in batches:
-            raise FileNotFoundError(f"{path}: {FOLDER}/{name} is missing in it")
-    return _joined(batches)
-
-
-def _joined(batches: Mapping[str, _Batch]) -> Arrays:
+def read_batches(source: Path) -> Arrays:
+    """Read the six batches in a folder, or in the archive without unpacking it."""
+    names = _TRAIN + _TEST
+    found: dict[str, bytes] = {}
+    if source.is_dir():
+        for name in names:
+            try:
+                found[name] = read_bounded(source / name, _LARGEST_BATCH)
+            except FileNotFoundError:
+                raise FileNotFoundError(
+                    f"{source}: {name} is missing; expected {', '.join(names)}, pickled batches as "
+                    "torchvision's CIFAR10 unpacks them"
+                ) from None
+    else:
+        members = {f"{FOLDER}/{name}": name for name in names}
+        for member, content in tar_files(
+            source, lambda name: str(PurePosixPath(name)) in members, largest=_LARGEST_BATCH
+        ):
+            found[members[str(PurePosixPath(member))]] = content
+        for name in names:
+            if name not in found:
+                raise FileNotFoundError(f"{source}: {FOLDER}/{name} is missing in it")
+    batches = {name: _batch(f"{source}: {name}", content) for name, content in found.items()}
     return Arrays(
         *(
-            np.concatenate([batches[name][side] for name in names])
-            for names in (_TRAIN, _TEST)
+            np.concatenate([batches[name][side] for name in part])
+            for part in (_TRAIN, _TEST)
             for side in (0, 1)
         )
     )
@@ -136,62 +121,59 @@ def _joined(batches: Mapping[str, _Batch]) -> Arrays:
 
 def _batch(where: str, content: bytes) -> _Batch:
     try:
-        read = read_pickle(content)
-    except ValueError as error:
+        pixels, labels = _fields(content)
+    except (ValueError, OverflowError, struct.error) as error:
         raise ValueError(f"{where}: expected a pickled batch of CIFAR-10, but {error}") from error
-    batch = read if isinstance(read, dict) else {}
-    # Python 2 wrote the originals; its strings are bytes
-    images, labels = (batch.get(key.encode(), batch.get(key)) for key in ("data", "labels"))
-    pixels = _pixels(images)
-    if pixels is None or len(pixels) % _VALUES:
+    if pixels is None:
         raise ValueError(f"{where}: expected 'data', uint8 of shape (samples, {_VALUES})")
     count = len(pixels) // _VALUES
-    if not (
-        isinstance(labels, list)
-        and len(labels) == count
-        and all(type(label) is int and 0 <= label < 256 for label in labels)
-    ):
+    if len(labels) != count or not all(0 <= label < 256 for label in labels):
         raise ValueError(f"{where}: expected 'labels', a list of {count} numbers below 256")
     values = np.frombuffer(pixels, np.uint8).reshape(count, 3, SIDE, SIDE)
     return values, np.array(labels, dtype=np.int64)
 
 
-def _pixels(array: object) -> bytes | None:
-    """Return the bytes of a pickled array of uint8 ``(samples, 3072)``, None for anything else."""
-    if not _calls(array, "_reconstruct", "numpy.core.multiarray", "numpy._core.multiarray"):
-        return None
-    state = array.state
-    if not (isinstance(state, tuple) and len(state) == 5):
-        return None
-    _, shape, dtype, by_columns, content = state
-    plain = (
-        _calls(dtype, "dtype", "numpy")
-        and dtype.arguments[:1] in (("u1",), (b"u1",))
-        and by_columns is False
-        and isinstance(content, bytes)
-        and isinstance(shape, tuple)
-        and len(shape) == 2
-        and shape == (len(content) // _VALUES, _VALUES)
-    )
-    return content if plain else None
+def _fields(content: bytes) -> tuple[bytes | None, list[int]]:
+    """Return the bytes of a batch's images, None if they are anything else, and its labels.
+
+    A pickle is a program, and even with numpy's own constructors alone it can make pointers of its
+    bytes. Here nothing is run: the instructions are only listed, and in that list a key is followed
+    by the constants of its value. Those of an array are its shape, its dtype, whether it is stored
+    by columns, and its bytes.
+    """
+    pixels, labels, key = None, list[int](), b""
+    numbers: list[int] = []
+    dtype, by_rows = False, False
+    for n, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        if n == _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST} instructions")
+        if operation.name in ("NEWTRUE", "NEWFALSE"):
+            by_rows = operation.name == "NEWFALSE"
+        elif operation.name in _INTEGERS:
+            (labels if key == b"labels" else numbers).append(argument)
+        elif operation.name in _STRINGS and argument != "latin1":  # protocol 2's name for bytes
+            # Python 2 wrote the originals; its strings are bytes
+            text = argument.encode("latin-1") if isinstance(argument, str) else argument
+            if key != b"data" or text == b"labels":
+                key = text if text in (b"data", b"labels") else b""
+                dtype = False
+            elif text == b"u1":
+                dtype = True
+            elif dtype and by_rows and _is_whole(len(text), numbers):
+                pixels, key = text, b""
+    return pixels, labels
 
 
-def _calls(value: Any, name: str, *modules: str) -> TypeGuard[Call]:
-    return isinstance(value, Call) and value.name in {f"{module}.{name}" for module in modules}
+def _is_whole(size: int, numbers: list[int]) -> bool:
+    samples, rest = divmod(size, _VALUES)
+    return rest == 0 and (samples, _VALUES) in pairwise(numbers)
 
 
 # JPEG files
 
 
 def read_images(path: Path) -> Arrays:
-    """Decode all images, in half a minute; classes are numbered in alphabetical order.
-
-    Raises:
-        FileNotFoundError: a part has no images.
-        ValueError: it is not a tar file, the parts do not have the same ten classes, a file is not
-            an image of 32x32 pixels or has more than 1 MiB, or there are more than 100,000 images.
-        ModuleNotFoundError: Pillow is missing; the message names the remedy.
-    """
+    """Decode all images, in half a minute; classes are numbered in alphabetical order."""
     require("PIL.Image", "images in JPEG files need Pillow", REMEDY)
     found: dict[str, dict[str, dict[str, _Array]]] = {"train": {}, "test": {}}
     for count, (member, content) in enumerate(

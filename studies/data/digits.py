@@ -15,9 +15,6 @@ def load_digits() -> Split:
     """Return the digits as fixed parts of 1,437 training and 360 test samples.
 
     Pixels 0..16 become ``x / 16 - 0.3``: about zero mean, range -0.3 to 0.7.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is missing; the message names the remedy.
     """
     require("sklearn", "the digits data set comes with scikit-learn", REMEDY)
     from sklearn import datasets

@@ -19,13 +19,7 @@ _LARGEST_ARCHIVE = 1 << 30  # bytes, decompressed
 def tar_files(
     path: Path, wanted: Callable[[str], bool], *, largest: int
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the plain files with a ``wanted`` name, in order.
-
-    Raises:
-        OSError: the archive cannot be read.
-        ValueError: it is not a complete tar file, a wanted file has more than ``largest`` bytes, or
-            the archive has more than 1 GiB.
-    """
+    """Yield name and content of the plain files with a ``wanted`` name, in order."""
     try:
         with tarfile.open(path) as archive:
             for member in archive:

@@ -20,15 +20,6 @@ def load_text(path: Path, *, context: int) -> Split:
     The first nine tenths of the text are the training part, the rest is the test part. The
     vocabulary is the text's characters in code-point order. Sequences do not overlap; a remainder
     at the end of a part is dropped.
-
-    Args:
-        path: the file, or a folder with exactly one file ``*.txt``.
-        context: length of a sequence, in characters.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: several files, a file that is not UTF-8 text, has more than 256 MiB, or is too
-            short for a sequence in either part.
     """
     path = _find(path)
     content = read_bounded(path, _LARGEST)

@@ -34,9 +34,6 @@ def cut_evenly(layers: Sequence[nn.Module], stages: int) -> list[nn.Module]:
     """Return ``stages`` contiguous groups of ``layers`` whose lengths differ by at most one.
 
     A group of one layer is the layer itself, a longer one an ``nn.Sequential``.
-
-    Raises:
-        ValueError: there are fewer layers than stages, or no stages.
     """
     if not 1 <= stages <= len(layers):
         raise ValueError(f"stages must be between 1 and the {len(layers)} layers, got {stages}")

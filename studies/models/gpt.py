@@ -58,22 +58,11 @@ def gpt(
     depth: int = 6,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
+    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 
     It can be cut between its layers: the embedding, every block, and the head. Weights are drawn as
     in GPT-2: a normal distribution of standard deviation 0.02, less for layers that add to the
     residual.
-
-    Args:
-        stages: number of parts, at most ``depth + 2``.
-        vocabulary: number of tokens.
-        context: longest sequence, in tokens.
-        width: width of the residual; the attention has one head per 32.
-        depth: number of blocks.
-        seed: seed of the initial weights.
-
-    Raises:
-        ValueError: a width that cannot be divided among the heads, or more stages than layers.
     """
     heads = max(1, width // _HEAD_WIDTH)
     if width % heads:

@@ -20,18 +20,6 @@ def inception_v4(
     sixteen units, and the head. With width 32 it has the parameters of pytorchcv's ``inceptionv4``
     in the same order, so that its weights fit; other widths scale all channels. The head averages
     over the units' output, 8 by 8 in the original.
-
-    Args:
-        stages: number of parts, at most 21.
-        width: channels of the first convolution.
-        classes: size of the output ``(batch, classes)``.
-        pixels: size to which images are resized each way; the original has 299, and 75 is the
-            minimum for which every unit has an input.
-        seed: seed of the initial weights, which are torch's defaults, as in the library.
-
-    Raises:
-        ValueError: fewer pixels, or more stages than layers.
-        ModuleNotFoundError: pytorchcv is missing; the message names the remedy.
     """
     if pixels < 75:
         raise ValueError(f"pixels of Inception-v4 must be at least 75, got {pixels}")

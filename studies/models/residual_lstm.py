@@ -24,20 +24,10 @@ class LSTMBlock(nn.Module):
 def residual_lstm(
     stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
+    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 
     It can be cut between its layers: an embedding, ``depth`` LSTM blocks, and a LayerNorm with a
     Linear. The initial weights are torch's defaults, except for smaller embedding weights.
-
-    Args:
-        stages: number of parts, at most ``depth + 2``.
-        vocabulary: number of tokens.
-        width: width of the residual and of every LSTM's state.
-        depth: number of blocks.
-        seed: seed of the initial weights.
-
-    Raises:
-        ValueError: more stages than layers.
     """
     with seeded(seed):
         embedding = nn.Embedding(vocabulary, width)

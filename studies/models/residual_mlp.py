@@ -39,9 +39,6 @@ def residual_mlp(
 
     The initial weights are torch's defaults and depend only on ``seed`` and the sizes: torch's
     global random state is restored.
-
-    Raises:
-        ValueError: no stages, or more stages than layers.
     """
     if stages < 1:
         raise ValueError(f"stages must be at least 1, got {stages}")

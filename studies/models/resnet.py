@@ -19,10 +19,6 @@ class Block(nn.Module):
 
     Maps ``(batch, channels, H, W)`` to the last convolution's channels; its stride reduces height
     and width.
-
-    Args:
-        channels: channels of the input.
-        convolutions: output channels, size and stride of each.
     """
 
     def __init__(self, channels: int, convolutions: list[tuple[int, int, int]]) -> None:
@@ -56,19 +52,6 @@ def resnet(
     """Return ResNet as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
     It can be cut between its layers: the stem, every block, and the head.
-
-    Args:
-        stages: number of parts, at most the number of blocks plus 2 (10 for a depth of 18).
-        depth: 18 or 34 (basic blocks), 50, 101 or 152 (bottlenecks); for small images also any
-            other 6n + 2, the paper's form for CIFAR-10: three groups of n basic blocks.
-        width: channels of the first group; 64 in the original, 16 in the paper's form for CIFAR-10.
-        classes: size of the output ``(batch, classes)``.
-        small_images: begin with a 3x3 convolution instead of a 7x7 one of stride 2 and a pooling,
-            as the paper does for images of 32 pixels.
-        seed: seed of the initial weights, which have torchvision's distributions.
-
-    Raises:
-        ValueError: another depth, or more stages than layers.
     """
     depths: dict[int, tuple[int, ...]] = {**_BASIC, **_BOTTLENECK}
     if small_images and depth not in depths and depth > 2 and depth % 6 == 2:

@@ -21,18 +21,6 @@ def snn(
     It can be cut between its layers: ``depth`` Linears, each with SELU and AlphaDropout, and the
     head. Weights are drawn as in the paper, normal with variance 1/inputs, and biases are 0: the
     outputs of every layer then keep the inputs' mean of 0 and variance of 1.
-
-    Args:
-        stages: number of parts, at most ``depth + 1``.
-        features: features of a sample.
-        width: width of every hidden layer.
-        depth: number of hidden layers.
-        classes: size of the output ``(batch, classes)``.
-        dropout: share of values that AlphaDropout sets to SELU's limit in training.
-        seed: seed of the initial weights.
-
-    Raises:
-        ValueError: more stages than layers.
     """
     with seeded(seed):
         layers: list[nn.Module] = [nn.Sequential(nn.Flatten(), *_hidden(features, width, dropout))]

@@ -135,20 +135,7 @@ def speedrun(
     rank: int | None = None,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next token.
-
-    Args:
-        stages: number of parts, at most ``depth``.
-        vocabulary: number of tokens.
-        width: width of the residual; the attention has one head per 32.
-        depth: number of blocks; the first has the embedding and the last the head.
-        rank: rank of the edges' subspace, with an MLP 11 times as wide as the residual instead of
-            4, as in its baseline; None: edges are dense.
-        seed: seed of the initial weights.
-
-    Raises:
-        ValueError: a width that cannot be divided among the heads, or more stages than blocks.
-    """
+    """Return the model in ``stages`` modules: int64 tokens to logits of the next token."""
     heads = max(1, width // _HEAD_WIDTH)
     if width % heads:
         raise ValueError(f"width must be a multiple of the {heads} heads, got {width}")

@@ -27,18 +27,6 @@ def vgg(
 
     It can be cut between its ``depth`` layers: each is a convolution or a Linear with the modules
     that follow it.
-
-    Args:
-        stages: number of parts, at most ``depth``.
-        depth: 11, 13, 16 or 19 layers with weights.
-        width: channels of the first group; the original has 64.
-        classes: size of the output ``(batch, classes)``.
-        pool: height and width of the head's input. The original's 7 suits images of 224 pixels;
-            images of 32 pixels leave a single position, and 7 by 7 would hold 49 copies of it.
-        seed: seed of the initial weights: torchvision's distributions, scaled with width and pool.
-
-    Raises:
-        ValueError: another depth, or more stages than layers.
     """
     if depth not in _GROUPS:
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")

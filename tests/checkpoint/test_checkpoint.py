@@ -30,7 +30,7 @@ from torch.optim import lr_scheduler as schedules
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
 from spectrain_ext.checkpoint.documents import NAME
-from spectrain_ext.checkpoint.random import Generators
+from spectrain_ext.checkpoint.progress import Generators
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.partitioning import cut_at

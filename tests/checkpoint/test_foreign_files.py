@@ -9,7 +9,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from spectrain_ext.cli.group import main
+from spectrain_ext.cli.__main__ import main
 from spectrain_ext.cli.options import printable
 from spectrain_ext.files import read_bounded, read_json, replace_file
 from spectrain_ext.schedule import ScheduleError

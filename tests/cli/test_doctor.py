@@ -11,6 +11,7 @@ from rich.table import Table
 
 import spectrain_ext as st
 from spectrain_ext import _C
+from spectrain_ext.cli.__main__ import main
 from spectrain_ext.cli.doctor import (
     Finding,
     covers,
@@ -20,7 +21,6 @@ from spectrain_ext.cli.doctor import (
     summary,
     versions,
 )
-from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import plain_console
 from spectrain_ext.threads import Crowd
 

@@ -9,7 +9,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
-from spectrain_ext.cli.group import main
+from spectrain_ext.cli.__main__ import main
 from spectrain_ext.codecs import NAMES
 from spectrain_ext.method import methods
 

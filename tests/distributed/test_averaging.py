@@ -7,9 +7,9 @@ import torch
 from helpers import rank_programs, replica_programs
 from helpers.ranks import run_ranks
 from helpers.replica_programs import RUNS, data, mse, row, sgd, stage_and_replica, stages, steps
+from helpers.side_by_side import SideBySide
 
 import spectrain_ext as st
-from studies.side_by_side import SideBySide
 
 pytestmark = pytest.mark.processes
 

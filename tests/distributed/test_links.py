@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.checked_streams import OrderingError, checked_streams
 
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic
-from spectrain_ext.errors import OrderingError
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
-from spectrain_ext.transport import Buffer, Message, callers_stream, checked_streams, new_stream
+from spectrain_ext.transport import Buffer, Message, callers_stream, new_stream
 from spectrain_ext.transport.message import Layout
 
 CPU = torch.device("cpu")

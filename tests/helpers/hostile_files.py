@@ -39,7 +39,7 @@ from spectrain_ext.timelines.merging import merge_traces
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
 
 from studies.data.cifar import load_cifar10
-from studies.data.pickles import read_pickle
+from studies.data.cifar_files import _batch
 from studies.results import Run, RunStore
 
 MEMORY = 768 << 20  # bytes above the memory mapped at the start
@@ -214,7 +214,7 @@ class Pickles:
         self.content = pickle.dumps(batch_of(1, 1), protocol=4)
 
     def case(self, rng: random.Random) -> None:
-        read_pickle(changed_pickle(rng, self.content))
+        _batch("here", changed_pickle(rng, self.content))
 
 
 class Archives:

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from helpers.checked_streams import checked_streams
 from hypothesis import HealthCheck, settings
 from oracle.definition import Oracle
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.transport import checked_streams
 
 METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
 every_method = pytest.mark.parametrize("method", METHODS)

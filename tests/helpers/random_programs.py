@@ -95,9 +95,8 @@ class Program:
         self._draw_blocks()
         self._draw_options()
         self._draw_batches()
-        self.offload = self.pick(None, None, "versions", "activations", "both")  # changes no result
-        if self.recompute and self.offload is not None:
-            self.offload = "versions"
+        # It changes no result.
+        self.offload = None if self.recompute else self.pick(None, "activations")
 
     def __str__(self):
         stages = " | ".join(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from helpers.checked_streams import CheckedStream, checked_streams
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -22,8 +23,7 @@ from spectrain_ext.distributed.links import Traffic, open_links
 from spectrain_ext.distributed.store import _agree_on_start
 from spectrain_ext.errors import RankError
 from spectrain_ext.partitioning import partition
-from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
-from spectrain_ext.transport.streams import Buffer, CheckedStream
+from spectrain_ext.transport import NO_HEADER, Buffer, Header, Message, callers_stream
 
 CPU = torch.device("cpu")
 GRADS = (True, False, True, False, False, True, True)  # of ``tensors``

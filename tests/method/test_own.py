@@ -114,14 +114,10 @@ def test_backwards_from_the_last_microbatch_on_are_synchronous_training(float64)
     assert "nothing is late" in in_words(own, places_of(own, 3, 2))
 
 
-def test_delayed_and_timelines_take_them_as_well():
+def test_timelines_take_them_as_well():
     own = Method(
         "own", "", GENERATORS["1f1b-async"], law=Half, forward_horizon=early, backward="stash"
     )
-    torch.manual_seed(0)
-    delayed = st.Delayed(tanh_stages(3), sgd(), mse, own)
-    found = [delayed.train_on(value, target).item() for value, target in batches(6)]
-    assert found == pytest.approx(trained(own, minibatches=6)[0], rel=1e-4)
     spans = list(simulate_method(own, 3, 4))
     named = list(simulate_method("spectrain-stash", 3, 4))
     assert [span[:6] for span in spans] == [span[:6] for span in named]

@@ -18,13 +18,11 @@ from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext.operators.laws import (
-    FutureRates,
     Geometric,
     Law,
     Linear,
     SecondOrder,
     as_law,
-    needs_momentum,
 )
 from spectrain_ext.operators.numbers import Adam, Sgd
 
@@ -102,7 +100,7 @@ class TestLinear:
         assert as_law(law) is law
 
     def test_no_steps_have_no_terms(self) -> None:
-        for law in (Linear(0), Geometric(0), FutureRates([]), SecondOrder(0)):
+        for law in (Linear(0), Geometric(0), SecondOrder(0)):
             assert law.sgd(Sgd(0.1, 0.9, weight_decay=0.1)) == []
             assert law.adam(Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
 
@@ -214,57 +212,6 @@ class TestGeometric:
         close(moved, expected, w, v)
         st.predict_(kept, v, steps=law, **options)  # type: ignore[arg-type]
         assert torch.equal(kept, moved)
-
-
-class TestFutureRates:
-    """The learning rates that a scheduler will set."""
-
-    _RATES = hs.lists(hs.floats(0, 0.5), max_size=80)
-
-    @given(numbers=sgds(), rates=_RATES)
-    def test_linear(self, numbers: Sgd, rates: list[float]) -> None:
-        w, v = weights()
-        expected = w.clone()
-        for lr in rates:
-            expected = expected - lr * v
-        close(predicted(numbers, FutureRates(rates), w, v), expected, w, sum(rates) * v)
-
-    @given(numbers=sgds(), rates=_RATES)
-    def test_geometric(self, numbers: Sgd, rates: list[float]) -> None:
-        w, v = weights()
-        expected = coast(numbers, w, v, rates)
-        law = FutureRates(rates, law="geometric")
-        close(predicted(numbers, law, w, v), expected, w, sum(rates) * v)
-
-    @given(numbers=sgds(), n=hs.integers(0, 30))
-    def test_equal_rates_are_geometric(self, numbers: Sgd, n: int) -> None:
-        w, v = weights()
-        law = FutureRates([numbers.lr] * n, law="geometric")
-        expected = predicted(numbers, Geometric(n), w, v)
-        close(predicted(numbers, law, w, v), expected, w, numbers.lr * n * v)
-
-    def test_of_a_scheduler(self) -> None:
-        """The rates of torch's cosine schedule, through the operator."""
-        p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
-        opt = torch.optim.SGD([p], lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-        p.grad = torch.randn_like(p)
-        opt.step()
-        w, v = p.detach().clone(), opt.state[p]["momentum_buffer"].clone()
-        p.grad = torch.zeros_like(p)
-        rates = []
-        for _ in range(6):
-            scheduler.step()
-            rates.append(opt.param_groups[0]["lr"])
-            opt.step()
-        law = FutureRates(rates, law="geometric")
-        close(st.predict(w, v, lr=0.1, steps=law, momentum=0.9), p.detach(), w, v)
-
-    def test_linear_needs_no_momentum(self) -> None:
-        w, v = weights()
-        close(st.predict(w, v, lr=0.1, steps=FutureRates([0.1, 0.2])), w - 0.1 * v - 0.2 * v, w, v)
-        assert not needs_momentum(FutureRates([0.1])) and not needs_momentum(Linear(1))
-        assert needs_momentum(FutureRates([0.1], law="geometric")) and needs_momentum(Geometric(1))
 
 
 class TestSecondOrder:

@@ -15,7 +15,7 @@ from torch import Tensor
 import spectrain_ext as st
 from spectrain_ext.operators import library
 from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.laws import FutureRates, Geometric, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Linear, SecondOrder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -151,8 +151,6 @@ def test_empty_lists() -> None:
         Linear(3.0),
         Geometric(2.0),
         SecondOrder(3.0, 1.0),
-        FutureRates([0.1, 0.2, 0.3]),
-        FutureRates([0.1, 0.2], "geometric"),
     ],
 )
 def test_laws_survive_the_schema(law: Any) -> None:
@@ -220,7 +218,7 @@ _CALLS: dict[str, Callable[[Lists], Any]] = {
         x[0], x[1], lr=0.1, steps=_GEOMETRIC, momentum=0.9, nesterov=True
     ),
     "predict": lambda x: st.predict(x[0], x[1], lr=0.1, steps=2.0),
-    "predict one": lambda x: st.predict(x[0][0], x[1][0], lr=0.1, steps=FutureRates([0.1, 0.2])),
+    "predict one": lambda x: st.predict(x[0][0], x[1][0], lr=0.1, steps=2),
     "predict out": lambda x: st.predict(x[0], x[1], lr=0.1, steps=2.0, out=x[2]),
     "stash": lambda x: st.stash(x[0]),
     "stash out": lambda x: st.stash(x[0], x[1]),

@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import FutureRates, Geometric, Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
 from spectrain_ext.operators.numbers import Adam, Sgd
 
 _SGD = [
@@ -84,7 +84,7 @@ def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
         tensors(w), exp_avgs=tensors(m), exp_avg_sqs=tensors(u), grads=tensors(g),
         outs=[tensors(out)], groups=groups,
     )  # fmt: skip
-    law = FutureRates([0.1, 0.2, 0.3], law="geometric")
+    law = Geometric(3)
     plan.adam_step_(numbers, predict=[law])
     for i, group in enumerate(groups):
         a, b, c, d, e = (x[i] for x in alone)

@@ -18,7 +18,7 @@ from hypothesis import given
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import FutureRates, Geometric, Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
 from spectrain_ext.operators.numbers import Adam, Sgd
 
 _ADAM = Adam(0.01, (0.9, 0.99), 1e-8, 0.1, 4, decoupled_weight_decay=True)
@@ -238,7 +238,7 @@ class TestMissingGradients:
 
     @pytest.mark.parametrize(
         "law",
-        [Linear(2.0), Geometric(3), FutureRates([0.1], law="geometric"), SecondOrder(2.0, 1.0)],
+        [Linear(2.0), Geometric(3), SecondOrder(2.0, 1.0)],
         ids=str,
     )
     @pytest.mark.parametrize("rule", ["sgd", "adam"])

@@ -21,7 +21,7 @@ from helpers.optim_cases import (
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import FutureRates, Geometric, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Linear, SecondOrder
 
 exact = {"rtol": 1e-12, "atol": 1e-13}
 RATES = (0.05, 0.02, 0.0, 0.1)
@@ -59,17 +59,12 @@ def test_geometric_sgd_is_steps_with_zero_gradients(options: dict[str, Any]) -> 
         for p, wanted in zip(params, expected, strict=True):
             torch.testing.assert_close(p.detach(), wanted, **exact)
     assert_bits(params, kept)
-    expected = zero_gradient_steps(optimizer, list(RATES))
-    with optimizer.predicted(FutureRates(RATES, "geometric")):
-        for p, wanted in zip(params, expected, strict=True):
-            torch.testing.assert_close(p.detach(), wanted, **exact)
-    assert_bits(params, kept)
 
 
 def test_linear_laws_of_sgd() -> None:
     params, optimizer = trained()
     kept = bits(params)
-    for law, distance in ((2.5, 0.25), (Linear(2.5), 0.25), (FutureRates(RATES), sum(RATES))):
+    for law, distance in ((2.5, 0.25), (Linear(2.5), 0.25)):
         with optimizer.predicted(law):
             for p, w in zip(params, kept, strict=True):
                 v = optimizer.state[p]["momentum_buffer"]
@@ -113,9 +108,7 @@ def test_adams_laws(name: str, decay: float) -> None:
     laws: list[tuple[Any, Any]] = [
         (3, lambda w, s: linear(w, s, 0.3)),
         (1.5, lambda w, s: linear(w, s, 0.15)),
-        (FutureRates(RATES), lambda w, s: linear(w, s, sum(RATES))),
         (Geometric(3), lambda w, s: msnag(name, group, w, s, [0.1] * 3)),
-        (FutureRates(RATES, "geometric"), lambda w, s: msnag(name, group, w, s, list(RATES))),
         (0, lambda w, s: w),
     ]
     for law, expected in laws:
@@ -129,7 +122,7 @@ def test_adams_laws(name: str, decay: float) -> None:
 def test_parameters_that_were_never_updated_stay_as_they_are(name: str) -> None:
     params = make_params()
     optimizer = getattr(st.optim, name)(params, lr=0.1, eps=0.0, weight_decay=0.1)
-    laws = (4, Geometric(2), FutureRates(RATES), FutureRates(RATES, "geometric"))
+    laws = (4, Geometric(2))
     kept = bits(params)
     for law in laws:
         with optimizer.predicted(law):
@@ -201,7 +194,7 @@ class Bound:
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("law", (0, 2, 2.5, Geometric(3), FutureRates(RATES, "geometric")), ids=str)
+@pytest.mark.parametrize("law", (0, 2, 2.5, Geometric(3)), ids=str)
 def test_a_sink_is_written_directly_and_with_the_next_step(
     name: str, options: dict[str, Any], dtype: torch.dtype, law: Any
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.checked_streams import checked_streams
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.transport import checked_streams
 
 mse = nn.functional.mse_loss
 Batches = list[tuple[Tensor, Tensor]]

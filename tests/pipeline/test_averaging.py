@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
+from helpers.checked_streams import checked_streams
 from helpers.replica_programs import data, mse, sgd, stages, steps
+from helpers.side_by_side import SideBySide
 from oracle.averaging import ElasticOracle, SparseOracle, part_of
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.pipeline.averaging import Averaged
-from spectrain_ext.transport import checked_streams
-from studies.side_by_side import SideBySide
 
 METHODS = [
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "spectrain"),

@@ -247,7 +247,7 @@ def test_the_first_cause_is_seen_after_a_device_has_failed(monkeypatch, recomput
         def end(self):
             DeadStream().fail()
 
-    monkeypatch.setattr(streams, "_checked", None)
+    monkeypatch.setattr(streams, "cpu_stream", streams.host_stream)
     monkeypatch.setattr(DeadStream, "dead", False)
     left = []
     monkeypatch.setattr(DeadStream, "leave", lambda stream: left.append(stream))

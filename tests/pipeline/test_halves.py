@@ -32,10 +32,10 @@ from spectrain_ext.schedule import (
     ScheduleError,
     backward_input,
     backward_weights,
-    check_generator,
     find_generator,
     forward,
 )
+from spectrain_ext.simulation import check_generator
 
 
 class Doubled(torch.autograd.Function):

@@ -30,7 +30,7 @@ from spectrain_ext.interrupts import callers, deferred, waiting
 METHODS = [name for name in st.methods() if name not in ("xgrad", "pipemare-t1", "pipemare")]
 EXTRAS = {
     "recompute": ("spectrain", {"recompute": True}),
-    "blocks": ("pipedream", {"recompute": 1, "offload": "both", "window": "wide"}),
+    "blocks": ("pipedream", {"recompute": 1, "offload": "activations", "window": "wide"}),
     "clip": ("pipedream", {"clip_norm": 0.05}),
     "global clip": ("1f1b", {"microbatches": 2, "clip_norm": 0.05, "clip_scope": "global"}),
     "master": ("spectrain", {"dtype": torch.bfloat16, "master_dtype": torch.float32}),

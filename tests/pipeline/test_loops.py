@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.checked_streams import CheckedStream, unchecked_streams
 from helpers.interrupting import Interrupts
 from helpers.pipeline_cases import (
     batches,
@@ -37,20 +38,8 @@ from torch.utils.data import (
 
 import spectrain_ext as st
 from spectrain_ext.pipeline import loops
-from spectrain_ext.transport import streams
-from spectrain_ext.transport.streams import CheckedStream
 
 ABSOLUTE = nn.L1Loss()
-
-
-@contextlib.contextmanager
-def unchecked():
-    """Disable the stream checks of the tests."""
-    before, streams._checked = streams._checked, None
-    try:
-        yield
-    finally:
-        streams._checked = before
 
 
 class Noted(nn.Module):
@@ -306,7 +295,7 @@ def test_evaluations_order_their_streams(monkeypatch):
 
 @pytest.mark.parametrize(("first", "then"), [(17, None), (61, 23)])
 def test_an_interrupt_at_any_line_of_an_evaluation(first, then):
-    with unchecked():
+    with unchecked_streams():
         stages = living(2)
         stages[1][3].eval()
         pipe, data = st.Pipeline(stages, sgd(), mse), batches(3, size=4)

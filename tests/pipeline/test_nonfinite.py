@@ -252,8 +252,3 @@ def test_without_it_nothing_is_done_and_other_values_are_refused():
         ValueError, match=r"on_nonfinite: expected 'raise', 'skip', or None .* got True"
     ):
         st.Pipeline(everything(2), sgd(), mse, on_nonfinite=True)
-
-
-def test_versions_on_the_host_are_not_left_out():
-    with pytest.raises(ValueError, match="offload: 'both' does not go with on_nonfinite='skip'"):
-        st.Pipeline(tanh_stages(2), sgd(), mse, offload="both", on_nonfinite="skip")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint.random import Generators
+from spectrain_ext.checkpoint.progress import Generators
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from studies.models import resnet
 

@@ -13,7 +13,7 @@ from helpers.ranks import run_script
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from spectrain_ext.cli.group import main
+from spectrain_ext.cli.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -180,13 +180,13 @@ def test_whatever_users_are_given_is_documented() -> None:
     assert [name for name, text in checked.items() if not text] == []
 
 
-#: What studies import below the packages' public interfaces: averaged replicas use parts of the
-#: engine, and processes of a comparison communicate like a pipeline's ranks.
+#: What studies import below the packages' public interfaces: training without a pipeline uses parts
+#: of the engine, and processes of a comparison communicate like a pipeline's ranks.
 BEHIND_FACES = {
     *("distributed.board", "distributed.exchange"),
     *("method.formulas", "observation.metrics", "operators.averaging"),
-    *("pipeline.averaging", "pipeline.batch", "pipeline.losses"),
-    *("pipeline.pipeline", "timelines.timeline"),
+    *("pipeline.coding", "pipeline.loads", "pipeline.losses"),
+    *("pipeline.pipeline", "timelines.timeline", "weights.storage"),
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError, streams, validate
-from spectrain_ext.simulation import Met, Reading, read
+from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError, streams
+from spectrain_ext.simulation import Met, Reading, read, validate
 
 
 def classic(n):

@@ -18,13 +18,19 @@ from spectrain_ext.schedule import (
     Rules,
     ScheduleError,
     WPipe,
-    check_generator,
     flushes,
     streams,
     takes_window,
+)
+from spectrain_ext.simulation import (
+    Durations,
+    check_generator,
+    device_order,
+    lay_out,
+    simulate,
+    summarize,
     validate,
 )
-from spectrain_ext.simulation import Durations, device_order, lay_out, simulate, summarize
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"}
 

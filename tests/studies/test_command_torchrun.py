@@ -17,7 +17,7 @@ from helpers import cli_programs
 from helpers.ranks import Ranks, free_port, run_ranks
 
 from studies.__main__ import main
-from studies.errors import OptionError
+from studies.options import OptionError
 from studies.settings import settle
 from studies.world import World
 

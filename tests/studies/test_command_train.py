@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from helpers.cli_programs import undrawn
 
 import spectrain_ext as st
-from spectrain_ext.cli.group import main as spectrain
+from spectrain_ext.cli.__main__ import main as spectrain
 from studies import compare
 from studies.__main__ import main
 from studies.compare import train_once

@@ -14,7 +14,7 @@ from helpers.cli_programs import undrawn
 from helpers.ranks import free_port, run_ranks
 
 from spectrain_ext.cli import options
-from spectrain_ext.cli.group import main
+from spectrain_ext.cli.__main__ import main
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import Profile
 from spectrain_ext.partitioning.profile import BlockProfile

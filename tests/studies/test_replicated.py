@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.side_by_side import SideBySide
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
+from studies.delayed import Delayed
 from studies.models import residual_mlp
 from studies.replicated import Replicated
-from studies.side_by_side import SideBySide
 from studies.workload import mean_loss
 
 
@@ -43,9 +44,7 @@ def test_replicas_that_are_averaged(method: str, averaging: Averaging) -> None:
         [st.Pipeline(stages(), optimizer, mean_loss, method, microbatches=2) for _ in range(2)],
         averaging,
     )
-    replicas = [
-        st.Delayed(stages(), optimizer, mean_loss, method, microbatches=2) for _ in range(2)
-    ]
+    replicas = [Delayed(stages(), optimizer, mean_loss, method, microbatches=2) for _ in range(2)]
     trained = Replicated(replicas, averaging, 4)
     found = []
     for value, target in data:

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from spectrain_ext.method import methods
-from studies.judging import ACCURACY, PERPLEXITY
 from studies.looks import looks
 from studies.pictures import (
     _trailing_mean,
@@ -17,7 +16,7 @@ from studies.pictures import (
     draw_losses_over_time,
 )
 from studies.report import comparison_table
-from studies.results import MethodResult, Run, summarize, write_results
+from studies.results import ACCURACY, PERPLEXITY, MethodResult, Run, summarize, write_results
 from studies.settings import DEFAULT_METHODS
 
 

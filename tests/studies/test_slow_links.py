@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from studies import slow_links, study
 from studies.__main__ import main
-from studies.slow_links import Way, best_of, chains_of, rows_of, search, seconds_per_step
+from studies.slow_links import Way, best_of, chains_of, rows_of, search_chain, seconds_per_step
 from studies.study import Cell, Curve
 
 #: Updates to the goal relative to synchronous training; a run ends after 1.5.
@@ -40,7 +40,7 @@ def test_what_reaches_the_loss_first(tmp_path: Path) -> None:
     data.write_text("text")
     found: dict[Way, float] = {}
     for ways in chains_of("muon"):
-        found |= search(tmp_path, data, ways)
+        found |= search_chain(tmp_path, data, ways)
     assert set(found.values()) == {0.05}, "twice the setting's own"
     for way in found:
         study.run_one(tmp_path, way.cell(data), 0.05, 1)

@@ -14,8 +14,8 @@ import spectrain_ext as st
 from spectrain_ext.method import find_method, methods
 from studies.builtin import build_stages, builtin
 from studies.data.split import Split
-from studies.errors import OptionError
 from studies.optimizers import make_optimizer, make_scheduler
+from studies.options import OptionError
 from studies.pipelines import build_pipeline, fitting
 from studies.presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
 from studies.settings import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from spectrain_ext.cli.group import main
+from spectrain_ext.cli.__main__ import main
 from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import Kind, streams
 from spectrain_ext.simulation import Durations, simulate, summarize

@@ -8,6 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.checked_streams import (
+    CheckedEvent,
+    CheckedStream,
+    OrderingError,
+    checked_streams,
+    unchecked_streams,
+)
+from helpers.meeting import Meeting
 from helpers.pipeline_cases import (
     batches,
     every_method,
@@ -19,24 +27,22 @@ from helpers.pipeline_cases import (
 )
 from torch import nn
 
-from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.errors import StageError
 from spectrain_ext.method import Phase, find_method
 from spectrain_ext.observation.meter import Probe
-from spectrain_ext.pipeline.phases import Until
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.segments import Until
 from spectrain_ext.schedule import Kind, Rules
 from spectrain_ext.transport import (
     Buffer,
     Edge,
     Message,
     Transit,
-    checked_streams,
     local,
     new_stream,
 )
 from spectrain_ext.transport import streams as stream_kinds
-from spectrain_ext.transport.streams import CheckedEvent, CheckedStream, HostStream, callers_stream
-from studies.meeting import Meeting
+from spectrain_ext.transport.streams import HostStream, callers_stream
 
 CPU = torch.device("cpu")
 
@@ -98,15 +104,14 @@ def test_a_write_follows_all_reads(streams):
         three.writes(buffer)
 
 
-def test_outside_of_the_context_the_cpu_is_not_checked(monkeypatch):
+def test_outside_of_the_context_the_cpu_is_not_checked():
     assert isinstance(new_stream("one", CPU), CheckedStream)
     assert isinstance(callers_stream(CPU), CheckedStream)
-    # set by the float64 fixture
-    monkeypatch.setattr("spectrain_ext.transport.streams._checked", None)
-    assert isinstance(new_stream("one", CPU), HostStream)
-    with checked_streams():
-        assert isinstance(callers_stream(CPU), CheckedStream)
-    assert isinstance(callers_stream(CPU), HostStream)
+    with unchecked_streams():  # without the float64 fixture's
+        assert isinstance(new_stream("one", CPU), HostStream)
+        with checked_streams():
+            assert isinstance(callers_stream(CPU), CheckedStream)
+        assert isinstance(callers_stream(CPU), HostStream)
 
 
 def test_what_the_host_has_waited_for_is_done_for_every_stream(streams):
@@ -207,7 +212,7 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
 
     def measure():
         coming = Phase(find_method("sync"), after=None, gap=0.1)
-        Until(iter(()), coming, 0).watch(stage, nothing)[Kind.FORWARD](1, 0)
+        Until(coming).watch(stage, nothing)[Kind.FORWARD](1, 0)
 
     for observe in (look, measure):
         observe()
@@ -271,8 +276,8 @@ def test_running_statistics_are_put_back_before_whoever_reads_them():
 
 def another_caller():
     """Give the caller a new current stream that has not waited for any other."""
-    done = stream_kinds._checked.done
-    stream_kinds._checked = CheckedStream("another stream of the caller's", done)
+    checked = stream_kinds.cpu_stream
+    checked.caller = CheckedStream("another stream of the caller's", checked.caller.done)
 
 
 def uses(pipe, monkeypatch):

@@ -89,7 +89,6 @@ class Books:
     """Buffers without memory, by number."""
 
     same_dtype = True
-    pool_limit, offloaded = None, {}  # nothing waits on the CPU
 
     def __init__(self, master):
         self.pool = [SimpleNamespace(content=None)]

@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "core/program.h"
 #include "kernels/kernels.h"
 #include "rules/distance.h"
 
@@ -45,9 +44,9 @@ size_t resident_bytes(const CudaLaunch&);
 
 // A table in device memory.
 struct Resident {
-  void* memory;            // of resident_bytes()
-  bool write;              // write the table there first
-  const Program* program;  // computes the settings' placeholders; null: none
+  void* memory;     // of resident_bytes()
+  bool write;       // write the table there first
+  bool reads_rate;  // a setting has a learning rate in device memory
 };
 
 // Launches on a resident table and returns the number of launches.

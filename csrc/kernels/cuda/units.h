@@ -1,7 +1,6 @@
 // Functions of the *.cu files that launch.cpp uses.
 #pragma once
 
-#include "core/program.h"
 #include "kernels/kernels.h"
 #include "rules/distance.h"
 
@@ -18,11 +17,10 @@ CudaKernel find_cuda_adam_family(KernelKey);
 const char* enqueue_distances(DType, const Distances& d, void* stream);
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
+// Arguments of a kernel of SGD, whose learning rates are in device memory.
 struct PrepareRequest {
-  Operation operation;
-  DType weights;
+  KernelKey key;
   Settings settings;
-  ProgramView program;
   void* to;
   size_t stride;  // between the arguments of two groups
 };

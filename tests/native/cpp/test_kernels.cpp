@@ -225,20 +225,26 @@ Memory copy_of(const Memory& from, const Case& c) {
   return m;
 }
 
-// Moves the numbers of a setting into memory, and leaves their placeholders behind.
-Setting without_numbers(Setting s, std::vector<double>& numbers) {
-  const auto take = [&](double& field) {
-    numbers.push_back(field);
-    field = placeholder(static_cast<uint16_t>(numbers.size() - 1));
+bool takes_rate(Operation operation) {
+  return operation == Operation::sgd_plain || operation == Operation::sgd_momentum ||
+         operation == Operation::sgd_predict || operation == Operation::sgd_stash_predict;
+}
+
+// The same setting with a learning rate of 1/2 in memory.
+Setting with_rate(Setting s, Rate rate) {
+  const auto split = [](double& constant, double& per_lr) {
+    if (constant == 0.0) return;
+    per_lr = 2.0 * constant;
+    constant = 0.0;
   };
-  const auto take_term = [&](Term& t) {
-    for (double* field : {&t.keep, &t.momentum, &t.gradient, &t.root}) take(*field);
+  const auto split_term = [&](Term& t) {
+    split(t.keep, t.keep_per_lr);
+    split(t.momentum, t.momentum_per_lr);
+    split(t.gradient, t.gradient_per_lr);
   };
-  for (double* field : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
-    take(*field);
-  }
-  take_term(s.step);
-  for (int i = 0; i < used_terms(s); ++i) take_term(s.terms[i]);
+  split_term(s.step);
+  for (int i = 0; i < s.n_terms(); ++i) split_term(s.terms[i]);
+  s.rate = rate;
   return s;
 }
 
@@ -248,7 +254,7 @@ void* on_device(const void* host, size_t bytes) {
   return at;
 }
 
-// Where a resident table is used, every number of the settings is read from the device as well.
+// Where a resident table is used, SGD's learning rate is read from the device as well.
 void run_on_device(const Engine& engine, const Case& c, const Memory& memory, TableView view,
                    uint64_t seed) {
   stand_in::reset(seed);
@@ -267,14 +273,13 @@ void run_on_device(const Engine& engine, const Case& c, const Memory& memory, Ta
   if (!engine.resident) {
     launch_cuda(launch);
   } else {
-    std::vector<double> numbers;
-    for (Setting& s : settings) s = without_numbers(s, numbers);
-    const auto* at = static_cast<double*>(on_device(numbers.data(), 8 * numbers.size()));
-    Program program;
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      program.inputs.push_back({at + i, InputType::float64});
-    }
-    launch_cuda_resident(launch, {stand_in::allocate(resident_bytes(launch)), true, &program});
+    const float as_float = 0.5F;
+    const double as_double = 0.5;
+    const Rate rate = seed % 2 == 0 ? Rate{on_device(&as_float, sizeof(as_float)), false}
+                                    : Rate{on_device(&as_double, sizeof(as_double)), true};
+    const bool reads_rate = takes_rate(c.key.operation);
+    for (Setting& s : settings) s = reads_rate ? with_rate(s, rate) : s;
+    launch_cuda_resident(launch, {stand_in::allocate(resident_bytes(launch)), true, reads_rate});
   }
   stand_in::synchronize();
   for (size_t p = 0; p < moved.size(); ++p) {

@@ -9,6 +9,7 @@ from threading import Lock, Thread
 from typing import Any
 
 import torch
+from helpers.meeting import Meeting
 
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline import Microbatches
@@ -18,8 +19,6 @@ from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
 
-from .meeting import Meeting
-
 
 class SideBySide:
     """Pipelines with the same initial weights that are averaged like distributed replicas.
@@ -28,16 +27,8 @@ class SideBySide:
     times their microbatches, on a CPU with as many threads: replica c takes microbatches c, c + r,
     ... of every minibatch.
 
-    Args:
-        pipes: one per replica, built identically from separate stages. A pipeline belongs to one
-            group permanently and must not be run elsewhere.
-        averaging: one of ``spectrain_ext.averaging``.
-
     Attributes:
         pipes: as given.
-
-    Raises:
-        ValueError: fewer than two pipelines, or stages or weights that differ.
     """
 
     def __init__(self, pipes: Sequence[Pipeline], averaging: Averaging) -> None:
@@ -58,19 +49,7 @@ class SideBySide:
     # Training
 
     def run(self, batches: Iterable[object]) -> Iterator[list[Result]]:
-        """Train on every batch.
-
-        Args:
-            batches: as for ``Pipeline.run``, each with at least one sample per replica.
-
-        Yields:
-            Every replica's result for each minibatch, with the loss of its own microbatches.
-            Leaving the loop finishes the work in flight.
-
-        Raises:
-            The errors of ``Pipeline.run``, from the replica that failed first. The replicas'
-            updates then differ, and none of them runs again.
-        """
+        """Train on every batch."""
         meeting = self._meeting
         if meeting.failure is not None:
             raise RuntimeError("run: an earlier run failed") from meeting.failure
@@ -114,11 +93,7 @@ class SideBySide:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``.
-
-        Raises:
-            RuntimeError: a run has not ended.
-        """
+        """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``."""
         for pipe in self.pipes:
             pipe.check_drained("averaged")
         each = [one for pipe in self.pipes for one in pipe._executor.connections.averaged.values()]

@@ -46,9 +46,6 @@ class _Sent(NamedTuple):
 class Meeting:
     """Exchanges messages between replicas in one process, in one or several threads.
 
-    Args:
-        replicas: their number.
-
     Attributes:
         failure: the reason why all replicas stopped, if any.
         changed: notified when a message may have arrived.

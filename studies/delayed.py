@@ -1,0 +1,354 @@
+"""Trains on one device with a pipeline's delays, or the same delay on all stages, in fewer calls.
+
+A pipeline of N stages and M microbatches runs N*M forwards per minibatch, often with a sample or
+two each. But the weights that a minibatch's microbatches use on a stage differ by one update at
+most. Here all microbatches with the same weights run together, and a minibatch is finished before
+the next one begins: weights that the schedule reads earlier are kept, or predicted, at the update
+where it would have read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.codecs import Codec
+from spectrain_ext.method import (
+    Method,
+    check_optimizer,
+    factor_of,
+    find_method,
+    phase_places,
+    phases_of,
+    places_of,
+    rules_at,
+)
+from spectrain_ext.pipeline.coding import packed_message, unpacked_message
+from spectrain_ext.pipeline.loads import gradient_norm
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
+from spectrain_ext.transport import TENSOR, Buffer, Message
+from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+class _Part(NamedTuple):
+    """Samples of a minibatch that use the same weights on a stage, from forward to backward."""
+
+    samples: int
+    backward: Content | None  # the weights that it uses
+    # Where they are written over the forward's; None: they are the forward's.
+    buffer: VersionBuffer | None
+    leaf: Tensor
+    output: Tensor
+
+
+class DelayedStage:
+    """One stage: its module, and the weights that future minibatches will use."""
+
+    weights: StageWeights | None = None  # None: no trainable parameters
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        # Batch statistics are those of one microbatch.
+        self._apart = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()
+        )
+
+    def enter(
+        self,
+        weights: StageWeights | None,
+        place: Place,
+        schedule: str | Generator,
+        minibatches: int,
+    ) -> None:
+        """Begin a phase of the method with the current weights as its first version."""
+        if self.weights is not None and self.weights.bound:
+            self.weights.end()
+            self.weights.unbind()
+        self.weights = weights
+        self._microbatches = range(place.microbatches)
+        self.parts: list[_Part] = []
+        self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
+        if weights is None:
+            return
+        weights.minibatches = minibatches
+        weights.bind()
+        weights.begin()
+        self._actions: Iterator[Instruction] = find_generator(schedule)(place)
+        self._peeked: tuple[Instruction, ...] = ()
+        self._storage, self._versions = weights._bound, weights.versions
+        self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
+
+    def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
+        """Return what the next minibatch's forwards and backwards compute with.
+
+        Reads the schedule up to that minibatch's update, and holds the weights that are named
+        there.
+        """
+        if self.weights is None:
+            return [(None, None)] * len(self._microbatches)
+        versions, backwards = self._versions, []
+        for kind, i, j in chain(self._peeked, self._actions):
+            if kind is Kind.UPDATE:
+                break
+            if kind is Kind.FORWARD:
+                self._hold(kind, i, j, versions.for_forward(i, j))
+            elif kind is not Kind.BACKWARD_INPUT:  # both halves use the same
+                backwards.append(j)
+        # Those that a small minibatch lacks come first: corrections read what the last one used.
+        for j in sorted(backwards, key=lambda j: j < microbatches):
+            self._hold(Kind.BACKWARD, i, j, versions.for_backward(i, j))
+        found = self._met.pop
+        return [
+            (found((Kind.FORWARD, i, j)), found((Kind.BACKWARD, i, j))) for j in self._microbatches
+        ]
+
+    def _hold(self, kind: Kind, i: int, j: int, content: Content) -> None:
+        versions = self._versions
+        self._met[kind, i, j] = content
+        versions.hold(content)
+        if versions.find(content) is None:
+            assert content.version == versions.version, content
+            self._storage.write(content, versions.room(content))
+
+    def _own_buffer(self, n: int) -> VersionBuffer:
+        if n == len(self._own):
+            flat = Flat(self._storage.params)
+            self._own.append(VersionBuffer(flat, Buffer(f"weights of part {n}")))
+        return self._own[n]
+
+    def _load(self, content: Content | None, own: VersionBuffer | None) -> None:
+        """Compute with these weights, in their buffer, or copied over the weights in ``own``."""
+        if content is None:
+            return
+        buffer = self._versions.find(content)
+        assert buffer is not None, content
+        if own is not None:
+            self._storage.copy(buffer, own)
+            buffer = own
+        if buffer is not self._storage.bound:
+            self._storage.point(buffer)
+
+    def forward(self, value: Tensor, sizes: Sequence[int]) -> None:
+        """Run all microbatches of the next minibatch, which have these sizes."""
+        self._used = self._read(len(sizes))
+        met = [(*pair, self._apart * j) for j, pair in enumerate(self._used)]
+        runs = [
+            (key, sum(size for _, size in run))
+            for key, run in groupby(zip(met, sizes, strict=False), itemgetter(0))
+        ]
+        pieces = value.detach().split([samples for _, samples in runs])
+        for ((content, backward, _), samples), piece in zip(runs, pieces, strict=True):
+            own = None if content == backward else self._own_buffer(len(self.parts))
+            self._load(content, own)
+            leaf = piece.detach().requires_grad_(value.requires_grad)
+            # a copy: the module may work in place, and neither a leaf nor the batch may change
+            output = self.module(leaf.clone())
+            self.parts.append(_Part(samples, backward, own, leaf, output))
+        self._release(content for content, _ in self._used)
+
+    def _release(self, contents: Iterable[Content | None]) -> None:
+        for content in contents:
+            if content is not None:
+                self._versions.release(content)
+
+    def sent(self) -> Tensor:
+        """Return the parts' outputs together, as a leaf."""
+        outputs = [part.output for part in self.parts]
+        wanted = any(output.requires_grad for output in outputs)
+        return torch.cat([output.detach() for output in outputs]).requires_grad_(wanted)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Run the backwards from the gradient of what was sent; return the input's gradient."""
+        pieces = [gradient]
+        if len(self.parts) > 1:
+            pieces = [*gradient.split([part.samples for part in self.parts])]
+        found = []
+        for part, piece in zip(self.parts, pieces, strict=True):
+            self._load(part.backward, part.buffer)
+            if part.output.requires_grad:
+                part.output.backward(piece)
+            reached = part.leaf.grad
+            found.append(torch.zeros_like(part.leaf) if reached is None else reached)
+        self._release(content for _, content in self._used)
+        self.parts = []
+        return torch.cat(found)
+
+    def step(self) -> None:
+        """Update the weights; afterwards the module has the true weights."""
+        weights = self.weights
+        if weights is None:
+            return
+        self._peeked = (next(self._actions),)
+        kind, i, j = self._peeked[0]
+        following = (i, j) if kind is Kind.FORWARD else None
+        weights.step(self._versions.begin_update(following, weights.moves, weights.rates_move))
+        if self._storage.bound is not self._storage.true:
+            self._storage.point(self._storage.true)
+
+
+def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]:
+    """Return the places, in each phase, of stages that are all late by ``delay`` updates.
+
+    Each has the place of the first of delay + 1 stages with one microbatch. Phases that flush have
+    no delay.
+    """
+    late = [Place(0, delay + 1, delay + 1, latest=delay)] * stages
+    return [
+        places_of(phase, stages, 1) if flushes(phase.schedule) else late
+        for phase in phases_of(method)
+    ]
+
+
+class Delayed:
+    """Trains stages on one device with the gradients and predictions of a pipeline.
+
+    Losses and weights are those of ``Pipeline`` with these arguments, up to the order of sums, in
+    a fraction of its calls. Call ``train_on`` for one minibatch after another. Each stage maps a
+    tensor to a tensor, with the samples along dimension 0. Between two calls the modules hold their
+    true weights, as views of flat buffers. Random numbers come from torch's generators.
+
+    Args:
+        stages: one module each.
+        optimizer, scheduler, loss_fn, method, microbatches, codec: as for ``Pipeline``; the loss is
+            a mean over the samples.
+        delay: updates by which the gradients of all stages are late, with one microbatch; None: the
+            delays of the pipeline.
+        clip_norm: the largest 2-norm of a stage's gradient, or of all stages' if the method
+            flushes.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        loss_fn: Callable[[Any, Any], Tensor],
+        method: str | Method,
+        *,
+        delay: int | None = None,
+        scheduler: Callable[[Any], LRScheduler] | None = None,
+        microbatches: int = 1,
+        clip_norm: float | None = None,
+        codec: Codec | None = None,
+    ) -> None:
+        self.method = find_method(method)
+        self.stages = [DelayedStage(module) for module in stages]
+        self._model = nn.Sequential(*stages)
+        self._loss_fn, self._microbatches, self._codec = loss_fn, microbatches, codec
+        self._clip_norm = clip_norm
+        self.minibatches = 0
+        n = len(stages)
+        if delay is None:
+            of_phases = phase_places(self.method, n, microbatches)
+        else:
+            of_phases = uniform_places(self.method, n, delay)
+        phases = [*zip(phases_of(self.method), of_phases, strict=True)]
+        weights: list[list[StageWeights | None]] = [[] for _ in phases]
+        for k, module in enumerate(stages):
+            params = [p for p in module.parameters() if p.requires_grad]
+            made = optimizer(params) if params else None
+            scheduled = None if made is None or scheduler is None else scheduler(made)
+            factor = factor_of([(phase, places[k]) for phase, places in phases])
+            for (phase, places), of_stages in zip(phases, weights, strict=True):
+                if made is None:
+                    of_stages.append(None)
+                    continue
+                rules = rules_at(phase, places[k], made)
+                check_optimizer(phase, rules, k, made)
+                both = places[0], places[k]
+                of_stages.append(
+                    StageWeights(
+                        module, made, scheduled, rules, both, phase.schedule, factor=factor
+                    )
+                )
+        self._phases = [(*phase, each) for phase, each in zip(phases, weights, strict=True)]
+        self._enter()
+
+    def _enter(self) -> None:
+        self._phase, places, weights = self._phases.pop(0)
+        own = self._phase.clip
+        self._norms = [self._clip_norm or (own and own(place)) for place in places]
+        for stage, place, each in zip(self.stages, places, weights, strict=True):
+            stage.enter(each, place, self._phase.schedule, self.minibatches)
+
+    def train_on(self, value: Tensor, target: Tensor) -> Tensor:
+        """Train on one minibatch, one update of every stage; return its loss, 0-d and detached."""
+        loss = self.compute(value, target)
+        for stage in self.stages:
+            stage.step()
+        return loss
+
+    def compute(self, value: Tensor, target: Tensor) -> Tensor:
+        """Do the same without the updates, which must follow."""
+        while (then := self._phase.then) and self.minibatches >= (then.after or 0):
+            self._enter()
+        parts = value.tensor_split(min(self._microbatches, len(value)))
+        sizes = [len(part) for part in parts]
+        last = self.stages[-1]
+        for k, stage in enumerate(self.stages[:-1]):
+            stage.forward(value, sizes)
+            value = self._crossed(stage.sent(), k, backward=False)
+        last.forward(value, sizes)
+        loss, gradient = self._loss(last, target)
+        for k in range(len(self.stages) - 1, 0, -1):
+            gradient = self._crossed(self.stages[k].backward(gradient), k, backward=True)
+        self.stages[0].backward(gradient)
+        self._clip(value.device)
+        self.minibatches += 1
+        return loss
+
+    def _loss(self, last: DelayedStage, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the gradient that the last stage's backward starts with."""
+        if len(last.parts) == 1:
+            loss = self._loss_fn(last.parts[0].output, target)
+            last.parts[0] = last.parts[0]._replace(output=loss)
+            return loss.detach(), torch.ones_like(loss)
+        output = last.sent()
+        loss = self._loss_fn(output, target)
+        (gradient,) = torch.autograd.grad(loss, output)
+        return loss.detach(), gradient
+
+    def _crossed(self, tensor: Tensor, sender: int, backward: bool) -> Tensor:
+        """Return a tensor as it arrives; with one microbatch, codecs draw as in a pipeline."""
+        if self._codec is None:
+            return tensor
+        message = Message((tensor.detach(),), (tensor.requires_grad,), TENSOR)
+        key = backward, True, sender, self.minibatches, 0
+        packed = packed_message(self._codec, message, backward, *key)
+        (arrived,) = unpacked_message(self._codec, packed, backward).tensors
+        assert arrived is not None
+        return arrived.requires_grad_(tensor.requires_grad)
+
+    def _clip(self, device: torch.device) -> None:
+        trained = [
+            (stage.weights.params, most)
+            for stage, most in zip(self.stages, self._norms, strict=True)
+            if stage.weights is not None and most is not None
+        ]
+        of_all = None
+        if self._clip_norm is not None and flushes(self._phase.schedule):
+            of_all = gradient_norm([p for params, _ in trained for p in params], device)
+        for params, most in trained:
+            norm = gradient_norm(params, device) if of_all is None else of_all
+            nn.utils.clip_grads_with_norm_(params, most, norm)
+
+    @contextmanager
+    def true_weights(self) -> Iterator[nn.Module]:
+        """Inside, yield the model (an ``nn.Sequential`` of stages) in eval mode, without graph."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield self._model
+        finally:
+            for module, training in modes:
+                module.training = training
