@@ -20,7 +20,7 @@ from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
-from .launch import Launch, Launches, Scaling
+from .launch import Launch, Launches
 from .parameters import Binding, Parameters, PredictionSink, Views
 from .rule import Rule, plain
 from .state import (
@@ -40,12 +40,6 @@ if TYPE_CHECKING:
 
 StateDict = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with the dtype and memory layout of `like`, without a copy if it has them."""
-    same = x.dtype == like.dtype and x.stride() == like.stride()
-    return x if same else torch.empty_like(like).copy_(x)
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,18 +292,25 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
-        scaling = Scaling.of(self)
-        if scaling is not None and scaling.skips(launches):
+        # GradScaler sets these attributes during a step.
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # Step counts and first steps are on the host; else only the device has to know.
+        asks = self._parameters.rule.scalars or not all(launch.started for launch in launches)
+        if found_inf is not None and (asks or not found_inf.is_cuda) and found_inf.item():
             for launch in launches:
-                launch.forget_gradients()
+                launch.native.forget_gradients()
             return
         if isinstance(correction, AdaptiveBraking):
             self._brake(correction)
             for launch in launches:
                 launch.read_gradients()  # again: those of another layout had been copied
         for launch in launches:
-            options: StepOptions = {} if scaling is None else scaling.on(launch.device)
-            launch.prepare_step(templates, laws, options)
+            options: dict[str, Tensor] = {
+                name: value.to(launch.device, torch.float32, non_blocking=True)
+                for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
+                if value is not None
+            }
+            launch.prepare_step(templates, laws, cast("StepOptions", options))
 
         # From here on nothing can be refused.
         for launch in launches:
@@ -331,7 +332,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             with torch.no_grad():
                 for pairs in found.values():
                     gradients, momenta = zip(*pairs, strict=True)
-                    each, _ = distance(momenta, [[_laid_out(g, like=v) for g, v in pairs]])
+                    laid_out = [
+                        g
+                        if g.dtype == v.dtype and g.stride() == v.stride()
+                        else torch.empty_like(v).copy_(g)
+                        for g, v in pairs
+                    ]
+                    each, _ = distance(momenta, [laid_out])
                     braking.brake_(gradients, momenta, each[0], group["maximize"])
 
     def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:

@@ -126,9 +126,6 @@ class Launch:
         if not self._all_active:
             self._active = [g is not None for g in grads]
 
-    def forget_gradients(self) -> None:
-        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
-
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
@@ -148,8 +145,8 @@ class Launch:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    def updated(self) -> tuple[Tensor, ...]:
-        return tuple(self.params if self._all_active else compress(self.params, self._active))
+    def updated(self) -> list[Tensor]:
+        return self.params if self._all_active else list(compress(self.params, self._active))
 
     # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
@@ -167,6 +164,14 @@ class Launch:
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
         numbers: list[Any] = list(map(rule.at, groups, after))
+        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
+        starts = [
+            self._buffers is not None
+            and not cohort.started
+            and isinstance(n, Sgd)
+            and not n.smoothed
+            for cohort, n in zip(self.cohorts, numbers, strict=True)
+        ]
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             own = [laws[cohort.group] for cohort in self.cohorts]
@@ -175,8 +180,7 @@ class Launch:
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
-            elif not isinstance(numbers[0], Adam):
-                starts = self._starts(groups)
+            else:
                 own = [
                     after_first_step(law, n) if first else law
                     for law, n, first in zip(own, numbers, starts, strict=True)
@@ -188,10 +192,11 @@ class Launch:
         if isinstance(numbers[0], Adam):
             call = partial(self.native.adam_step_, settings, predictions, options, None)
         else:
-            first = self._first_step(groups)
+            same = all(starts) or not any(starts)
+            first = starts[0] if same else [starts[n] for n in self._assignment]
             more = predictions, options, None, rates
             call = partial(self.native.sgd_step_, settings, momentum, first, *more)
-        lasts = not options and self._lasts(laws)
+        lasts = not options and not rule.scalars and _last(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
     def step(self, state: State, largest_rates: Sequence[float]) -> bool:
@@ -208,7 +213,7 @@ class Launch:
             average()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
-        self.forget_gradients()
+        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
     @torch.no_grad()
@@ -263,22 +268,6 @@ class Launch:
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
 
-    def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
-        return not self.rule.scalars and all(map(_is_plain, laws or ()))
-
-    def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
-        if self._buffers is None:
-            return False
-        starts = self._starts(groups)
-        if all(starts) or not any(starts):
-            return starts[0]
-        return [starts[n] for n in self._assignment]
-
-    def _starts(self, groups: Sequence[Sgd]) -> list[bool]:
-        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
-        pairs = zip(self.cohorts, groups, strict=True)
-        return [not cohort.started and not numbers.smoothed for cohort, numbers in pairs]
-
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that the step's kernel has not written."""
         if self._buffers is None:
@@ -318,8 +307,8 @@ class Launch:
             if self._buffers is not None and any(map(terms_of, laws, templates)):
                 terms, eps, rates = self._prediction_now(templates, laws)
                 call = partial(self.native.predict, terms, eps, 0, None, rates)
-            known = _Prepared(templates, laws, self._lasts(laws), call)
-            self._prediction = known
+            lasts = not self.rule.scalars and _last(laws)
+            known = self._prediction = _Prepared(templates, laws, lasts, call)
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
@@ -355,9 +344,9 @@ class Launch:
         return True
 
 
-def _is_plain(law: Law) -> bool:
-    """Return whether equal laws of this type give equal predictions."""
-    return type(law) in (Linear, SecondOrder)
+def _last(laws: tuple[Law, ...] | None) -> bool:
+    """Return whether equal laws of these types give equal predictions."""
+    return all(type(law) in (Linear, SecondOrder) for law in laws or ())
 
 
 def _without_gradient(law: Law) -> Law:
@@ -434,29 +423,3 @@ class Launches:
             for (_, kind, _), positions in found.items()
         ]
         return _Resolved(places, kinds, version, idle, launches)
-
-
-class Scaling(NamedTuple):
-    """Attributes that GradScaler sets on an optimizer during ``step``."""
-
-    grad_scale: Tensor | None  # divides gradients; None: they are already unscaled
-    found_inf: Tensor | None  # not 0: a gradient is not finite, skip the step
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
-
-    def skips(self, launches: Sequence[Launch]) -> bool:
-        """Return whether to skip the step; waits for the device only if the host must know."""
-        found = self.found_inf
-        if found is None:
-            return False
-        # Step counts and first steps are tracked on the host.
-        asks = any(each.parameters.rule.scalars or not each.started for each in launches)
-        return (asks or found.device.type == "cpu") and bool(found.item())
-
-    def on(self, device: torch.device) -> StepOptions:
-        there = [v if v is None else v.to(device, torch.float32, non_blocking=True) for v in self]
-        return {"grad_scale": there[0], "found_inf": there[1]}
