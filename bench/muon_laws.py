@@ -76,7 +76,7 @@ class Training:
             key: {p: torch.zeros_like(p) for p in self.params} for key in self.optimizer.buffer_keys
         }
         self.optimizer.bind(self.true, state)
-        self.sink = self.optimizer.prediction_sink({p: p.detach() for p in self.params})
+        self.outs = {p: p.detach() for p in self.params}
         self._law, self._delay = law, delay
         self._late: list[tuple[Tensor, ...]] = []
 
@@ -99,7 +99,7 @@ class Training:
             "whole": Whole(delay),
             "second-order": st.laws.SecondOrder(delay),
         }
-        self.optimizer.write_with_next_step(self.sink, laws.get(law, 0) if delay else 0)
+        self.optimizer.write_with_next_step(self.outs, laws.get(law, 0) if delay else 0)
         self.optimizer.step()
         for p, w in before.items():
             p.data.copy_(self.true[p] + delay * (self.true[p] - w))

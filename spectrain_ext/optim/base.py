@@ -21,7 +21,7 @@ from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
 from .launch import Launch, Launches
-from .parameters import Binding, Parameters, PredictionSink, Views
+from .parameters import Binding, Parameters, Views
 from .rule import Rule, plain
 from .state import (
     Ordered,
@@ -124,7 +124,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         # In one call: an exception in between would leave two that do not match.
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
         self._predicted: list[Launch] | None = None
-        self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
+        self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
     profile_hook_step = staticmethod(_hooked)
@@ -286,8 +286,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         correction = self._parameters.correction
         largest_rates = self._largest_rates(correction)
         templates = self._parameters.numbers(self.param_groups)
-        sink, laws, checked = self._next_write or (None, None, None)
-        launches = self._resolved(sink)
+        outs, laws, checked = self._next_write or (None, None, None)
+        launches = self._resolved(outs)
         if laws is not None and checked is not templates:
             self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
@@ -341,8 +341,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                     each, _ = distance(momenta, [laid_out])
                     braking.brake_(gradients, momenta, each[0], group["maximize"])
 
-    def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
-        outs = None if sink is None else sink.outs
+    def _resolved(self, outs: Views | None = None, *, stash: bool = False) -> list[Launch]:
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
     def _largest_rates(self, correction: Correction | None) -> list[float]:
@@ -518,30 +517,46 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return binding is not None and binding.given is buffers
 
     @_exclusive
-    def prediction_sink(self, outs: Views) -> PredictionSink:
-        """Prepare outputs for predictions; ``outs[p]`` has the layout and device of p's weights.
+    def write_prediction(self, outs: Views, steps: Horizons) -> None:
+        """Write the prediction of every p to ``outs[p]``, with each group's current learning rate.
 
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
+        ``outs[p]`` has the layout and device of p's weights; pass the same mapping for the same
+        tensors, which are checked once. ``steps`` is a number of updates (>= 0; 0 copies the
+        weights' bits), a law of ``spectrain_ext.laws`` that needs no gradient, or a tuple with one
+        for each group. Allocates nothing and bumps no version counters.
+
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor,
+        invalid ``steps`` or a group whose momentum is 0.
         """
-        sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
-        self._parameters.numbers(self.param_groups)
-        self._resolved(sink)
-        return sink
+        self._bound("write_prediction").check(self.param_groups, outs, "outs")
+        templates, laws = self._laws(steps)
+        for launch in self._resolved(outs):
+            launch.predict(templates, laws)
 
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
-        """Let the next :meth:`step` also write the prediction that ``sink.write(steps)`` would.
+    def write_with_next_step(self, outs: Views | None, steps: Horizons = 0.0) -> None:
+        """Let the next :meth:`step` also write what ``write_prediction(outs, steps)`` would.
 
         If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
         a law that needs the gradient (``SecondOrder``); a parameter without a gradient is then
         predicted from its unchanged momentum. The request holds for one step; ``None`` cancels it.
+
+        Example:
+            >>> weight, ahead = nn.Parameter(torch.ones(1)), torch.empty(1)
+            >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
+            >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
+            >>> optimizer.write_with_next_step({weight: ahead}, 2)
+            >>> weight.grad = torch.ones(1)
+            >>> optimizer.step()
+            >>> weight.item(), ahead.item()
+            (0.75, 0.25)
         """
         with self._turn:
-            if sink is None:
+            if outs is None:
                 self._next_write = None
                 return
-            self._bound("write_with_next_step", sink)
+            self._bound("write_with_next_step").check(self.param_groups, outs, "outs")
             templates, laws = self._laws(steps, has_gradient=True)
-            self._next_write = sink, laws, templates
+            self._next_write = outs, laws, templates
 
     @_exclusive
     def update_in(self, views: Views) -> None:
@@ -550,33 +565,28 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         The previous tensors do not change any more. RuntimeError if the optimizer is not bound.
         ValueError for a missing or unsuitable tensor.
         """
-        self._bound("update_in").update_in(self.param_groups, views, "weights")
+        binding = self._bound("update_in")
+        binding.check(self.param_groups, views, "weights")
+        binding.weights = views
 
     @_exclusive
-    def read_stale(self, sink: PredictionSink) -> None:
-        """Let the correction read stale weights from this sink's outputs from the next step on.
+    def read_stale(self, views: Views) -> None:
+        """Let the correction read stale weights from ``views[p]`` from the next step on.
 
-        RuntimeError if the optimizer is not bound.
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
         """
-        self._bound("read_stale", sink).stale = sink.outs
+        binding = self._bound("read_stale")
+        binding.check(self.param_groups, views, "stale weights")
+        binding.stale = views
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group for which a correction is undefined."""
         Parameters(self._rule, correction=correction).numbers(self.param_groups)
 
-    @_exclusive
-    def _write(self, sink: PredictionSink, steps: Horizons) -> None:
-        self._bound("write", sink)
-        templates, laws = self._laws(steps)
-        for launch in self._resolved(sink):
-            launch.predict(templates, laws)
-
-    def _bound(self, what: str, sink: PredictionSink | None = None) -> Binding:
+    def _bound(self, what: str) -> Binding:
         binding = self._parameters.binding
         if binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
-        if sink is not None and sink.binding is not binding:
-            raise RuntimeError(f"{what}: the sink belongs to another binding")
         return binding
 
 

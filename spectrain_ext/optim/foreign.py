@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as version
 
 from spectrain_ext.operators.corrections import Correction
 
-from .parameters import PredictionSink, Views
+from .parameters import Views
 from .state import Ordered, laid_out_as
 
 
@@ -90,9 +90,7 @@ class Foreign(Ordered):
     def update_in(self, views: Views) -> None:
         self._master = views
 
-    def prediction_sink(self, outs: Views) -> None: ...
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
-    def read_stale(self, sink: Any) -> None: ...
+    def write_with_next_step(self, outs: Views | None, steps: Any = 0.0) -> None: ...
 
     # The step.
 

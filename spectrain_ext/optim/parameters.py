@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.corrections import Correction, StepCorrection
-from spectrain_ext.operators.laws import Horizons, Law, terms_of
+from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Term
 
 from .rule import Group, Rule, Scalars, scalar_dtype
@@ -47,7 +47,9 @@ class Binding:
         self.given = given
         self.stale: Views | None = None  # read by a correction
         self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
-        self.update_in(groups, master, "master")
+        self.weights = {p: p for _, p in named(groups)} if master is None else master
+        for where, p in named(groups):
+            _given("master", where, p, self.weights)
         if any(key not in given for key in keys):
             raise ValueError(
                 f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}"
@@ -63,57 +65,15 @@ class Binding:
                     )
             self.buffers[p] = found
 
-    def update_in(self, groups: Sequence[Group], views: Views | None, name: str) -> None:
-        if id(views) not in self._checked:
-            weights = {p: p for _, p in named(groups)} if views is None else views
-            for where, p in named(groups):
-                _given(name, where, p, weights)
-            self._checked[id(views)] = weights
-        self.weights = self._checked[id(views)]
-
-
-class PredictionSink:
-    """Outputs for predictions of an optimizer's weights, one tensor per parameter.
-
-    Created by :meth:`PredictingOptimizer.prediction_sink`; valid until the optimizer is unbound.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-        >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
-        >>> ahead = torch.empty(1)
-        >>> sink = optimizer.prediction_sink({weight: ahead})
-        >>> optimizer.write_with_next_step(sink, 2)
-        >>> weight.grad = torch.ones(1)
-        >>> optimizer.step()
-        >>> weight.item(), ahead.item()
-        (0.75, 0.25)
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        binding: Binding,
-        outs: Views,
-        write: Callable[[PredictionSink, Horizons], None],
-    ) -> None:
+    def check(self, groups: Sequence[Group], views: Views, name: str) -> None:
+        """Raise ValueError unless the tensors have the layout of the weights."""
+        if id(views) in self._checked:
+            return
         for where, p in named(groups):
-            out, weight = _given("outs", where, p, outs), binding.weights[p]
-            if out.shape != weight.shape or out.stride() != weight.stride():
-                raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
-        self._write = write
-        self.binding = binding
-        self.outs = outs
-
-    def write(self, steps: Horizons) -> None:
-        """Write the prediction of every parameter, with each group's current learning rate.
-
-        ``steps`` is a number of updates (>= 0; 0 copies the weights' bits), a law of
-        ``spectrain_ext.laws`` that needs no gradient, or a tuple with one for each group. Allocates
-        nothing and bumps no version counters. ValueError for invalid ``steps`` or a group whose
-        momentum is 0. RuntimeError if the optimizer is no longer bound as before.
-        """
-        self._write(self, steps)
+            view, weight = _given(name, where, p, views), self.weights[p]
+            if view.stride() != weight.stride():
+                raise ValueError(f"{name} of {where} must be {_words(weight)}, got {_words(view)}")
+        self._checked[id(views)] = views
 
 
 class Parameters:

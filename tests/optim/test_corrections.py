@@ -44,7 +44,7 @@ class Stage:
         storage = Storage(self.params, self.optimizer, rules, master=True, master_dtype=dtype)
         storage.bind()
         storage.begin()
-        self.optimizer.read_stale(storage.sink_of(storage.home))
+        self.optimizer.read_stale(storage.home.flat.views)
         return storage
 
     def rebind(self, correction: Any) -> None:
@@ -53,8 +53,8 @@ class Stage:
         self.storage = self.stored(correction)
 
     @property
-    def sink(self) -> Any:
-        return self.storage.sink_of(self.storage.home)
+    def outs(self) -> dict[Tensor, Tensor]:
+        return self.storage.home.flat.views
 
     @property
     def weights(self) -> list[Tensor]:
@@ -139,13 +139,12 @@ class TestSteps:
             stage.optimizer.param_groups[0]["lr"] *= (1.0, 2.0, 0.25)[t % 3]
             stale = stage.stale()
             if t % 2:
-                stage.optimizer.write_with_next_step(stage.sink, 2.0)
+                stage.optimizer.write_with_next_step(stage.outs, 2.0)
             definition.step(stage.step(none=(1, 5) if t in (0, 3) else ()), stale)
             _close(name, stage.weights, definition.w)
-            assert stage.sink is not None
             if t % 2:  # written in a separate pass
                 written = [p.detach().clone() for p in stage.params]
-                stage.sink.write(2.0)
+                stage.optimizer.write_prediction(stage.outs, 2.0)
                 assert_bits(stage.params, written)
         if correction.buffers:
             state = [stage.optimizer.state[p] for p in stage.params]
@@ -274,7 +273,7 @@ def test_second_order_predictions_have_the_corrected_gradient() -> None:
             assert p.grad is not None
             p.grad += 0.3 * p.grad**2 * (w - s)
         for each in (stage, plain):
-            each.optimizer.write_with_next_step(each.sink, st.laws.SecondOrder(2))
+            each.optimizer.write_with_next_step(each.outs, st.laws.SecondOrder(2))
             each.optimizer.step()
     for a, b in zip(stage.params, plain.params, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
@@ -339,11 +338,10 @@ class TestValues:
 class TestRefusals:
     def test_unbound(self) -> None:
         stage = Stage("SGD", DelayCompensation(1))
-        sink = stage.sink
         stage.storage.end()
         stage.storage.unbind()
         with pytest.raises(RuntimeError, match="not bound"):
-            stage.optimizer.read_stale(sink)
+            stage.optimizer.read_stale(stage.outs)
 
     def test_bad_arguments(self) -> None:
         p = nn.Parameter(torch.ones(3))
