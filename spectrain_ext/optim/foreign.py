@@ -18,6 +18,7 @@ from torch import Tensor
 # counters of tensors that autograd saved for microbatches in flight, and their backwards would
 # raise. A pipeline method changes weights between forward and backward on purpose.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
+from torch.utils._pytree import tree_leaves
 
 from spectrain_ext.operators.corrections import Correction
 
@@ -108,10 +109,17 @@ class Foreign(Ordered):
                 with versions_preserved(self._params), self._scaled_rates():
                     self._optimizer.step()
             except BaseException as error:
-                _note(error, type(self._optimizer).__name__)
+                error.add_note(
+                    f"the step of {type(self._optimizer).__name__} was cut short: of the stage's "
+                    "true weights and optimizer state some may have been updated and others not"
+                )
                 raise
         finally:
-            self._leave(places)
+            for k in [k for k, place in enumerate(places) if not place.leave()]:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__}: its step gave parameter {k} data of "
+                    f"another shape than {tuple(self._params[k].shape)}; that one was not updated"
+                )
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
@@ -137,13 +145,6 @@ class Foreign(Ordered):
                 for index, (own, now) in scaled.items():
                     if groups[index]["lr"] is now:
                         groups[index]["lr"] = own
-
-    def _leave(self, places: list[_Place]) -> None:
-        for k in [k for k, place in enumerate(places) if not place.leave()]:
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__}: its step gave parameter {k} data of another "
-                f"shape than {tuple(self._params[k].shape)}; that one was not updated"
-            )
 
     # State that the caller reads or loads.
 
@@ -175,7 +176,8 @@ class Foreign(Ordered):
 
     def loose_state(self) -> list[Tensor]:
         """Return all state tensors on a GPU."""
-        return [tensor for tensor in _tensors_in(_state_of(self._optimizer)) if tensor.is_cuda]
+        found = tree_leaves([*_state_of(self._optimizer).values()])
+        return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_cuda]
 
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)
@@ -238,19 +240,11 @@ def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
 def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return of(value)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple):  # no subclass, such as torch.Size
         return type(value)(_mapped(member, of) for member in value)
     if isinstance(value, dict):
         return {key: _mapped(member, of) for key, member in value.items()}
     return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for member in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(member)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,11 +256,3 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else found(*args)
 
     return hook
-
-
-def _note(error: BaseException, name: str) -> None:
-    text = (
-        f"the step of {name} was cut short: of the stage's true weights and optimizer state some "
-        "may have been updated and others not"
-    )
-    error.add_note(text)
