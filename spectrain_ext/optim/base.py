@@ -22,13 +22,14 @@ from spectrain_ext.operators.numbers import Corrected
 
 from .launch import Launch, Launches
 from .parameters import Binding, Parameters, Views
-from .rule import Rule, plain
 from .state import (
     Ordered,
+    Rule,
     SaveGuard,
     check_dtypes,
     independent,
     loaded_dtype,
+    plain,
     put_saved,
     read_entry,
     ruled,

@@ -19,8 +19,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
 from .parameters import Kinds, Parameters, Views
-from .rule import Group, Rule, Scalars
-from .state import State, empty_like
+from .state import Group, Rule, Scalars, State, empty_like
 
 _STILL = Linear(0)  # for weights that were never updated or are frozen
 _gradient = attrgetter("grad")

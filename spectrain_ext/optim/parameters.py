@@ -14,8 +14,10 @@ from spectrain_ext.operators.corrections import Correction, StepCorrection
 from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Term
 
-from .rule import Group, Rule, Scalars, scalar_dtype
 from .state import (
+    Group,
+    Rule,
+    Scalars,
     State,
     check_dtypes,
     converted,
@@ -25,6 +27,7 @@ from .state import (
     named,
     read_entry,
     ruled,
+    scalar_dtype,
 )
 
 Views = Mapping[Tensor, Tensor]
