@@ -41,7 +41,7 @@ help:
 	@echo "make check    the tests that start no processes and no compiler, while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, documentation and all tests but the nightly ones"
 	@echo "make docs     spelling, and the documentation as a site, in build/docs; a warning is an error"
-	@echo "make report   every figure and picture in the documents, from the committed runs"
+	@echo "make report   the tables and a picture in the documents, from the committed runs"
 	@echo "make bench    every operator against its rivals, and the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, the devices, problems"
 	@echo "make nightly  all tests, also those that take minutes, with many more random cases"
@@ -116,7 +116,7 @@ GPU_PYTHON ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/pytho
 	$$p -c pass 2> /dev/null && break; done; echo $$p)
 GPU_TOOLS := build/gpu-tools
 
-# The package's wheel for that Python and for Hopper only, the probe of launch policies, and the packages that tests need.
+# The package's wheel for that Python and for Hopper only, and the packages that tests need.
 # The wheel needs that Python's headers; without them, the suite compiles on the machine with the GPU.
 gpu-wheel:
 	@mkdir -p build/gpu
@@ -124,7 +124,6 @@ gpu-wheel:
 	@if $(GPU_PYTHON) -c 'import os, sysconfig as s; assert os.path.exists(s.get_path("include") + "/Python.h")' 2>/dev/null; \
 	then $(MAKE) --no-print-directory build/gpu/package; \
 	else echo "$(GPU_PYTHON) or its headers are missing: no wheel; bench/gpu_suite.py will compile, for a minute or two"; fi
-	PATH="$$PATH:$(or $(CUDA_HOME),/usr/local/cuda)/bin" PYTHONPATH=bench $(PYTHON) -m gpu.probe
 	@PYTHONPATH=bench $(PYTHON) -m gpu.carried > build/gpu/sources
 	$(PYTHON) -m pip --disable-pip-version-check --quiet download --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu $(GPU_NEEDS) \

@@ -15,7 +15,6 @@ Every round makes each candidate anew and destroys its groups afterwards: a gloo
 hundred times per second, whether its group is in use or not.
 
     python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 480 --json measured.json
-    python bench/bench_distributed.py --trials --rounds 60 --seconds 400 --json trials.json
     python bench/bench_distributed.py --ranks 2 3 4 --quick      # a rehearsal: no figures
 """
 
@@ -114,18 +113,16 @@ def ideal(blocks: int, batch: int) -> Measure:
 
 
 def ours(
-    method: str | st.Method,
+    method: str,
     blocks: int,
     batch: int,
     parts: int = 1,
-    window: Literal["classic", "wide"] | list[int] | None = None,
-    stage: Callable[[int], nn.Module] = stage_of,
-    optimizer: Callable[[Any], st.optim.SGD] = optimizer_of,
+    window: Literal["classic", "wide"] | None = None,
 ) -> Measure:
     """Return microbatches per second of a run, between its first and last results."""
     pipe = st.DistributedPipeline(
-        stage(blocks),
-        optimizer,
+        stage_of(blocks),
+        optimizer_of,
         _mse,
         method,
         microbatches=parts,
@@ -269,14 +266,9 @@ def measured_once(make: Callable[[], Measure], count: int) -> float:
     return figure
 
 
-def each_anew(
-    found: dict[str, Callable[[], Measure]], count: int
-) -> dict[str, Callable[[], float]]:
-    """Return candidates that are made anew for each measurement."""
-    return {name: partial(measured_once, make, count) for name, make in found.items()}
-
-
-def begin(rank: int, ranks: int, port: int) -> None:
+def rank_main(
+    rank: int, ranks: int, port: int, blocks: int | None, said: Any, options: argparse.Namespace
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -284,18 +276,6 @@ def begin(rank: int, ranks: int, port: int) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     gc.freeze()
-
-
-def end() -> None:
-    gc.unfreeze()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def rank_main(
-    rank: int, ranks: int, port: int, blocks: int | None, said: Any, options: argparse.Namespace
-) -> None:
-    begin(rank, ranks, port)
     # For all candidates: how much memory glibc returns depends on the process's history.
     keep_freed_memory()
     if blocks is None:
@@ -304,7 +284,7 @@ def rank_main(
     seconds = slowest(
         median(alone(stage_of(blocks), torch.randn(options.batch, WIDTH), 2.0, False))
     )
-    figures = rounds_of(each_anew(found, options.count), options)
+    figures = rounds_of(found, options)
     if rank == ranks - 1:
         said.put(
             {
@@ -313,15 +293,17 @@ def rank_main(
                 "seconds": seconds,
                 "load": os.getloadavg(),
                 "torch": torch.__version__,
-                "options": settings_of(options),
+                "options": {name: value for name, value in vars(options).items() if name != "json"},
                 "microbatches_per_second": figures,
             }
         )
-    end()
+    gc.unfreeze()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def rounds_of(
-    found: dict[str, Callable[[], float]], options: argparse.Namespace
+    found: dict[str, Callable[[], Measure]], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Return the figures of all rounds that fit into the time, at least one."""
     figures: dict[str, list[float]] = {name: [] for name in found}
@@ -329,9 +311,9 @@ def rounds_of(
     for n in range(options.rounds):
         if n and slowest(time.perf_counter() - start) * (n + 1) / n > options.seconds:
             break
-        for name, measure in found.items():
+        for name, make in found.items():
             dist.barrier()
-            figures[name].append(measure())
+            figures[name].append(measured_once(make, options.count))
     return figures
 
 
@@ -384,11 +366,6 @@ def report(ranks: int, document: dict[str, Any]) -> None:
         )
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of a run, without output paths."""
-    return {name: value for name, value in vars(options).items() if name != "json"}
-
-
 def about() -> dict[str, Any]:
     """Return where and how a run was made."""
     cpu = next(
@@ -418,9 +395,6 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of processes")
     parser.add_argument(
-        "--trials", action="store_true", help="try changes that bring two ranks closer to the ideal"
-    )
-    parser.add_argument(
         "--milliseconds",
         type=float,
         default=20.0,
@@ -439,24 +413,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.milliseconds, options.count, options.rounds = 2.0, 4, 1
-    if options.trials:
-        from distributed_trials import trials
-
-        document = {**about(), **trials(options)}
-    else:
-        document = {**about(), "ranks": {}}
-        blocks: int | None = None
-        parts = sum(len(microbatches(ranks)) for ranks in options.ranks)
-        for ranks in options.ranks:
-            own = argparse.Namespace(**vars(options))
-            own.seconds = options.seconds * len(microbatches(ranks)) / parts
-            found = spawned(rank_main, ranks, blocks, own)
-            document["ranks"][str(ranks)] = found
-            if len(document["ranks"]) == 1:
-                whole = found["blocks"] * ranks
-            at = options.ranks.index(ranks) + 1
-            blocks = None if at == len(options.ranks) else max(1, round(whole / options.ranks[at]))
-            report(ranks, found)
+    document = {**about(), "ranks": {}}
+    blocks: int | None = None
+    parts = sum(len(microbatches(ranks)) for ranks in options.ranks)
+    for at, ranks in enumerate(options.ranks, start=1):
+        own = argparse.Namespace(**vars(options))
+        own.seconds = options.seconds * len(microbatches(ranks)) / parts
+        found = spawned(rank_main, ranks, blocks, own)
+        document["ranks"][str(ranks)] = found
+        if at == 1:
+            whole = found["blocks"] * ranks
+        blocks = None if at == len(options.ranks) else max(1, round(whole / options.ranks[at]))
+        report(ranks, found)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rounded(document), file, indent=1)

@@ -55,28 +55,6 @@ def test_plan(benchmark: Any, call: str, request: pytest.FixtureRequest) -> None
     benchmark.extra_info["host"] = True
 
 
-class _Unwatched(st.Plan):
-    """Plans like an optimizer's, whose owner checks the addresses."""
-
-    _watches = False
-
-
-@pytest.mark.parametrize("kind", [st.Plan, _Unwatched], ids=["Plan", "unwatched"])
-@pytest.mark.parametrize("operation", ["predict_", "sgd_step_"])
-@pytest.mark.parametrize("count", [1, 10, 40, 100, 300])
-def test_making_sure_that_nothing_moved(
-    benchmark: Any, count: int, operation: str, kind: type[st.Plan]
-) -> None:
-    """Tensors of one element: every call checks whether they moved, which empty tensors skip."""
-    w, v, g = ([torch.ones(1) for _ in range(count)] for _ in range(3))
-    plan = kind(w, momentum_buffers=v, grads=g)
-    if operation == "predict_":
-        benchmark(lambda: plan.predict_(lr=0.0, steps=1.0))
-    else:
-        benchmark(lambda: plan.sgd_step_(lr=0.0, momentum=0.5))
-    _note(benchmark, f"{operation}, {count} tensors of one element", kind.__name__)
-
-
 def test_making_a_plan(benchmark: Any) -> None:
     s = _empty(300)
     w, v = s["w"], s["v"]

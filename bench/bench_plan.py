@@ -6,16 +6,11 @@ layers. Ratios of planned to measured time are taken round by round; medians cou
 
     python bench/bench_plan.py --json run.json      # about 6 minutes, wants two idle cores
     python bench/bench_plan.py --quick              # a rehearsal: no valid figures
-
---speeds simulates unequal devices: a rank of half the speed computes its layers twice.
-
-    python bench/bench_plan.py --speeds 1,.5 --json run.json
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import sys
@@ -30,15 +25,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.cli.doctor import cpu_name
 from spectrain_ext.cli.links import measured_link
 from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
-from spectrain_ext.partitioning import Profile, cut, cut_at
-from spectrain_ext.partitioning.profile import BlockProfile
+from spectrain_ext.partitioning import cut_at
 from spectrain_ext.planning import Layers, Link, measure_layers
 from spectrain_ext.planning.costs import Costs, Setting, Way
 from spectrain_ext.schedule import Replicas
@@ -61,8 +55,6 @@ class Case(NamedTuple):
     method: str
     microbatches: int
     replicas: tuple[int, ...]
-    speeds: tuple[float, ...] | None = None  # of every rank
-    fitted: bool = False  # whether the cut accounts for them
 
     @property
     def stages(self) -> int:
@@ -70,8 +62,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         counts = ",".join(map(str, self.replicas))
-        cuts = f", layers {' + '.join(map(str, layers_in(self)))}" if self.speeds else ""
-        return f"{self.model}, {self.method}, stages {counts}, M = {self.microbatches}{cuts}"
+        return f"{self.model}, {self.method}, stages {counts}, M = {self.microbatches}"
 
 
 def cases(processes: int) -> Iterator[Case]:
@@ -89,14 +80,6 @@ def cases(processes: int) -> Iterator[Case]:
             yield Case("even", method, 4, replicas)
 
 
-def unequal_cases(speeds: tuple[float, ...]) -> Iterator[Case]:
-    """Yield configurations of ranks with these speeds: cut for them, and cut as if equal."""
-    for model in MODELS:
-        for method, microbatches in (("1f1b", 4), ("1f1b", 8), ("auto", 4), ("auto", 8)):
-            for fitted in (True, False):
-                yield Case(model, method, microbatches, (1,) * len(speeds), speeds, fitted)
-
-
 def model_of(name: str) -> list[nn.Module]:
     """Return the same model on all ranks; tanh, since dead units decay into subnormals."""
     torch.manual_seed(0)
@@ -109,9 +92,6 @@ def model_of(name: str) -> list[nn.Module]:
 def ends_of(case: Case) -> tuple[int, ...]:
     """Cut by number of layers and replicas, independent of any measurement."""
     layers = MODELS[case.model]
-    if case.fitted:
-        profile = Profile(tuple(BlockProfile(float(count)) for count in layers))
-        return cut(profile, case.stages, speeds=case.speeds).ends
     whole, total, done, ends = sum(layers), sum(case.replicas), 0, []
     for k, r in enumerate(case.replicas[:-1]):
         done += r
@@ -123,45 +103,6 @@ def ends_of(case: Case) -> tuple[int, ...]:
     return (*ends, len(layers))
 
 
-def layers_in(case: Case) -> list[int]:
-    """Return the layers of every stage."""
-    ends = ends_of(case)
-    return [sum(MODELS[case.model][a:b]) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
-
-
-class _Again(torch.autograd.Function):
-    """Runs extra backwards before the one that counts."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, others: list[tuple[Tensor, list[Tensor]]]) -> Tensor:
-        ctx.others = others
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        for output, inputs in ctx.others:
-            torch.autograd.grad(output, inputs, gradient)
-        return gradient, None
-
-
-class Slowed(nn.Module):
-    """A stage on a slower device: it computes everything several times."""
-
-    def __init__(self, stage: nn.Module, speed: float) -> None:
-        super().__init__()
-        self.stage = stage
-        # Copies of the weights that no optimizer updates; their results are discarded.
-        self._others = [copy.deepcopy(stage) for _ in range(round(1 / speed) - 1)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        others = []
-        for other in self._others:
-            again = x.detach().requires_grad_(x.requires_grad)
-            inputs = [*([again] if x.requires_grad else []), *other.parameters()]
-            others.append((other(again), inputs))
-        return _Again.apply(self.stage(x), others)  # type: ignore[no-any-return]
-
-
 def optimizer_of(params: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=1e-3, momentum=0.9)
 
@@ -171,11 +112,8 @@ class Runner:
 
     def __init__(self, case: Case, batch: int, rank: int) -> None:
         stage, _ = Replicas(case.replicas).stage_and_replica(rank)
-        module: nn.Module = cut_at(model_of(case.model), ends_of(case))[stage]
-        if case.speeds is not None and case.speeds[rank] < 1:
-            module = Slowed(module, case.speeds[rank])
         self._pipe = st.DistributedPipeline(
-            module,
+            cut_at(model_of(case.model), ends_of(case))[stage],
             optimizer_of,
             nn.functional.mse_loss,
             case.method,
@@ -221,13 +159,12 @@ def rank_main(
         "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(minutes=5)
     )
     cores = len(os.sched_getaffinity(0))
-    found = unequal_cases(options.speeds) if options.speeds else cases(processes)
-    todo = list(found)[:: 5 if options.quick else 1]
+    todo = list(cases(processes))[:: 5 if options.quick else 1]
     runners = [Runner(case, options.batch, rank) for case in todo]
     rows: list[dict[str, Any]] = [
         {
             **{**case._asdict(), "case": str(case), "ends": ends_of(case)},
-            **{"layers": layers_in(case), **{name: [] for name in KINDS}},
+            **{name: [] for name in KINDS},
         }
         for case in todo
     ]
@@ -261,7 +198,7 @@ def planned_of(
 ) -> tuple[float, float]:
     """Return the planner's period of a configuration and the work of all its ranks."""
     way = Way(find_method(case.method), ends_of(case), case.replicas, case.microbatches)
-    costs = Costs(Setting(layers, link, batch, cores, speeds=case.speeds), way)
+    costs = Costs(Setting(layers, link, batch, cores), way)
     return costs.period, costs.work
 
 
@@ -293,15 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="per configuration and round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
-    parser.add_argument("--speeds", help="each rank's speed, with commas: 1 over an integer")
     parser.add_argument("--quick", action="store_true", help="a fifth of the work")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args(argv)
-    more = f" --rounds {options.rounds} --json plan.json"
-    if options.speeds:
-        more = f" --speeds {options.speeds}{more}"
-        options.speeds = tuple(map(float, options.speeds.split(",")))
-        options.processes = [len(options.speeds)]
     if options.quick:
         options.rounds, options.seconds = 1, 0.2
     if options.json:
@@ -325,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python bench/bench_plan.py{more}",
+            "command": f"python bench/bench_plan.py --rounds {options.rounds} --json plan.json",
             "device": "cpu",
             "cpu": cpu_name(),
             "load_before": load,

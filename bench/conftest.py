@@ -11,9 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from report.operators import compact, judged
-from report.rows import Row
 from rivals.machine import environment
+from rivals.rows import Row, compact
+from rivals.targets import judged
 from rivals.workloads import PRECISIONS
 
 
@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
     """Print a line per group against the best copy and the fastest rival, and missed figures."""
     session = getattr(config, "_benchmarksession", None)
     found = [bench.as_dict(include_data=False) for bench in getattr(session, "benchmarks", [])]
-    rows = [Row.of(each) for each in found if "operation" in each["extra_info"]]
+    rows = Row.all_of(found)
     if rows:
         terminalreporter.section("ours against the best copy and the fastest rival")
         terminalreporter.write_line(compact(rows))

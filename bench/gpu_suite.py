@@ -2,7 +2,7 @@
 
     make gpu-wheel                                     # beforehand, where there is a network
     python bench/gpu_suite.py --out runs/gpu           # at most ten minutes, at most eight files
-    python bench/gpu_suite.py --out runs/x --only ranks eight    # two steps, after their needs
+    python bench/gpu_suite.py --out runs/x --only ranks training # two steps, after their needs
     python bench/gpu_suite.py --out runs/x --dry-run   # the plan, on any machine
     python bench/gpu_suite.py --out runs/x --rehearse  # all of it, tiny and on the CPU
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import machine
-from gpu.cases import Cases, write
+from gpu.cases import Cases
 from gpu.plan import SUITE, TOTAL_S, plan
 from gpu.results import Results, clean
 from gpu.scale import FULL, REHEARSAL, ROOT, Scale
@@ -48,15 +47,8 @@ PARTS = {
     "small": "small.small",
     "stress-methods": "stress.stress_methods",
     "stress-options": "stress.stress_options",
-    "stress-plans": "stress.stress_plans",
-    "stress-devices": "stress.stress_devices",
-    "eight": "eight.eight",
-    "memory": "memory.memory",
+    "training": "training.training",
     "operators": "operators.run_operators",
-    "variables": "variables.variables",
-    "probe-build": "probe.prepare",
-    "probe": "probe.run",
-    "large": "operators.large_launches",
     "host-cost": "host_cost.host_cost",
     "layers": "layers.layers",
     "overlap": "overlap.traced",
@@ -65,7 +57,7 @@ PARTS = {
 
 def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
     """Run a part in this process; return 1 if one of its cases failed."""
-    light = name in ("install", "tests", "probe-build", "probe")
+    light = name in ("install", "tests")
     alive = (lambda: None) if light else scale.wait
     limit = CASE_S if scale.on_gpu and not light else 0.0
     cases = Cases(work / f"{record}.json", until, alive, limit)
@@ -77,8 +69,7 @@ def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tes
     part: Callable[..., None] = getattr(importlib.import_module(f"gpu.{module}"), function)
     given: dict[str, tuple[object, ...]] = {
         "tests": (scale, tests, work),
-        "probe-build": (work,),
-        **dict.fromkeys(("install", "probe", "overlap"), (scale, work)),
+        **dict.fromkeys(("install", "overlap"), (scale, work)),
     }
     part(cases, *given.get(name, (scale,)))
     return int(any(case["status"] in ("failed", "died") for case in cases.data.values()))
@@ -130,7 +121,8 @@ def suite(
                 inside = _inside if rehearses else None
                 done = run_group(group, results.log_of, HERE, ends, results.publish, inside)
                 results.outcomes += done
-                _after(group[0].name, results)
+                if group[0].name == "install":
+                    _ask_torch(results)
                 results.summarize()
                 told = ", ".join(f"{o.status} in {o.seconds:.0f} s" for o in done)
                 print(f"[{time.monotonic() - begun:.0f} s] {names}: {told}", flush=True)
@@ -160,21 +152,13 @@ def _prepare_environment(work: Path) -> None:
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{tools}/bin"])
 
 
-def _after(name: str, results: Results) -> None:
-    """Store a step's output as JSON, and the device's properties that only torch knows."""
-    if name == "install":
-        sys.path.insert(1, str(results.work / "site"))
-        try:
-            results.environment["gpu"] = machine.gpu()
-        except Exception as error:
-            results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}", "count": 0}
-    elif name == "ncu" and (results.work / "ncu.log").exists():
-        from gpu.operators import counters
-
-        found = counters((results.work / "ncu.log").read_text(errors="replace"))
-        if found:
-            data = {"kernels": {"status": "ok", "result": found}}
-            write(results.work / "ncu-metrics.json", json.dumps(data))
+def _ask_torch(results: Results) -> None:
+    """Store the device's properties that only torch knows."""
+    sys.path.insert(1, str(results.work / "site"))
+    try:
+        results.environment["gpu"] = machine.gpu()
+    except Exception as error:
+        results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}", "count": 0}
 
 
 def _inside(command: list[str], log: Path) -> int | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import spectrain_ext
 
 project = "spectrain_ext"
@@ -30,3 +33,15 @@ autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+# A link to a text outside this folder, which is no page of the site.
+_OUTSIDE = re.compile(r"\[([^\]`]+)\]\((\.\./[^)#]+\.md)(?:#[^)]*)?\)")
+
+
+def _offer(_: object, __: str, source: list[str]) -> None:
+    """Offer these texts for download."""
+    source[0] = _OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _offer)

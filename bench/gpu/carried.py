@@ -12,9 +12,9 @@ _SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".txt", ".tom
 
 
 def fingerprint() -> str:
-    """Return a hash of all sources of the package and the probe."""
+    """Return a hash of all sources of the package."""
     digest = hashlib.sha256()
-    own = ("CMakeLists.txt", "pyproject.toml", "setup.py", "bench/gpu/probe.cu")
+    own = ("CMakeLists.txt", "pyproject.toml", "setup.py")
     paths = [ROOT / name for name in own]
     for folder in ("cmake", "csrc", "spectrain_ext"):
         paths += sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in _SUFFIXES)

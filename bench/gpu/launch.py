@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +20,6 @@ from typing import Any
 
 from .scale import ROOT, Scale
 
-#: The folder for a rank's files, in its own process.
-_FOLDER = "SPECTRAIN_SUITE_FOLDER"
 _PRELOADED = ("torch.distributed", "spectrain_ext", "gpu.ranks")
 
 
@@ -32,8 +30,6 @@ class Ended:
     code: int | None = None  # negative: the signal; None: it hung and was killed
     value: Any = None  # return value
     error: str = ""  # exception
-    at: float = 0.0  # time.time() of its end
-    marked: float = 0.0  # time of its last `mark`
     said: str = ""  # stdout and stderr
 
 
@@ -43,7 +39,6 @@ def launch(
     scale: Scale,
     *arguments: Any,
     limit_s: float,
-    environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
     """Run `program(rank, ranks, scale, *arguments)` on all ranks; kill ranks that hang.
 
@@ -55,7 +50,7 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.launch", *_PRELOADED])
     with tempfile.TemporaryDirectory() as folder:
-        given = (program, ranks, store.port, folder, dict(environment or {}), scale, arguments)
+        given = (program, ranks, store.port, folder, scale, arguments)
         processes = [
             context.Process(target=_main, args=(rank, *given), daemon=True) for rank in range(ranks)
         ]
@@ -79,10 +74,9 @@ def run_all(
     scale: Scale,
     *arguments: Any,
     limit_s: float,
-    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Return every rank's result; raise AssertionError if a rank has none."""
-    ended = launch(program, ranks, scale, *arguments, limit_s=limit_s, environment=environment)
+    ended = launch(program, ranks, scale, *arguments, limit_s=limit_s)
     for rank, end in enumerate(ended):
         if end.code != 0:
             raise AssertionError(f"rank {rank} {how(end)}")
@@ -95,18 +89,13 @@ def how(end: Ended) -> str:
     return f"{code}: {end.error or end.said[-1500:]}"
 
 
-def mark(rank: int) -> None:
-    """Record the time of an event in a rank."""
-    Path(os.environ[_FOLDER], f"{rank}.mark").write_text(repr(time.time()))
-
-
 def _watch(processes: Sequence[Any], ended: Sequence[Ended], until: float) -> None:
     running = dict(enumerate(processes))
     asked = False
     while running:
         for rank, process in list(running.items()):
             if process.exitcode is not None:
-                ended[rank].code, ended[rank].at = process.exitcode, time.time()
+                ended[rank].code = process.exitcode
                 del running[rank]
         if running and time.time() > until:
             for process in running.values():
@@ -114,9 +103,8 @@ def _watch(processes: Sequence[Any], ended: Sequence[Ended], until: float) -> No
                     # The first signal prints its stack, the second ends it.
                     os.kill(process.pid, signal.SIGKILL if asked else signal.SIGUSR1)
             if asked:
-                for rank, process in running.items():
+                for process in running.values():
                     process.join()
-                    ended[rank].at = time.time()
                 return
             asked, until = True, time.time() + 1.0
         time.sleep(0.01)
@@ -128,9 +116,7 @@ def _collect(folder: Path, rank: int, end: Ended) -> None:
         if path.exists():
             setattr(end, attribute, path.read_text(errors="replace"))
     print(f"rank {rank} ended with {end.code}\n{end.said[-20000:]}", flush=True)
-    noted, value = (folder / f"{rank}.{name}" for name in ("mark", "value"))
-    if noted.exists():
-        end.marked = float(noted.read_text())
+    value = folder / f"{rank}.value"
     if value.exists():
         end.value = pickle.loads(value.read_bytes())  # written by this program
     elif end.code == 0:
@@ -143,7 +129,6 @@ def _main(
     ranks: int,
     port: int,
     folder: str,
-    environment: dict[str, str],
     scale: Scale,
     arguments: tuple[Any, ...],
 ) -> None:
@@ -152,8 +137,6 @@ def _main(
     os.dup2(out, 2)
     sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1, closefd=False)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    # Neither the driver nor NCCL has been initialized, so that both see the variables.
-    os.environ.update({_FOLDER: folder, **environment})
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     import torch

@@ -27,7 +27,6 @@ _TOOLS = {
     ],
     "nvcc": ["--version"],
     "compute-sanitizer": ["--version"],
-    "ncu": ["--version"],
     "git": ["-C", str(ROOT), "rev-parse", "HEAD"],
 }
 

@@ -1,28 +1,18 @@
 """Measures every operator and its rivals on rotating buffers, the largest first.
 
-torch.compile comes last. Also provides four large launches for ncu and parses its output.
+torch.compile comes last.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from typing import Any
 
 from rivals import operations
 from rivals.contest import OnHost, Settings, Times, contest, take_turns
 from rivals.machine import environment
-from rivals.operations import (
-    ADAMW_1,
-    ADAMW_2,
-    PREDICT,
-    SGD_2,
-    STAGE,
-    Operation,
-    host_calls,
-    ours,
-)
-from rivals.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
+from rivals.operations import ADAMW_2, SGD_2, STAGE, Operation, host_calls
+from rivals.workloads import BF16, MIXED, Workload, model, synthetic
 
 from .cases import Cases
 from .scale import Scale
@@ -97,33 +87,3 @@ def document_of(found: dict[str, Any]) -> dict[str, Any]:
         elif name != "environment":
             document["benchmarks"] += case["result"]
     return document
-
-
-# For ncu
-
-
-def large_launches(cases: Cases, scale: Scale) -> None:
-    """Launch each operator once."""
-    for operation, precision in ((PREDICT, FP32), (SGD_2, FP32), (ADAMW_2, FP32), (ADAMW_1, MIXED)):
-        work = synthetic((1,), scale.large[:1], precision)[0]
-
-        def launch(operation: Any = operation, work: Any = work) -> None:
-            ours(operation, Streams(work, scale.device))["Plan"]()
-            scale.wait()
-
-        cases.run(f"{operation.name}, {work.name}, {precision.name}", launch)
-
-
-def counters(text: str) -> list[dict[str, Any]]:
-    """Return kernels and their metrics in launch order, from `ncu --csv --page details`."""
-    lines = text.splitlines()
-    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    kernels: dict[str, dict[str, Any]] = {}
-    for row in csv.DictReader(lines[begin:]):
-        name = row.get("Metric Name")
-        if not name or not (row.get("ID") or "").isdigit():
-            continue
-        kernel = kernels.setdefault(row["ID"], {"kernel": row.get("Kernel Name"), "metrics": {}})
-        key = f"{name} [{row.get('Metric Unit') or ''}]".replace(" []", "")
-        kernel["metrics"][key] = row.get("Metric Value")
-    return list(kernels.values())

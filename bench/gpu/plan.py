@@ -12,7 +12,6 @@ from .steps import Step
 SUITE = ROOT / "bench" / "gpu_suite.py"
 #: Check only this package's kernels, not memory that torch leaves uninitialized.
 _KERNELS = "spectrain"
-_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy")
 #: Sum of the limits in `plan`, in seconds.
 TOTAL_S = 570.0
 
@@ -47,35 +46,20 @@ def plan(
         step.needs = "compute-sanitizer"
         return step
 
-    counters = part("large", 40, "ncu")
-    ncu = ["ncu", "--csv", "--clock-control", "none", "--launch-count", "4"]
-    ncu += ["--kernel-name-base", "mangled", "--kernel-name", f"regex:{_KERNELS}"]
-    ncu += [word for section in _SECTIONS for word in ("--section", section)]
-    counters.command, counters.needs = [*ncu, *counters.command], "ncu"
     install = part("install", 20)
     install.essential, install.patience_s = True, 240.0  # to compile, if no wheel fits
-    stress = [part(f"stress-{name}", 70) for name in ("methods", "options", "plans")]
     groups = [
         [install],
         [part("first", 30)],
         [part("devices", 30, gpus=2)],
-        [part("ranks", 150 if several else 30)],
-        [
-            part("tests", 140),
-            sanitizer("memcheck", 140),
-            sanitizer("synccheck", 140),
-            part("probe-build", 140),  # no timed step runs yet
-        ],
-        [*stress, part("stress-devices", 70, gpus=2)],
-        [part("eight", 45 if several else 20)],
-        [part("memory", 25)],
-        [part("operators", 90)],
-        [part("variables", 60 if several else 30)],
-        [part("probe", 35)],
-        [counters],
-        [part("host-cost", 35)],
+        [part("ranks", 100 if several else 30)],
+        [part("tests", 140), sanitizer("memcheck", 140), sanitizer("synccheck", 140)],
+        [part("stress-methods", 70), part("stress-options", 70)],
+        [part("training", 45 if several else 20)],
+        [part("operators", 120)],
+        [part("host-cost", 40)],
         [part("layers", 15)],
-        [part("overlap", 35)],
+        [part("overlap", 45)],
         [sanitizer("racecheck", 60), sanitizer("initcheck", 60)],
     ]
     if only:

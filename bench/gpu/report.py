@@ -99,51 +99,18 @@ def _tests(part: Part) -> list[str]:
 
 
 def _operators(part: Part) -> list[str]:
-    from report import targets
-    from report.operators import compact, host_table, host_us, judged
-    from report.rows import Row
+    from rivals import targets
+    from rivals.rows import Row, compact
+    from table import table
 
     from .operators import document_of
 
     measured = document_of(part)
     about, found = measured["machine_info"], measured["benchmarks"]
-    rows = [Row.of(each) for each in found if "operation" in each["extra_info"]]
-    lines = ["### Targets", "", targets.markdown(judged(about, found))]
-    lines += ["", "### Figures", "", compact(rows), "", host_table(host_us(found))]
+    host = [[name, f"{us:.2f}"] for name, us in targets.host_us(found).items()]
+    lines = ["### Targets", "", targets.markdown(targets.judged(about, found)), "", "### Figures"]
+    lines += ["", compact(Row.all_of(found)), "", table("call|>host us", host)]
     return lines + [f"- not measured: {x}" for x in measured["left_out"]]
-
-
-def _probe(part: Part) -> list[str]:
-    rows = (part.get("probe", {}).get("result") or {}).get("rows", [])
-    lines = [
-        "| what | variant | elements | blocks | in flight | grid | registers | local bytes "
-        "| median us | best us | GB/s |",
-        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|",
-    ]
-    # The fastest of every rule first.
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    for row in sorted(rows, key=lambda r: (names.index(r["name"]), r.get("median_us", 0.0))):
-        if "median_us" not in row:
-            continue
-        cells = [
-            str(row.get(key, ""))
-            for key in (
-                *("name", "variant", "vector", "blocks", "in_flight", "grid", "registers"),
-                *("local_bytes", "median_us", "best_us", "gb_per_s"),
-            )
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines + [f"- {row['name']}: {row['error']}" for row in rows if "error" in row]
-
-
-def _counters(part: Part) -> list[str]:
-    wanted = ("Duration", "DRAM Throughput", "Memory Throughput", "Achieved Occupancy", "Registers")
-    lines = []
-    for case in part.values():
-        for kernel in case.get("result") or []:
-            found = [f"{k} {v}" for k, v in kernel["metrics"].items() if k.startswith(wanted)]
-            lines.append(f"- `{kernel['kernel'][:120]}`: {'; '.join(found)}")
-    return lines
 
 
 def _host_cost(part: Part) -> list[str]:
@@ -186,34 +153,18 @@ def _devices(part: Part) -> list[str]:
         if "reaches" in found:
             rows = ["".join("x" if can else "." for can in row) for row in found["reaches"]]
             lines.append(f"- {name}, a row for each device: {' '.join(rows)}")
-        elif "gb_per_s" in found:
-            lines.append(f"- {name}: {found['gb_per_s']:.1f} GB/s")
     pipelines = sum("bits" in found for _, found in _results(part))
     return [*lines, f"- pipelines with the CPU's bits: {pipelines}"]
 
 
 def _ranks(part: Part) -> list[str]:
-    lines = []
-    for name, found in _results(part):
-        if "codes" in found:
-            others, everyone = (found[f"seconds_until_{who}_ended"] for who in ("others", "all"))
-            lines.append(
-                f"- {name}: the others ended {others:.1f} s after it, all {everyone:.1f} s; exit "
-                f"codes {found['codes']}, timeout {found['timeout_s']:.0f} s"
-            )
-        elif "gb_per_s" in found:
-            size = found["message_bytes"] / 1e6
-            lines.append(
-                f"- {name}: {size:.0f} MB each by {found['backend']}, {found['gb_per_s']:.2f} GB/s "
-                f"over all edges, {found['bits']} bits"
-            )
-        else:
-            methods = ", ".join(found["methods"])
-            lines.append(f"- {name}: as in one process, by {found['backend']} ({methods})")
-    return lines
+    return [
+        f"- {name}: as in one process, by {found['backend']} ({', '.join(found['methods'])})"
+        for name, found in _results(part)
+    ]
 
 
-def _eight(part: Part) -> list[str]:
+def _training(part: Part) -> list[str]:
     lines = ["| | devices | by | auto | 1f1b | auto / 1f1b |", "|---|--:|---|--:|--:|--:|"]
     for name, found in _results(part):
         speeds = [f"{found[m]['minibatches_per_s']:.3g}" for m in ("auto", "1f1b")]
@@ -224,41 +175,19 @@ def _eight(part: Part) -> list[str]:
     return [*lines, "", "Minibatches per second, medians of rounds in which both took turns."]
 
 
-def _memory(part: Part) -> list[str]:
-    lines = []
-    for name, found in _results(part):
-        each = {name: found} if "last" in found else {f"{name}, {k}": v for k, v in found.items()}
-        for who, one in each.items():
-            grown = ", ".join(f"{k} {one['last'][k] - one['settled'][k]:+,}" for k in one["last"])
-            lines.append(f"- {who}: bytes after {one['evaluations']} evaluations: {grown}")
-    return lines
-
-
-def _variables(part: Part) -> list[str]:
-    lines = ["| | by | auto | 1f1b |", "|---|---|--:|--:|"]
-    for name, found in _results(part):
-        speeds = [f"{found['minibatches_per_s'][m]:.3g}" for m in ("auto", "1f1b")]
-        lines.append(f"| {name} | {found['backend']} | {' | '.join(speeds)} |")
-    return [*lines, "", "Minibatches per second of eight stages; each row is a start of its own."]
-
-
 _SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
     "Tests": ("tests", _tests),
     "Several GPUs": ("devices", _devices),
     "Processes": ("ranks", _ranks),
-    "Eight stages": ("eight", _eight),
-    "Memory": ("memory", _memory),
+    "Training": ("training", _training),
     "Operators": ("operators", _operators),
-    "Variables": ("variables", _variables),
-    "Launch policies": ("probe", _probe),
-    "ncu": ("ncu-metrics", _counters),
     "Host": ("host-cost", _host_cost),
     "Overlap": ("overlap", _overlap),
 }
 #: Steps that report only failures, and figures that no table needs.
 WITHOUT_TABLE = (
-    *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck", "probe-build", "ncu"),
-    *("stress-methods", "stress-options", "stress-plans", "stress-devices", "layers"),
+    *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck"),
+    *("stress-methods", "stress-options", "layers"),
 )
 #: Steps with a table.
 WITH_TABLE = tuple(name for name, _ in _SECTIONS.values())

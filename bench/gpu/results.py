@@ -91,6 +91,6 @@ class Results:
 
 def clean(outcomes: Sequence[Outcome]) -> bool:
     """Return whether all steps ran without errors; tools and GPUs may be missing."""
-    tools = ("memcheck", "synccheck", "racecheck", "initcheck", "ncu", "probe-build", "probe")
+    tools = ("memcheck", "synccheck", "racecheck", "initcheck")
     found = any(o.facts.get(k) for o in outcomes for k in ("sanitizer_errors", "hazards"))
     return not found and all(o.status in ("ok", "skipped") for o in outcomes if o.name not in tools)

@@ -13,7 +13,7 @@ class Scale:
     """Sizes; exponents are of two."""
 
     device: str
-    large: tuple[int, ...]  # elements for the operators, the first also for ncu
+    large: tuple[int, ...]  # elements for the operators
     many: tuple[tuple[int, int], ...]  # numbers of tensors, and the exponent of their elements
     models: tuple[str, ...]
     case_s: float
@@ -22,15 +22,11 @@ class Scale:
     traced: tuple[int, int, int]
     seeds: int
     few: int | None  # limit on methods and operations
-    churned: int  # plans made and dropped
     delay_s: float
     rounds: int
     compiles: bool
     processes: tuple[int, ...]  # ranks of a run, the most important first
-    message: tuple[int, int]  # rows and columns of a sent activation
-    eight: tuple[int, int, int]  # minibatches, width, samples of a microbatch; in 8 stages
-    evaluations: int
-    timeout_s: float  # timeout of waiting ranks
+    training: tuple[int, int, int]  # minibatches, width, samples of a microbatch; in 8 stages
     stand_ins: int = 0  # substitutes for GPUs, where there are none
 
     @property
@@ -73,15 +69,11 @@ FULL = Scale(
     traced=(16, 4096, 2048),
     seeds=8,
     few=None,
-    churned=40,
     delay_s=2e-3,
     rounds=15,
     compiles=True,
     processes=(2, 8, 4),
-    message=(16, 2**20),
-    eight=(6, 4096, 512),
-    evaluations=20,
-    timeout_s=10.0,
+    training=(6, 4096, 512),
 )
 REHEARSAL = Scale(
     device="cpu",
@@ -94,14 +86,10 @@ REHEARSAL = Scale(
     traced=(3, 8, 4),
     seeds=1,
     few=2,
-    churned=2,
     delay_s=1e-4,
     rounds=2,
     compiles=False,
-    processes=(2, 8, 4),
-    message=(2, 8),
-    eight=(2, 8, 4),
-    evaluations=4,
-    timeout_s=3.0,
+    processes=(2,),
+    training=(2, 8, 4),
     stand_ins=8,
 )

@@ -7,7 +7,7 @@ work that does not wait for it reads or writes too early.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -188,23 +188,6 @@ def stress_options(cases: Cases, scale: Scale) -> None:
     _compare(cases, scale, setups)
 
 
-def stress_devices(cases: Cases, scale: Scale) -> None:
-    """Test wide stages over two devices and over all: the same bits with and without delays."""
-    two, every = tuple(scale.devices(2) * 2), tuple(scale.devices(min(8, max(4, scale.gpus))))
-    narrow = max(8, scale.stress[1] // 8)
-    setups = {
-        "auto, two devices": Setup("auto", two, narrow),
-        "spectrain, two devices": Setup("spectrain", two, narrow),
-        "auto, all devices": Setup("auto", every, narrow),
-        "recomputing, BatchNorm": Setup("spectrain", two, narrow, True, True),
-        "tied weights": Setup("auto", two, narrow, tied=True),
-        "pinned batches": Setup("spectrain", two, narrow, batches="pinned"),
-        "devices and cpu in turn": Setup("pipedream", (two[0], "cpu", two[1], "cpu"), narrow),
-        **{m: Setup(m, two, narrow) for m in ("pipedream", "1f1b", "gpipe", "zb-h1")},
-    }
-    _compare(cases, scale, dict(list(setups.items())[: scale.few]))
-
-
 def _device(scale: Scale) -> str:
     return "cuda:0" if scale.on_gpu else "cpu"
 
@@ -242,51 +225,3 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         raise AssertionError(
             f"{len(wrong)} of {len(expected)} tensors differ, by up to {worst:.3g}: {wrong[:8]}"
         )
-
-
-def stress_plans(cases: Cases, scale: Scale) -> None:
-    """Test plans of many rows on their own stream while another stream recycles memory.
-
-    There is no waiting in between. A plan's table on the device must not reuse memory that the
-    caller's delayed stream still writes, and must not change until the launches that read it are
-    done, even if the plan has been dropped.
-    """
-    delays = Delays(scale)
-    for rows in (701, 900, 2500):
-        for kept in (True, False):
-            name = f"{rows} rows, the plan is {'kept' if kept else 'dropped'}"
-            cases.run(name, lambda r=rows, k=kept: _churn(r, k, delays, scale))  # type: ignore[misc]
-
-
-def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any]:
-    torch.manual_seed(rows)
-    sizes = [1 + i % 61 for i in range(rows)]
-    host = [[torch.randn(n) for n in sizes] for _ in range(2)]
-    w, v = ([t.to(scale.device) for t in each] for each in host)
-    # A number on the device, so that the table is there from the first call.
-    rate = torch.tensor(1e-3, dtype=torch.float64, device=scale.device)
-    side = torch.cuda.Stream() if scale.on_gpu else None
-    scale.wait()
-    plans = []
-    # The size of such tables, and some larger and smaller ones.
-    churned: Sequence[int] = [rows * k for k in (8, 16, 24, 32, 40, 48, 64, 128)] + [512, 1 << 20]
-    for round_ in range(scale.churned):
-        plan = st.Plan(w, momentum_buffers=v)
-        if side is not None and round_ % 2:
-            with torch.cuda.stream(side):
-                delays.sleep()
-        else:
-            delays.sleep()  # the caller's stream fills the released memory late
-        for when in range(2):
-            for nbytes in churned:
-                torch.empty(nbytes, dtype=torch.uint8, device=scale.device).fill_(0xA5)
-            if when == 0:
-                plan.predict_(lr=rate, steps=float(round_ % 3 + 1), stream=side)
-        if kept:
-            plans.append(plan)
-        del plan
-    scale.wait()
-    for round_ in range(scale.churned):
-        st.predict_(host[0], host[1], lr=1e-3, steps=float(round_ % 3 + 1))
-    _same({str(i): t.cpu() for i, t in enumerate(w)}, {str(i): t for i, t in enumerate(host[0])})
-    return {"plans": scale.churned}

@@ -1,29 +1,33 @@
-"""The documents and their figures: `figures.py` writes the text between two marks.
+"""The documents and their tables: `tables.py` writes what stands between two marks.
 
-    takes <!--f digits.time 1f1b-->1.5 times<!--/f--> as long
+    <!--f errors-->
 
-The marks are comments: neither a code host nor the site shows them. A text of several lines stands
-between marks on lines of their own. `naked` finds figures outside of marks. A figure that was not
-measured here (a target, a setting, a published value with its source, arithmetic) has its own
-marks: <!--set-->64 KB<!--/set-->.
+    | s | law | ...
+
+    <!--/f-->
+
+The marks are comments on lines of their own: neither a code host nor the site shows them. Prose has
+no measured figures; it says in words what a table shows, and links to it. `naked` finds figures in
+prose. A figure that was not measured here (a target, a setting, a published value with its source,
+arithmetic) has its own marks: <!--set-->64 KB<!--/set-->.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from . import DOCS, ROOT
-from .figures import FIGURES
+from . import DOCS, RESULTS, ROOT
+from .tables import TABLES
 
-_MARK = re.compile(r"<!--f ([^>]+?)-->(.*?)<!--/f-->", re.DOTALL)
+_MARK = re.compile(r"^<!--f ([^>\n]+)-->$(.*?)^<!--/f-->$", re.DOTALL | re.MULTILINE)
 _SET = re.compile(r"<!--set-->(.*?)<!--/set-->", re.DOTALL)
 #: Not checked: code, targets of links, numbers of versions and of papers.
 _CODE = re.compile(r"^( *)(```|:::).*?^\1\2|^(?:    |\t).*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 _OTHER = re.compile(
     r"\]\([^)\n]*\)|<?https?://\S+|arXiv [\d.]+"
-    r"|(?:torch|[Pp]ython|GCC|nvcc|CUDA) [\d.]+(?:, [\d.]+)*(?: (?:or|to|and) [\d.]+)*"
+    r"|(?:torch|[Pp]ython|NumPy|GCC|nvcc|CUDA) [\d.]+(?:, [\d.]+)*(?: (?:or|to|and) [\d.]+)*"
 )
 _UNITS = (
     "%|per cent|times|fold|x|[mnu]?s|µs|seconds?|minutes?|hours?|microseconds?|milliseconds?"
@@ -36,35 +40,30 @@ _NAKED = re.compile(
 
 
 def pages() -> list[Path]:
-    """README and the pages of docs/."""
-    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    """README, the pages of docs/, and those beside the results."""
+    beside = [RESULTS / name for name in ("TABLES.md", "FILES.md", "PROVENANCE.md")]
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *beside]
 
 
 def written(text: str, results: Path) -> str:
-    """Return the text with the figures of the committed runs between its marks.
+    """Return the text with the tables of the committed runs between its marks.
 
     Raises:
-        ValueError: a mark is unknown, has no end, or begins a line of prose, which Markdown would
-            then take for HTML.
+        ValueError: a mark is unknown, has no end, or is not alone on its line; or a line of prose
+            begins with a mark, which Markdown would then take for HTML.
     """
-    found = _MARK.findall(text)
-    if not text.count("<!--f ") == text.count("<!--/f-->") == len(found):
-        raise ValueError("marks: expected an end <!--/f--> after every <!--f NAME-->")
+    if not text.count("<!--f ") == text.count("<!--/f-->") == len(_MARK.findall(text)):
+        raise ValueError("marks: expected <!--f NAME--> and <!--/f--> on lines of their own")
     for line in text.splitlines():
-        if re.match(r"\s*(?:[-*>]\s+|\d+\.\s+)*<!--/?(?:f|set)\b", line) and not re.fullmatch(
-            r"<!--(?:f [^>]+|/f)-->", line
-        ):
+        if re.match(r"\s*(?:[-*>]\s+|\d+\.\s+)*<!--/?set\b", line):
             raise ValueError(f"marks: expected none at the beginning of a line, got {line!r}")
 
-    def figure(match: re.Match[str]) -> str:
-        name, *arguments = match[1].split()
-        if name not in FIGURES:
-            raise ValueError(f"marks: expected one of {', '.join(FIGURES)}, got {name!r}")
-        value = FIGURES[name](results, *arguments)
-        around = "\n\n" if "\n" in value else ""
-        return f"<!--f {match[1]}-->{around}{value}{around}<!--/f-->"
+    def table(match: re.Match[str]) -> str:
+        if match[1] not in TABLES:
+            raise ValueError(f"marks: expected one of {', '.join(TABLES)}, got {match[1]!r}")
+        return f"<!--f {match[1]}-->\n\n{TABLES[match[1]](results)}\n\n<!--/f-->"
 
-    return _MARK.sub(figure, text)
+    return _MARK.sub(table, text)
 
 
 def naked(text: str) -> Iterator[tuple[int, str]]:
@@ -75,11 +74,6 @@ def naked(text: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, match[0]
 
 
-def wanted(results: Path) -> dict[Path, str]:
-    """Return the text that every document should have."""
-    return {path: written(path.read_text(), results) for path in pages()}
-
-
 def naked_figures() -> list[str]:
     """Find the figures typed by hand in all documents."""
     return [
@@ -87,3 +81,21 @@ def naked_figures() -> list[str]:
         for path in pages()
         for line, what in naked(path.read_text())
     ]
+
+
+def wrong_pictures(pages: Iterable[Path], folder: Path) -> list[str]:
+    """Pictures that are missing, have no description, or are in the folder and on no page.
+
+    The bits of pictures are not compared: they differ between versions of matplotlib.
+    """
+    found, shown = [], set()
+    for page in pages:
+        for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            shown.add(path)
+            if not alt.strip():
+                found.append(f"{path.name}: no description in {page.name}")
+            if not path.exists():
+                found.append(f"{path.name}: not drawn")
+    unused = {path.resolve() for path in folder.glob("*.png")} - shown
+    return found + [f"{path.name}: on no page" for path in sorted(unused)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,10 @@ from table import table
 from spectrain_ext.extras import picture
 from studies.looks import looks
 
-from .frontier import STUDY
+from . import read
 
+#: The study of methods over depths.
+STUDY = "2026-11-22-frontier"
 SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
 METHODS = ("auto", "spectrain", "spectrain-stash", "pipedream", "pipedream-2bw", "vanilla")
 WORKLOADS = ("text", "digits")
@@ -48,13 +49,6 @@ class Race:
     def shown(self, share: float) -> str:
         return f"{'> ' if share in self.beyond else ''}{self.to_loss(share):.2f}"
 
-    def won(self, share: float) -> bool:
-        """Whether the loss was reached, and sooner."""
-        return share not in self.beyond and self.to_loss(share) < 1.0
-
-    def lost(self, share: float) -> bool:
-        return self.to_loss(share) >= 1.0
-
     @property
     def idle(self) -> float:
         """How long a flush of `1f1b` leaves every stage idle, in microbatches.
@@ -75,7 +69,7 @@ def races(results: Path) -> list[Race]:
     """Return every row of the study with one of `METHODS`."""
     found = []
     for workload in WORKLOADS:
-        rows = json.loads((results / STUDY / f"{workload}.json").read_text())["rows"]
+        rows = read(results, f"{STUDY}/{workload}.json")["rows"]
         flush = {row["stages"]: row["time"] for row in rows if row["contender"] == "sync"}
         found += [race(workload, row, flush[row["stages"]]) for row in rows]
     order = {name: place for place, name in enumerate(METHODS)}
@@ -103,22 +97,19 @@ def race(workload: str, row: dict[str, Any], flush: float) -> Race:
     )
 
 
+def defaults(results: Path) -> list[Race]:
+    """Return those of `auto` on the transformer, at most one update late."""
+    return [r for r in races(results) if (r.method, r.workload, r.delay) == ("auto", "text", 1)]
+
+
 def even(results: Path) -> str:
     """Microbatches per flush from which on `1f1b` reaches a loss of `text` as soon as `auto`."""
     lines = [
         [str(r.stages), f"{r.idle:.1f}", *(r.even(share, r.idle) for share in SHARES)]
-        for r in races(results)
-        if (r.method, r.workload, r.delay) == ("auto", "text", 1)
+        for r in defaults(results)
     ]
     heads = (f">{share:.0%} loss" for share in SHARES)
     return table("|".join([">N", ">idle microbatches", *heads]), lines)
-
-
-def text_range(results: Path, share: str) -> str:
-    """Time of `auto` with M = N to a loss of `text`, over that of `1f1b`: a range over depths."""
-    found = [r for r in races(results) if (r.method, r.workload, r.delay) == ("auto", "text", 1)]
-    times = [r.to_loss(float(share)) for r in found]
-    return f"{min(times):.2f} to {max(times):.2f} times"
 
 
 def draw(results: Path, path: Path) -> None:

@@ -37,7 +37,7 @@ class MatrixUpdate(Sgd):
     # Half the last change: the norm of such an update hardly depends on the gradient's. With half,
     # Muon with gradients 1, 2 or 4 updates late ended with a lower loss than with none of the
     # change or the difference law, and from 2 on lower than with all of it. At 7 updates seeds
-    # differ by as much (bench/muon_laws.py). For SOAP none, half and all differ less than seeds.
+    # differ by as much. For SOAP none, half and all differ less than seeds.
     trust: ClassVar[float] = 0.5
 
     def update(

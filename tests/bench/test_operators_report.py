@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from helpers.ranks import run_pytest
-from report import operators, rows, targets
+from report import speed
+from rivals import rows, targets
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 _TWO = "SGD step + 2 predictions"
@@ -28,7 +29,7 @@ def copy(us: float, **more: Any) -> Any:
 
 
 def verdict(what: str, *entries: Any, device: str = "cpu") -> targets.Verdict:
-    found = operators.judged({"device": device}, entries)
+    found = targets.judged({"device": device}, entries)
     (one,) = [v for v in found if v.what.startswith(what)]
     return one
 
@@ -44,7 +45,7 @@ def test_shares_are_of_the_fastest_copy() -> None:
 def test_a_line_has_the_faster_of_ours_and_the_fastest_rival() -> None:
     entries = [entry("operator", 3.0), entry("Plan", 2.0), entry("slow", 9.0, "rival")]
     entries += [entry("fast", 4.0, "rival"), copy(1.0), entry("Plan", 5.0, workload="2^10")]
-    lines = operators.compact(rows.Row.of(each) for each in entries).splitlines()
+    lines = rows.compact(rows.Row.of(each) for each in entries).splitlines()
     assert lines[2:] == [
         "| predict_ | 2^24 | fp32 | 2 | 10% | 1.8 | 50% | 50% | fast | 4 | 2.00 |",
         "| predict_ | 2^10 | fp32 | 5 | 10% | 4.5 |  |  |  |  |  |",
@@ -83,11 +84,6 @@ class TestTargets:
         assert verdict("host time, Plan: predict", *found).met is False
         assert verdict("host time, Plan: refresh", *found).met is True
 
-    def test_extra_bytes_are_counted_from_the_operations(self) -> None:
-        one, pipeline = targets.counted()
-        assert (one.measured, one.met) == ("7.1% (counted)", True)
-        assert (pipeline.measured, pipeline.met) == ("21.4% (counted)", True)
-
     def test_a_gpu_has_its_own(self) -> None:
         entries = [entry("Plan", 1.0, elements=2**28), copy(0.98, elements=2**28)]
         one = verdict("every operator at 2^26", *entries, device="cuda")
@@ -117,10 +113,10 @@ class TestRun:
         }
         assert all(each["stats"]["rounds"] >= 5 for each in document["benchmarks"])
         assert "node" not in document["machine_info"] and "data" not in path.read_text()
-        folder = tmp_path / operators.BASELINE
-        folder.mkdir()
-        (folder / "bench.json").write_text(json.dumps(document))
-        assert "| SGD step | fp32 | " in operators.section(tmp_path)
+        kept = tmp_path / speed.OPERATORS
+        kept.parent.mkdir()
+        kept.write_text(json.dumps(document))
+        assert "| SGD step | fp32 | " in speed.operators(tmp_path)
         code, printed = run_pytest(BENCH, *self.tiny, f"--benchmark-compare={path}")
         assert code == 0 and "(NOW)" in printed, printed
 

@@ -12,7 +12,7 @@ import torch
 from helpers import rank_pipelines
 from helpers.failing_runs import TIMEOUT, expect_one_end, trial
 from helpers.ranks import Ranks, run_ranks
-from slow_link import SlowLink
+from helpers.slow_link import SlowLink
 
 pytestmark = [pytest.mark.network, pytest.mark.processes]
 

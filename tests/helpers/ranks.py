@@ -27,7 +27,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from slow_link import Host
+from helpers.slow_link import Host
 
 _DEADLINE = 120.0
 _TESTS = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from report.planner import quality_text
+from report.quality import known_to_planner
 from torch import nn
 
 import spectrain_ext as st
@@ -550,7 +550,7 @@ def test_a_file_that_is_no_json(tmp_path):
 
 def test_what_the_planner_knows_is_what_the_frontier_says():
     known = ROOT / "spectrain_ext" / "planning" / "quality.json"
-    assert known.read_text() == quality_text(ROOT / "bench" / "results")
+    assert known.read_text() == known_to_planner(ROOT / "bench" / "results")
 
 
 def test_quality_is_of_the_most_similar_pipelines():

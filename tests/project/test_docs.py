@@ -16,7 +16,11 @@ from markdown_it.token import Token
 from spectrain_ext.cli.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "bench" / "README.md"),
+    *sorted((ROOT / "bench" / "results").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 # The first line of a program for several processes: its name and start command.
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
@@ -137,6 +141,13 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
             elif anchor and there.suffix == ".md" and anchor not in _anchors(there):
                 wrong.append(f"{_name(page)}: no heading {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_tests_that_provenance_names_exist() -> None:
+    page = (ROOT / "bench" / "results" / "PROVENANCE.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.\w+)`", page))
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def _anchors(page: Path) -> set[str]:

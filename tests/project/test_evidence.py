@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from report import RESULTS, __main__, documents, figures, pictures, races
+from report import RESULTS, __main__, documents, quality, races, tables
 
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
@@ -18,31 +18,24 @@ class TestMarks:
     @pytest.fixture(autouse=True)
     def _figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = {
-            "ratio": lambda results, *words: "-".join(["1.5", *words]),
             "rows": lambda _: "a\nb",
         }
-        monkeypatch.setattr(documents, "FIGURES", found)
+        monkeypatch.setattr(documents, "TABLES", found)
 
     def test_only_what_is_between_marks_changes(self) -> None:
-        text = "takes <!--f ratio-->stale<!--/f--> of, <!--f ratio a b-->2<!--/f-->\n"
-        new = documents.written(text, RESULTS)
-        assert new == "takes <!--f ratio-->1.5<!--/f--> of, <!--f ratio a b-->1.5-a-b<!--/f-->\n"
-        assert documents.written(new, RESULTS) == new
-
-    def test_lines_stand_apart_from_their_marks(self) -> None:
         """A comment on its own line ends with the line; a table needs an empty line before it."""
-        new = documents.written("above\n\n<!--f rows-->\n<!--/f-->\n\nbelow\n", RESULTS)
+        new = documents.written("above\n\n<!--f rows-->\nold\n<!--/f-->\n\nbelow\n", RESULTS)
         assert new == "above\n\n<!--f rows-->\n\na\nb\n\n<!--/f-->\n\nbelow\n"
         assert documents.written(new, RESULTS) == new
 
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ("a <!--f ratio-->1.5", "an end"),
-            ("a <!--/f--> <!--f ratio-->1.5", "an end"),
-            ("a <!--f ratio--> <!--f ratio-->1<!--/f--> <!--/f-->", "an end"),
-            ("a <!--f nothing-->1.5<!--/f-->", "one of ratio, rows, got 'nothing'"),
-            ("<!--f ratio-->1.5<!--/f--> of", "beginning of a line"),
+            ("<!--f rows-->\n1.5", "lines of their own"),
+            ("<!--/f-->\n<!--f rows-->\n1.5", "lines of their own"),
+            ("<!--f rows-->\n<!--f rows-->\n1\n<!--/f-->\n<!--/f-->", "lines of their own"),
+            ("takes <!--f rows-->1.5<!--/f--> of", "lines of their own"),
+            ("<!--f nothing-->\n1.5\n<!--/f-->", "one of rows, got 'nothing'"),
             ("- <!--set-->1.5<!--/set--> of", "beginning of a line"),
             ("a <!--set-->1.5\n<!--/set--> of", "beginning of a line"),
         ],
@@ -62,7 +55,7 @@ class TestMarks:
             ("from 10-20 ms to 2.5", ["20 ms", "2.5"]),
             ("in `1.5` it, [1](a-1.5.md), torch 2.13, Python 3.10 or 3.12", []),
             ("12 stages, 360 images, 2^24 elements, M = 16, 20 seeds", []),
-            ("<!--f a-->1.5 times<!--/f--> and <!--set-->64 KB<!--/set-->", []),
+            ("<!--f a-->\n1.5 times\n<!--/f-->\nand <!--set-->64 KB<!--/set-->", []),
             ("    takes 1.5 s\n\n```python\nx = 1.5\n```\n", []),
             ("https://arxiv.org/abs/1809.02839, arXiv 2505.01099", []),
         ],
@@ -75,10 +68,26 @@ class TestMarks:
         assert list(documents.naked(text)) == [(9, "1.5")]
 
 
-def test_every_figure_is_used() -> None:
+def test_every_table_is_used() -> None:
     text = "".join(path.read_text() for path in documents.pages())
-    used = {name.split()[0] for name in re.findall(r"<!--f ([^>]+?)-->", text)}
-    assert used == set(figures.FIGURES)
+    assert set(re.findall(r"<!--f ([^>]+?)-->", text)) == set(tables.TABLES)
+
+
+def test_every_result_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a table, or shown as a picture."""
+    opened: set[Path] = set()
+    monkeypatch.setattr(
+        Path, "read_text", lambda self: opened.add(self.resolve()) or self.open().read()
+    )
+    for make in (*tables.TABLES.values(), quality.known_to_planner):
+        make(RESULTS)
+    shown = {
+        (page.parent / target).resolve()
+        for page in documents.pages()
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+    }
+    kept = {path for folder in RESULTS.iterdir() if folder.is_dir() for path in folder.rglob("*.*")}
+    assert kept - opened - shown == set()
 
 
 class TestPictures:
@@ -86,17 +95,17 @@ class TestPictures:
         page = tmp_path / "page.md"
         page.write_text("![ ](a.png) and ![b](b.png)")
         (tmp_path / "c.png").touch()
-        assert pictures.wrong([page], tmp_path) == [
+        assert documents.wrong_pictures([page], tmp_path) == [
             "a.png: no description in page.md",
             "a.png: not drawn",
             "b.png: not drawn",
             "c.png: on no page",
         ]
 
-    def test_every_picture_is_drawn_again(self, tmp_path: Path) -> None:
+    def test_the_times_to_a_loss_are_drawn(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
-        pictures.draw(RESULTS, tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == set(pictures.DRAWN)
+        races.draw(RESULTS, tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 class TestRaces:
@@ -127,7 +136,7 @@ class TestRaces:
                 assert 1.0 + r.idle / many <= r.updates[share] + 1e-9
                 assert 1.0 + r.idle / (many - 1) > r.updates[share]
 
-    def test_what_was_not_reached_has_a_bound_and_is_no_win(self) -> None:
+    def test_what_was_not_reached_has_a_bound(self) -> None:
         row = {
             "contender": "auto",
             "stages": 8,
@@ -139,8 +148,6 @@ class TestRaces:
         }
         r = races.race("text", row, 1.25)
         assert [r.shown(share) for share in races.SHARES] == ["0.90", "> 1.07", "> 0.80"]
-        assert [r.won(share) for share in races.SHARES] == [True, False, False]
-        assert [r.lost(share) for share in races.SHARES] == [False, True, False]
         assert [r.even(share, 7) for share in races.SHARES] == ["56", "at most 21", "not known"]
 
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # noqa: F401
 from prediction_errors import HORIZONS, LAWS, STEPPED, Errors, rmse
-from report import RESULTS
-from report import errors as report_errors
 from torch import Tensor
 
 import spectrain_ext as st
@@ -174,15 +172,3 @@ def test_all_laws_are_measured() -> None:
         "linear",
         *(st.method.find_method(name).law for name in st.methods()),
     }
-
-
-def test_the_report_has_medians_over_stages() -> None:
-    case = {
-        "rows": [
-            {"ahead": 1, "law": "stale", "stages": {"mean": [2.0, 4.0, 1.0]}},
-            {"ahead": 1, "law": "linear", "stages": {"mean": [1.0, 1.0, 0.9]}},
-        ]
-    }
-    assert report_errors.ratios(case) == {(1, "linear"): [0.5, 0.25, 0.9]}
-    low, to, high, times = report_errors.at(RESULTS, "linear", "1").split()
-    assert (to, times) == ("to", "times") and 0 < float(low) < float(high) < 1

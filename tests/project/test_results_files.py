@@ -1,4 +1,4 @@
-"""Tests that docs/results-files.md and docs/metrics.md list exactly the files' fields."""
+"""Tests that bench/results/FILES.md and docs/metrics.md list exactly the files' fields."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from studies.results import Run, RunStore, summarize, write_results
 from studies.settings import TrainSettings, settle
 from studies.world import World
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
 
 
 def tables(document: str, heading: str) -> list[set[str]]:
     """Return the names in the first column of each table of a section."""
-    text = (DOCS / document).read_text()
+    text = (ROOT / document).read_text()
     section = re.split(r"^## ", text, flags=re.MULTILINE)
     (found,) = [part for part in section if part.startswith(f"{heading}\n")]
     parts = re.split(r"^\|---.*\n", found, flags=re.MULTILINE)[1:]
@@ -46,7 +46,7 @@ def quoted(text: str) -> list[str]:
 
 
 def opening(document: str, heading: str) -> str:
-    text = (DOCS / document).read_text()
+    text = (ROOT / document).read_text()
     return text.partition(f"\n## {heading}\n")[2].partition("\n| ")[0]
 
 
@@ -63,10 +63,10 @@ def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
     settings = {**about, "methods": [], "seeds": [], "left_out": {}}
     write_results(path, summarize([RUN]), settings=settings, versions=versions())
     document = json.loads(path.read_text())
-    of_method, of_seed, others = tables("results-files.md", "results.json")
+    of_method, of_seed, others = tables("bench/results/FILES.md", "results.json")
     assert of_method == set(document["methods"][0])
     assert of_seed == set(document["methods"][0]["seeds"][0])
-    said = opening("results-files.md", "results.json")
+    said = opening("bench/results/FILES.md", "results.json")
     assert set(document) | set(document["versions"]) <= set(quoted(said))
     # options of the command have help texts; the others need a row
     options = {str(option.name) for option in main.commands["train"].params}
@@ -82,22 +82,22 @@ def test_single_runs(tmp_path: Path, about: dict[str, object]) -> None:
     store.save(RUN)
     (path,) = tmp_path.glob("sync-seed0-*.json")
     document = json.loads(path.read_text())
-    (names,) = tables("results-files.md", "Single runs")
+    (names,) = tables("bench/results/FILES.md", "Single runs")
     assert names == set(document["run"])
-    assert set(document) <= set(quoted(opening("results-files.md", "Single runs")))
+    assert set(document) <= set(quoted(opening("bench/results/FILES.md", "Single runs")))
 
 
 def test_a_study(tmp_path: Path) -> None:
-    (names,) = tables("results-files.md", "frontier.json")
+    (names,) = tables("bench/results/FILES.md", "frontier.json")
     assert names == {field.name for field in dataclasses.fields(frontier.Row)}
 
 
 def test_a_benchmark() -> None:
-    (names,) = tables("results-files.md", "The JSON of the operators")
+    (names,) = tables("bench/results/FILES.md", "The JSON of the operators")
     work = Workload("tiny", ((3,),))
     entry = contest(OPERATIONS[0], work, Settings(case_s=0.0, least=1))["Plan"].as_benchmark()
     assert names == set(entry["extra_info"]) | {"compile_s"}
-    assert set(entry) <= set(quoted(opening("results-files.md", "The JSON of the operators")))
+    assert set(entry) <= set(quoted(opening("bench/results/FILES.md", "The JSON of the operators")))
 
 
 def test_metrics(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_metrics(tmp_path: Path) -> None:
             pass
     pipe.release()
     record = json.loads(path.read_text().splitlines()[-1])
-    (names,) = tables("metrics.md", "Records")
+    (names,) = tables("docs/metrics.md", "Records")
     groups = "staleness", "bytes_sent"
     nested = {f"{group}.{key}" for group in groups for key in record.pop(group)}
     assert names == set(record) | nested

@@ -72,6 +72,17 @@ def test_bytes_of_a_token_at_the_benchmarks_sizes() -> None:
     assert Way("muon", "sync", 1, "bfloat16", 10).token_bytes == 322
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "token_bytes", "seconds"), [(64, 2048, 100.475), (32, 322, 19.889)]
+)
+def test_seconds_per_step_are_near_those_that_were_published(
+    microbatches: int, token_bytes: int, seconds: float
+) -> None:
+    """Of 1F1B: the two records of PluralisResearch/ProtocolNanoGPT, commit 0551bc3."""
+    found = seconds_per_step("1f1b", microbatches, token_bytes)
+    assert found == pytest.approx(seconds, rel=0.05)
+
+
 def test_wrong_data_is_an_error_of_the_command(tmp_path):
     (tmp_path / "empty.txt").touch()
     for options, said in (

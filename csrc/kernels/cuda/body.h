@@ -27,7 +27,7 @@ enum class VectorOf { narrowest, widest };
 // (nvcc 13.0), 4 blocks of 59 registers load 56 KB at once per multiprocessor. By the narrowest
 // stream, 2 blocks of 90 registers load as much, with half the warps to hide divisions. With a
 // resident table it is 3 blocks of 70 registers and 42 KB (2 of 92 and 56 KB). Times were not
-// measured; bench/gpu/probe.cu has both.
+// measured.
 struct LaunchPolicy {
   static constexpr int threads = 256;
   static constexpr VectorOf vector_of = VectorOf::widest;
