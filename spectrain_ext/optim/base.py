@@ -29,7 +29,6 @@ from .state import (
     check_dtypes,
     independent,
     loaded_dtype,
-    plain,
     put_saved,
     read_entry,
     ruled,
@@ -112,6 +111,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _loading: StateDict | None = None
     _parameters: Parameters
     _launches: Launches
+    rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
@@ -124,6 +124,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
         # In one call: an exception in between would leave two that do not match.
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
+        self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
 
@@ -285,8 +286,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _step(self) -> None:
         correction = self._parameters.correction
-        largest_rates = self._largest_rates(correction)
-        templates = self._parameters.numbers(self.param_groups)
+        if correction is not None and correction.buffers:
+            self._note_rates(correction)
+        templates = self._numbers()
         outs, laws, checked = self._next_write or (None, None, None)
         launches = self._resolved(outs)
         if laws is not None and checked is not templates:
@@ -315,7 +317,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
         # From here on nothing can be refused.
         for launch in launches:
-            if launch.step(self.state, largest_rates):
+            if launch.step(self.state, self.param_groups):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
@@ -345,34 +347,33 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _resolved(self, outs: Views | None = None, *, stash: bool = False) -> list[Launch]:
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
-    def _largest_rates(self, correction: Correction | None) -> list[float]:
-        """Return each group's largest learning rate so far, for a correction with averages."""
-        if correction is None or not correction.buffers:
-            return [0.0] * len(self.param_groups)  # unused
-        rates = []
-        for index, group in enumerate(self.param_groups):
-            try:
-                now = float(plain(group["lr"], "lr"))
-            except ValueError as error:
-                raise ValueError(f"parameter group {index}: {correction}: {error}") from error
-            rates.append(max(now * self.rate_factor, group.get("gap_rate", 0.0)))
-            if group.get("gap_rate") != rates[-1]:
-                group["gap_rate"] = rates[-1]  # in the group, so that it is saved
-        return rates
+    def _note_rates(self, correction: Correction) -> None:
+        """Keep each group's largest learning rate so far in the group, so that it is saved."""
+        for index, numbers in enumerate(self._numbers()):
+            group = self.param_groups[index]
+            if not isinstance(numbers.lr, float):
+                raise ValueError(
+                    f"parameter group {index}: {correction}: lr must be a number or a CPU tensor "
+                    f"with one element, got {group['lr']!r}"
+                )
+            group["gap_rate"] = max(numbers.lr, group.get("gap_rate", 0.0))
 
     # Prediction in place.
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0."""
-        self._parameters.numbers(self.param_groups)
+        self._numbers()
         self._parameters.check_momentum(self.param_groups)
+
+    def _numbers(self) -> list[Any]:
+        return self._parameters.numbers(self.param_groups, self.rate_factor)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False
     ) -> tuple[list[Any], tuple[Law, ...]]:
         """Return the hyperparameters and the law of every group, checked against each other."""
         laws = tuple(as_laws(steps, len(self.param_groups)))
-        templates = self._parameters.numbers(self.param_groups)
+        templates = self._numbers()
         self._parameters.check_laws(self.param_groups, laws, has_gradient)
         return templates, laws
 
@@ -502,15 +503,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if isinstance(entry, dict):
                 entry.update(independent(entry, self._parameters.rule.all_keys))
         self._begin()
-
-    @property
-    def rate_factor(self) -> float:
-        """A factor on the groups' learning rates, in steps and predictions until `unbind`."""
-        return self._parameters.rate_factor
-
-    @rate_factor.setter
-    def rate_factor(self, factor: float) -> None:
-        self._parameters.scale_rates(factor)
 
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""

@@ -198,7 +198,7 @@ class Launch:
         lasts = not options and not rule.scalars and _last(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
-    def step(self, state: State, largest_rates: Sequence[float]) -> bool:
+    def step(self, state: State, groups: Sequence[Group]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
         step, correction = self._step, self.parameters.correction
         assert step is not None
@@ -206,7 +206,7 @@ class Launch:
         if self.rule.is_for_matrices:
             self._make_updates(step, state)
         elif isinstance(correction, StaleCorrection):
-            averaging = self._correct(correction, step.templates, largest_rates)
+            averaging = self._correct(correction, step.templates, groups)
         step.call()
         for average in averaging:
             average()
@@ -233,7 +233,7 @@ class Launch:
 
     @torch.no_grad()
     def _correct(
-        self, by: StaleCorrection, templates: Sequence[Any], largest_rates: Sequence[float]
+        self, by: StaleCorrection, templates: Sequence[Any], groups: Sequence[Group]
     ) -> list[Callable[[], None]]:
         """Pass corrected gradients to the plan; return the updates of averages after the step."""
         binding = self.parameters.binding
@@ -254,7 +254,7 @@ class Launch:
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
             own = [[column[row] for row in rows] for column in self._buffers or ()]
             averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
-            rate = largest_rates[cohort.group]
+            rate = groups[cohort.group].get("gap_rate", 0.0)
             late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
             for row, gradient in zip(rows, by.corrected(late), strict=True):
                 corrected[row] = gradient

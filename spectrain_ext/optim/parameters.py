@@ -107,20 +107,22 @@ class Parameters:
         self._version = 0
         self.forget()
         self.kinds: Kinds = ()  # by group: whether it has momentum
-        self.rate_factor = 1.0  # on the groups' learning rates
         self._numbers: list[Any] = []
-        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # the groups' values then
+        # Then: the groups' values and the factor on their learning rates.
+        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
+        self._factor = 1.0
         self._good: list[tuple[tuple[Law, ...], bool]] = []
 
     # Hyperparameters of the groups.
 
-    def numbers(self, groups: Sequence[Group]) -> list[Any]:
+    def numbers(self, groups: Sequence[Group], factor: float = 1.0) -> list[Any]:
         """Return the hyperparameters of every group; the same list while nothing changes."""
-        if self._numbers_of is None or not _C.same(groups, self._numbers_of):
-            self._numbers_of = None
+        seen = self._numbers_of
+        if seen is None or factor != self._factor or not _C.same(groups, seen):
+            self._numbers_of, self._factor = None, factor
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
-            if self.rate_factor != 1.0:
-                self._numbers = [replace(n, lr=n.lr * self.rate_factor) for n in self._numbers]
+            if factor != 1.0:
+                self._numbers = [replace(n, lr=n.lr * factor) for n in self._numbers]
             if isinstance(self.correction, StepCorrection):
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
@@ -130,10 +132,6 @@ class Parameters:
             if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
                 self._numbers_of = tuple(tuple(group.values()) for group in groups)
         return self._numbers
-
-    def scale_rates(self, factor: float) -> None:
-        if factor != self.rate_factor:
-            self.rate_factor, self._numbers_of = factor, None
 
     def _corrected(self, index: int, numbers: Any) -> Any:
         corrected = replace(numbers, correction=self.correction)
