@@ -124,11 +124,12 @@ class GapAware(StaleCorrection):
         torch._foreach_add_(sizes, scale * eps)
         torch._foreach_abs_(late.gaps)
         torch._foreach_add_(late.gaps, sizes)
-        shares = torch._foreach_div(sizes, late.gaps)  # 1/(1 + gap/C), 1 without a gap
+        torch._foreach_div_(sizes, late.gaps)  # from here on C/(C + gap), 1 without a gap
         # The step adds the whole L2 penalty p again: share*(g + p) - p is between -p and g.
         sign, l2, *_ = numbers.setting()
-        penalties = torch._foreach_mul(late.weights, -sign * l2)
-        return list(torch._foreach_lerp(penalties, late.gradients, shares))
+        corrected = torch._foreach_mul(late.weights, -sign * l2)
+        torch._foreach_lerp_(corrected, late.gradients, sizes)
+        return list(corrected)
 
     def average(self, late: Late, before: list[Tensor]) -> None:
         updates, averages = late.state[0], late.state[-1]
