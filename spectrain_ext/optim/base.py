@@ -16,7 +16,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, as_correction
-from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
@@ -303,11 +302,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             for launch in launches:
                 launch.native.forget_gradients()
             return
-        if isinstance(correction, AdaptiveBraking):
-            self._brake(correction)
-            for launch in launches:
-                launch.read_gradients()  # again: those of another layout had been copied
         for launch in launches:
+            if isinstance(correction, AdaptiveBraking):
+                launch.brake(correction, templates)
             options: dict[str, Tensor] = {
                 name: value.to(launch.device, torch.float32, non_blocking=True)
                 for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
@@ -322,27 +319,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
-
-    def _brake(self, braking: AdaptiveBraking) -> None:
-        """Scale the gradients of all parameters that have momentum."""
-        key = self._parameters.rule.buffers[0]
-        for group in self.param_groups:
-            found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-            for p in group["params"]:
-                momentum = self.state.get(p, {}).get(key)
-                if p.grad is not None and momentum is not None:
-                    found.setdefault(p.device, []).append((p.grad, momentum))
-            with torch.no_grad():
-                for pairs in found.values():
-                    gradients, momenta = zip(*pairs, strict=True)
-                    laid_out = [
-                        g
-                        if g.dtype == v.dtype and g.stride() == v.stride()
-                        else torch.empty_like(v).copy_(g)
-                        for g, v in pairs
-                    ]
-                    each, _ = distance(momenta, [laid_out])
-                    braking.brake_(gradients, momenta, each[0], group["maximize"])
 
     def _resolved(self, outs: Views | None = None, *, stash: bool = False) -> list[Launch]:
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)

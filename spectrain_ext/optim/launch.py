@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
-from spectrain_ext.operators.corrections import Late, StaleCorrection
+from spectrain_ext.operators.corrections import AdaptiveBraking, Late, StaleCorrection
+from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
@@ -146,6 +147,30 @@ class Launch:
 
     def updated(self) -> list[Tensor]:
         return self.params if self._all_active else list(compress(self.params, self._active))
+
+    @torch.no_grad()
+    def brake(self, braking: AdaptiveBraking, templates: Sequence[Any]) -> None:
+        """Scale the gradients of rows that have momentum, in place."""
+        assert self._buffers is not None
+        for cohort in self.cohorts:
+            rows = cohort.rows if cohort.started else ()
+            pairs = [
+                (g, self._buffers[0][row])
+                for row in rows
+                if (g := self.params[row].grad) is not None
+            ]
+            if not pairs:
+                continue
+            gradients, momenta = zip(*pairs, strict=True)
+            laid_out = [
+                g
+                if g.dtype == v.dtype and g.stride() == v.stride()
+                else torch.empty_like(v).copy_(g)
+                for g, v in pairs
+            ]
+            each, _ = distance(momenta, [laid_out])
+            braking.brake_(gradients, momenta, each[0], templates[cohort.group].maximize)
+        self.read_gradients()  # again: those of another layout had been copied
 
     # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
