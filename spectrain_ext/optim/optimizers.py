@@ -85,9 +85,8 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         weight_decay: L2 penalty (>= 0).
         nesterov: Nesterov momentum; needs momentum and no dampening.
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility, without effect.
+        foreach, fused: accepted for compatibility, without effect.
         differentiable: must be False.
-        fused: accepted for compatibility, without effect.
         momentum_dtype: dtype of the momentum buffers; None means the parameter's. 16-bit parameters
             may have ``torch.float32`` momentum.
         smoothed: the momentum is the SpecTrain paper's smoothed gradient,
@@ -183,12 +182,9 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
         betas: decay of the first and of the second moment, each in [0, 1).
         eps: added to the root of the second moment (>= 0).
         weight_decay: L2 penalty, or decoupled decay (>= 0).
-        amsgrad: must be False.
-        foreach: accepted for compatibility, without effect.
+        amsgrad, capturable, differentiable: must be False.
+        foreach, fused: accepted for compatibility, without effect.
         maximize: ascend instead of descend.
-        capturable: must be False.
-        differentiable: must be False.
-        fused: accepted for compatibility, without effect.
         decoupled_weight_decay: selects AdamW.
         momentum_dtype: dtype of the moments; None means the parameter's. 16-bit parameters may have
             ``torch.float32`` moments.
