@@ -13,7 +13,7 @@ from torch import nn
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order, max_norms_of
-from spectrain_ext.pipeline.loops import digest_of
+from spectrain_ext.pipeline.evaluation import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.ties import (
     Copy,
@@ -138,7 +138,12 @@ def check_equal_start(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """Raise ValueError unless the replicas of each stage have equal parameters and options."""
-    mine = _digests(module, optimizer)
+    # without module buffers, which belong to each replica
+    mine = {repr(name): digest_of(p) for name, p in module.named_parameters()}
+    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            if name != "params":
+                mine[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     wholes = board.exchange_json("comparing weights", whole)
     for k in range(replicas.stages):
@@ -147,16 +152,6 @@ def check_equal_start(
             if wholes[other] != wholes[first]:
                 found = board.exchange_json("comparing keys", mine)
                 raise ValueError(_difference(k, first, other, found[first], found[other]))
-
-
-def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    # without module buffers, which belong to each replica
-    found = {repr(name): digest_of(p) for name, p in module.named_parameters()}
-    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for name, value in sorted(group.items()):
-            if name != "params":
-                found[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
-    return found
 
 
 def _shown(value: object) -> str:

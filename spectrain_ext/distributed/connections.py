@@ -40,7 +40,7 @@ from .agreement import (
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, RemoteEdge, backend_of_bodies, open_links, open_rank_group
+from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
 
 
 class RankConnections(Connections):
@@ -170,19 +170,18 @@ class RankConnections(Connections):
         self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
         self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
         for link in self.links.edges:
-            sends, depth = link.sender == board.rank, self._depth_of(link)
-            stage = here[link.stages[0 if sends else 1]]
+            sends, (a, b) = link.sender == board.rank, link.stages
+            stage = here[a if sends else b]
+            if link.what.tied:
+                depth = self._depth_of_tie(min(a, b), max(a, b))
+            else:
+                depth = self._depth(link.what, b)
             if sends:
                 self._senders[link.what, link.at] = RemoteSender(link, stage.device, depth, board)
             else:
                 made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
                 self._receivers[link.what, link.at] = made
         super()._join(places, postponed)
-
-    def _depth_of(self, link: RemoteEdge) -> int:
-        if link.what.tied:
-            return self._depth_of_tie(min(link.stages), max(link.stages))
-        return self._depth(link.what, link.stages[1])
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
         weights, gradients = (Traffic.TIED_WEIGHTS, tie), (Traffic.TIED_GRADIENTS, tie)

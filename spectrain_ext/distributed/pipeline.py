@@ -19,8 +19,9 @@ from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.activations import Offload, Recompute
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
+from spectrain_ext.pipeline.evaluation import minibatches
 from spectrain_ext.pipeline.loads import OnNonfinite
-from spectrain_ext.pipeline.loops import checked_batches, minibatches, share_of
+from spectrain_ext.pipeline.loops import checked_batches, share_of
 from spectrain_ext.pipeline.losses import Keep, LossFn, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -28,7 +29,7 @@ from spectrain_ext.schedule import Replicas
 
 from .board import Board
 from .connections import RankConnections
-from .exchange import Peers
+from .store import Peers
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

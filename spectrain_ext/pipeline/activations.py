@@ -49,15 +49,13 @@ def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def recomputed_blocks(
-    stages: Mapping[int, nn.Module], recompute: Recompute
+    stages: Mapping[int, nn.Module], recompute: int | Callable[[str, nn.Module], bool]
 ) -> dict[int, dict[str, nn.Module]]:
     """Return, by stage, the blocks whose forward runs again in the backward.
 
     Raises:
         ValueError: a stage that is one graph, or compiled as a whole.
     """
-    if isinstance(recompute, bool):
-        return {k: {} for k in stages}
     found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
     if not any(found.values()):
         warnings.warn(

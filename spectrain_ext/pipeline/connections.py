@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,15 +19,16 @@ from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, 
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
 from .arguments import check_hidden, hidden_use
-from .averaging import Averaged
 from .batch import SplitDim, is_pair, microbatches_in
 from .edges import Source, StageEdges, Traffic
 from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
 from .phases import widest
 from .stage import Mode, Stage
-from .tie_ends import Ties, depth_of
-from .ties import Copy, TiedStages, ties_of
+from .ties import Copy, TiedStages, Ties, ties_of
+
+if TYPE_CHECKING:
+    from .averaging import Averaged
 
 _logger = logging.getLogger(__name__)
 
@@ -175,6 +176,8 @@ class Connections:
         return minibatches * parts + postponed
 
     def _depth_of_tie(self, home: int, copy: int) -> int:
+        from .tie_ends import depth_of
+
         return depth_of(self._places[home], self._postponed[copy], self._counted)
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:

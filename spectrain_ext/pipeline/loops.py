@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
-from math import isfinite, lcm, nan
+from math import isfinite, nan
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.schedule import Place, Replicas
-
-from .batch import microbatches_in
 from .executor import Executor
-from .losses import Keep, Measures, Result, means_of
+from .losses import Keep, Result
 from .observer import Observer
 from .stage import Mode
 
@@ -85,41 +81,18 @@ class Loops(nn.Module):
         of the stages and of torch's default generators, and running statistics are unchanged, so
         that training continues with the same bits as without the evaluation.
         """
-        what = "evaluate"
-        self.check_drained(what)
-        around = self._executor.connections
-        chosen = {"loss": around.loss_fn} if metrics is None else metrics
-        measures = Measures(chosen, around.replicas.total > len(self.devices), around.split_dim)
-        own_batches = self._own_batches(batches)
-        alone = self._one_replica_works(measures.stateful, what)
-        # A loader draws random numbers when its iterator is made.
-        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
-            self._forward_all(minibatches(own_batches, around.replicas, alone), measures)
-        of_ranks = self._gather_from_ranks(
-            measures.measured, "sharing the metrics of an evaluation"
-        )
-        return means_of(chosen, of_ranks)
+        from .evaluation import evaluated
 
-    def _one_replica_works(self, stateful: bool, what: str) -> bool:
-        """Whether the first replica of every stage evaluates alone."""
-        stages, replicas = self._executor.stages, self._executor.connections.replicas
-        if not replicas.dealt:
-            return False
-
-        def state() -> list[Any]:
-            return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
-
-        of_ranks = self._gather_from_ranks(state, what)
-        # The module buffers of the first replica, such as running statistics, belong to the model.
-        differ = len({tuple(pair) for _, pairs in of_ranks for pair in pairs}) > replicas.stages
-        # A metric with a state must see all batches.
-        return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
+        self.check_drained("evaluate")
+        return evaluated(self, batches, metrics)
 
     def _forward_all(
         self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
     ) -> None:
         if self._evaluator is None:
-            self._evaluator = _evaluator_of(self._executor)
+            from .evaluation import evaluator_of
+
+            self._evaluator = evaluator_of(self._executor)
         connections = self._evaluator.connections
         connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
         connections.measure = measure
@@ -218,49 +191,6 @@ class Loops(nn.Module):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
         return means
-
-
-# Evaluation.
-
-
-def _evaluator_of(executor: Executor) -> Executor:
-    """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
-    replicas = executor.connections.replicas
-    parts = [lcm(*replicas.counts) // count for count in replicas.counts]
-    # The window limits how far a stage gets ahead of the last one; notices that a batch is finished
-    # come back. A window of two more than the next stage's hides the way there and back. A replica
-    # that has no batch in the last round learns this before its notice would be missed.
-    places = [
-        Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
-        for k, part in enumerate(parts)
-    ]
-    made = Executor(executor.stages, executor.connections.evaluating(places))
-    made.change(places, "1f1b-async")
-    return made
-
-
-def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
-    """Yield tuples of the caller's batches, each of which an evaluation treats as a minibatch."""
-    numbered = enumerate(batches)
-    given = (part for n, batch in numbered for part in _parts_of(batch, f"batches[{n}]"))
-    each = 1 if alone else lcm(*replicas.counts)
-    return iter(lambda: tuple(islice(given, each)), ())
-
-
-def _parts_of(batch: object, where: str) -> Sequence[object]:
-    cut = microbatches_in(batch, where)
-    return [batch] if cut is None else cut
-
-
-def _buffers_of(module: nn.Module) -> str:
-    found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape and bits."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 # The batches of a training.

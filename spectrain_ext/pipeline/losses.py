@@ -1,12 +1,11 @@
-"""Computes losses on the last stage, and the metrics of an evaluation."""
+"""Computes losses on the last stage."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import fsum, nan
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, callers_stream
 
-from .batch import SplitDim, samples_in, sides_of
 from .edges import SharedLosses
 from .stage import Stage
 
@@ -191,115 +189,3 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
         return torch.stack(weighted).sum()
 
     return tree_map(join, *parts)
-
-
-# Metrics of an evaluation.
-
-#: What one process has measured, as JSON types: the samples of all batches; by function, a sum and
-#: its divisor for each batch; by metric with a state, its value.
-Measured = tuple[int, dict[str, list[tuple[float, float]]], dict[str, float]]
-
-
-class Measures:
-    def __init__(self, metrics: Mapping[str, Any], distributed: bool, split_dim: SplitDim) -> None:
-        if not isinstance(metrics, Mapping):
-            raise TypeError(
-                f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
-            )
-        for name, metric in metrics.items():
-            if not isinstance(name, str):
-                raise TypeError(f"metrics: expected str as names, got {name!r}")
-            if isinstance(metric, type) or not (_has_state(metric) or callable(metric)):
-                made = not isinstance(metric, type)  # a class means that the user forgot to call it
-                got = type(metric).__name__ if made else f"the class {metric.__name__}"
-                raise TypeError(
-                    f"metrics[{name!r}]: expected a function (output, target), or an object with "
-                    f"update and compute, got {got}"
-                )
-            if distributed and getattr(metric, "sync_on_compute", False):  # as in torchmetrics
-                raise ValueError(
-                    f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
-                    "has seen all batches; make it with sync_on_compute=False"
-                )
-        self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
-        self._states = {name: m for name, m in metrics.items() if _has_state(m)}
-        self.stateful = bool(self._states)  # then one process has to see all batches
-        self._samples: list[int] = []
-        self._values: dict[str, list[tuple[Tensor | float, Tensor | float | None]]] = {
-            name: [] for name in metrics if name not in self._states
-        }
-        for metric in self._states.values():
-            if callable(reset := getattr(metric, "reset", None)):
-                reset()
-
-    def __call__(self, output: Any, target: Any) -> None:
-        samples = samples_in(target, self._target_dim)
-        samples = samples_in(output) if samples is None else samples
-        samples = 1 if samples is None else samples
-        if not samples:  # their mean is undefined
-            return
-        self._samples.append(samples)
-        for name, metric in self._metrics.items():
-            with placed(f"in metrics[{name!r}]"):
-                if name in self._states:
-                    metric.update(output, target)
-                else:
-                    found = metric(output, target)
-                    pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
-                    self._values[name].append(
-                        (_number(pair[0]), None if pair[1] is None else _number(pair[1]))
-                    )
-
-    def measured(self) -> Measured:
-        """Return what has been measured; the CPU waits for it."""
-        terms = {
-            name: [
-                (float(value) * n, float(n)) if count is None else (float(value), float(count))
-                for (value, count), n in zip(values, self._samples, strict=True)
-            ]
-            for name, values in self._values.items()
-        }
-        computed = {}
-        for name, metric in self._states.items():
-            if self._samples:
-                with placed(f"in metrics[{name!r}]"):
-                    computed[name] = float(_number(metric.compute()))
-        return sum(self._samples), terms, computed
-
-
-def _has_state(metric: object) -> bool:
-    return hasattr(metric, "update") and hasattr(metric, "compute")
-
-
-def _number(value: object) -> Tensor | float:
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_complex():
-            return value.detach().reshape(())
-        raise ValueError(
-            f"expected a 0-d tensor of a real number, or a number, got {value.dtype} of shape "
-            f"{tuple(value.shape)}"
-        )
-    if hasattr(value, "__float__"):
-        return float(value)
-    raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
-
-
-def means_of(names: Iterable[str], measured: Sequence[Measured]) -> dict[str, float]:
-    """Return the metrics over all batches, from the measurements of all processes."""
-    if not any(samples for samples, _, _ in measured):
-        raise ValueError("batches: expected at least one to evaluate, got none")
-    found: dict[str, float] = {}
-    for _, mine, computed in measured:
-        for name in mine:
-            pairs = [pair for _, terms, _ in measured for pair in terms.get(name, ())]
-            count = _sum([n for _, n in pairs])
-            found[name] = _sum([term for term, _ in pairs]) / count if count else nan
-        found.update(computed)
-    return {name: found[name] for name in [*names, *found] if name in found}
-
-
-def _sum(terms: Sequence[float]) -> float:
-    try:
-        return fsum(terms)  # without rounding: the order does not matter
-    except (OverflowError, ValueError):  # infinities of both signs
-        return sum(terms)

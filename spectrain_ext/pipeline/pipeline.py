@@ -22,7 +22,6 @@ from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory, StageWeights
 
-from .activations import Offload, Recompute, recomputed_blocks
 from .arguments import (
     check_functions,
     check_loss_fn,
@@ -41,7 +40,6 @@ from .arguments import (
     evaluating_part,
 )
 from .batch import SplitDim, sides_of
-from .coding import crossed
 from .connections import Connections
 from .executor import Executor
 from .loads import OnNonfinite
@@ -58,6 +56,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from spectrain_ext.codecs import Codec
+
+    from .activations import Offload, Recompute
 
 
 _logger = logging.getLogger(__name__)
@@ -155,7 +155,11 @@ class Pipeline(Loops):
             check_on_nonfinite(on_nonfinite)
             self._on_nonfinite = on_nonfinite
             check_offload(offload, recompute)
-            blocks = recomputed_blocks(here, recompute)
+            blocks: Mapping[int, Mapping[str, nn.Module]] = {}
+            if not isinstance(recompute, bool):
+                from .activations import recomputed_blocks
+
+                blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
@@ -181,7 +185,7 @@ class Pipeline(Loops):
                 for k, module in here.items():
                     self.add_module(str(k), module)
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], offload is not None)
+                    Stage(k, module, device, recompute is True, blocks.get(k), offload is not None)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None
@@ -444,6 +448,8 @@ class Pipeline(Loops):
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
         codec = self._executor.connections.codecs[0]
+        if codec is not None:
+            from .coding import crossed
         with self._executor.callers_turn():
             for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
                 if k and codec is not None:

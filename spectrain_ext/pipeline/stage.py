@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from math import nan
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,8 @@ from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
-from .activations import OnHost, RecomputedBlocks
 from .checks import Checks
-from .coding import packed_message, unpacked_message
 from .edges import Cursor, SharedLosses, StageEdges
-from .halves import differentiate_inputs
 from .loads import NOTHING, Handler
 from .tape import (
     ModuleBuffers,
@@ -38,6 +34,9 @@ from .tape import (
     run_on,
     seeded,
 )
+
+if TYPE_CHECKING:
+    from .activations import OnHost, RecomputedBlocks
 
 
 class Mode(Enum):
@@ -73,13 +72,17 @@ class Stage(Checks):
         module: nn.Module,
         device: torch.device,
         recomputes: bool = False,
-        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # recomputed in the backward
+        blocks: Mapping[str, nn.Module] | None = None,  # recomputed in the backward
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
         self.recomputes, self.offloads = recomputes, offloads
-        self._blocks = RecomputedBlocks(module, blocks) if blocks else None
+        self._blocks: RecomputedBlocks | None = None
+        if blocks:
+            from .activations import RecomputedBlocks
+
+            self._blocks = RecomputedBlocks(module, blocks)
         self._on_host: OnHost | None = None
         self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
         self.peak = 0  # the most microbatches in flight at once
@@ -126,6 +129,8 @@ class Stage(Checks):
         if mode is Mode.TRAIN:
             self.begin_weights(follows=self.offloads)
             if self.offloads:
+                from .activations import OnHost
+
                 self._follows = self._on_host = OnHost(self.module, self.device, self._follows)
             if self._blocks is not None:
                 self._blocks.begin()
@@ -187,6 +192,8 @@ class Stage(Checks):
         self._received = slot
 
     def _unpack(self, slot: Slot, backward: bool) -> None:
+        from .coding import unpacked_message
+
         codec, message = self.codecs[backward], slot.message
         assert codec is not None and message is not None
         with self.computing(reads=(slot.buffer,)):
@@ -196,6 +203,8 @@ class Stage(Checks):
         """Return a message as it is sent; ``buffer`` stands for its memory."""
         codec = self.codecs[backward]
         if codec is not None:
+            from .coding import packed_message
+
             edges, trains = self.edges, self._mode is Mode.TRAIN
             key = (
                 *(backward, trains, self.index),
@@ -461,6 +470,8 @@ class Stage(Checks):
                 self.counts[i] = self.counts[i] + count if i in self.counts else count
             rest = None
             if halves:
+                from .halves import differentiate_inputs
+
                 rest = differentiate_inputs(pairs, tape.leaves)
             else:
                 differentiate(pairs)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from spectrain_ext.method import Method, rules_at
 from spectrain_ext.schedule import Entries, Instruction, Kind, Ledger, Place, find_generator
-from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
+from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit
 
-from .loads import Handler
 from .names import found_as
 from .stage import Stage
 from .ties import Copy, TiedStages
@@ -66,7 +64,7 @@ def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-class _Lender:
+class Lender:
     """The end that owns the parameters: sends what its forwards read, and adds up gradients."""
 
     def __init__(
@@ -78,9 +76,10 @@ class _Lender:
         self._trained = [p for p, m in zip(self._params, tie.members, strict=True) if m.trained]
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
 
-    def begin(self, readings: _Readings) -> None:
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
-        self._readings = readings
+        self._readings = _Readings(method, places[0], places[self.tie.home])
 
     def send_weights(self, i: int, j: int) -> None:
         """Before a forward: send the weights that it reads, unless they are the same as before."""
@@ -127,7 +126,7 @@ class _Lender:
         self.gradients.free(slot)
 
 
-class _Borrower:
+class Borrower:
     """The end with the copies: computes with what the owner sent, and sends gradients back."""
 
     def __init__(
@@ -157,11 +156,12 @@ class _Borrower:
         for each in self._copies:
             each.held.grad = None
 
-    def begin(self, readings: _Readings) -> None:
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
         own = self._checked_memory()
         self._forget()
-        self._own, self._readings = own, readings
+        self._own, self._readings = own, _Readings(method, places[0], places[self.tie.home])
 
     def _checked_memory(self) -> list[Tensor]:
         now = dict(self.stage.module.named_parameters(remove_duplicate=False))
@@ -263,94 +263,3 @@ class _Borrower:
             home.predict.record(home.loaded)
             self.stage.predict.wait(home.loaded)
             self.stage.predict.record(self.stage.loaded)
-
-
-class Ties:
-    def __init__(
-        self,
-        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
-        copies: Sequence[Copy],
-        stages: Mapping[int, Stage],
-        depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
-        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
-    ) -> None:
-        self.edges: list[Edge] = []  # between two stages of this process
-        self._lenders: list[_Lender] = []
-        self._borrowers: list[_Borrower] = []
-        for n, tie in enumerate(ties):
-            a, b = stages.get(tie.home), stages.get(tie.copy)
-            if a is not None and b is not None:
-                slots = depth(tie.home, tie.copy)
-                weights = self._edge(a, b, "weights", slots)
-                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
-            elif a is not None or b is not None:
-                weights, gradients = remote(n)
-            if a is not None:
-                self._lenders.append(_Lender(a, tie, weights, gradients))
-            if b is not None:
-                self._borrowers.append(_Borrower(b, a, tie, copies, weights, gradients))
-
-    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
-        name = f"edge {a.index} -> {b.index} of tied {what}"
-        made = Edge(name, a.device, b.device, b.compute, depth)
-        self.edges.append(made)
-        return made
-
-    def lends(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._lenders)
-
-    def borrows(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._borrowers)
-
-    def handlers(self, stage: int) -> dict[Kind, Handler]:
-        lend = [end for end in self._lenders if end.stage.index == stage]
-        borrow = [end for end in self._borrowers if end.stage.index == stage]
-        return {
-            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
-            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
-            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
-            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
-            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
-            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
-        }
-
-    def gradients_are_there(self, stage: int) -> bool:
-        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
-        edges = [end.gradients for end in self._lenders if end.stage.index == stage]
-        return all(edge is None or edge.blocks or edge.has() for edge in edges)
-
-    # A run.
-
-    def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """Start a run in which all stages, at these places, train by ``method``."""
-        ends: list[_Lender | _Borrower] = [*self._lenders, *self._borrowers]
-        for end in ends:
-            end.begin(_Readings(method, places[0], places[end.tie.home]))
-
-    def bring_true(self) -> None:
-        """Send the true weights to other processes: after the last instruction, or between runs."""
-        remote = [end for end in self._borrowers if end.home is None]
-        for borrower in remote:
-            if borrower.gradients is not None:
-                borrower.gradients.end()
-        for lender in self._lenders:
-            if lender.weights not in self.edges:
-                lender.send_true()
-        for borrower in remote:
-            borrower.take_true()
-
-    def end(self) -> None:
-        """Forget the run; may be repeated."""
-        for borrower in self._borrowers:
-            borrower.end()
-
-
-def _each(handlers: Sequence[Handler]) -> Handler:
-    if len(handlers) == 1:
-        return handlers[0]
-
-    def run_all(i: int, j: int) -> None:
-        for handler in handlers:
-            handler(i, j)
-
-    return run_all

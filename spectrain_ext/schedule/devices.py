@@ -37,8 +37,7 @@ def device_order(
         ValueError: not one device per stage.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import device_order
+        >>> from spectrain_ext.simulation import device_order, streams
         >>> (only,) = device_order(streams("1f1b", [2, 1]), [0, 0], minibatches=1)
         >>> [(stage, each.kind.value) for stage, each in only][:3]
         [(0, 'forward'), (1, 'forward'), (1, 'backward')]

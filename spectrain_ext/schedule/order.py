@@ -17,8 +17,6 @@ ALONE = frozenset((_UPDATE, _WEIGHTS))  # they neither receive nor send
 
 
 class _Stage:
-    """One stage's instructions, and what its neighbours have sent it, in order."""
-
     def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
         self.instructions = instructions
         self.activations: deque[Instruction] | None = None if first else deque()
@@ -167,8 +165,7 @@ def validate(
         ValueError: ``windows`` or ``rules`` has another length than ``actions``.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.simulation import streams, validate
         >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=100, windows=[3, 2, 1])
         >>> [max(count.delays) for count in counts]
         [2, 1, 0]

@@ -14,6 +14,7 @@ from .timing import (
     lay_out,
     read,
     simulate,
+    streams,
     summarize,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "simulate",
     "simulate_ranks",
     "simulate_repeating",
+    "streams",
     "summarize",
     "validate",
     "write_csv",

@@ -8,13 +8,51 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from spectrain_ext.schedule import Instruction, Kind, Lane, Rules, Span
+from spectrain_ext.schedule import (
+    Generator,
+    Instruction,
+    Kind,
+    Lane,
+    Place,
+    Rules,
+    Span,
+    find_generator,
+)
 from spectrain_ext.schedule.devices import one_by_one
 from spectrain_ext.schedule.ledger import Pair, open_ledgers
 from spectrain_ext.schedule.order import ALONE, follow, interleave
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
+
+
+def streams(
+    schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
+) -> list[Iterator[Instruction]]:
+    """Return the endless stream of what each stage computes.
+
+    Args:
+        schedule: a name in ``GENERATORS``, or a generator.
+        windows: the window of each stage, in microbatches; one per stage.
+        microbatches: per minibatch.
+
+    Raises:
+        ValueError: an unknown name; a window or ``microbatches`` is below 1.
+
+    Example:
+        >>> from itertools import islice
+        >>> from spectrain_ext.simulation import streams
+        >>> [each.kind.value for each in islice(streams("1f1b-async", [2, 1])[0], 5)]
+        ['forward', 'forward', 'backward', 'update', 'forward']
+    """
+    generate = find_generator(schedule)
+    if microbatches < 1:
+        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+    for k, window in enumerate(windows):
+        if window < 1:
+            raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
+    n = len(windows)
+    return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
 
 
 @dataclass(frozen=True)
@@ -168,8 +206,7 @@ def simulate(
         ValueError: ``durations`` or ``devices`` are for another number of stages.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import Durations, simulate, summarize
+        >>> from spectrain_ext.simulation import Durations, simulate, streams, summarize
         >>> spans = simulate(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
         >>> summarize(spans).period
         2.0
@@ -247,7 +284,6 @@ _StageEdges = dict[Kind, _Edge]
 
 
 def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
-    """Return the edges by which every stage receives, and those by which it sends."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
@@ -274,8 +310,7 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
         devices: of every stage, from 0; ``busy`` and ``bubbles`` are then per device.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import Durations, simulate, summarize
+        >>> from spectrain_ext.simulation import Durations, simulate, streams, summarize
         >>> spans = simulate(streams("1f1b", [2, 1], 2), Durations.of(2), minibatches=1)
         >>> summary = summarize(spans)
         >>> summary.makespan, round(summary.bubbles[0], 3)
@@ -297,7 +332,6 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
 
 
 def period_of(updates: Sequence[float]) -> float:
-    """Return the mean time between a stage's updates from their ends; see ``Summary``."""
     first, last = len(updates) // 3, 2 * len(updates) // 3
     if last <= first:
         first, last = 0, len(updates) - 1
@@ -312,8 +346,8 @@ class Reading(NamedTuple):
         horizon: by how many updates they are predicted ahead; 0: the version itself.
 
     Example:
-        >>> from spectrain_ext.schedule import Rules, streams
-        >>> from spectrain_ext.simulation import read
+        >>> from spectrain_ext.schedule import Rules
+        >>> from spectrain_ext.simulation import read, streams
         >>> rules = [Rules(forward_horizon=1)] * 2
         >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
         >>> met[3].forward, met[3].backward
@@ -350,8 +384,7 @@ def read(
         ScheduleError: the schedule cannot run.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import read
+        >>> from spectrain_ext.simulation import read, streams
         >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
         >>> met[3].forward.version, met[3].backward.version
         (2, 3)

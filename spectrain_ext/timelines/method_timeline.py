@@ -24,10 +24,9 @@ from spectrain_ext.schedule import (
     bounded,
     find_generator,
     lower,
-    streams,
     takes_window,
 )
-from spectrain_ext.simulation import Durations, lay_out, simulate
+from spectrain_ext.simulation import Durations, lay_out, simulate, streams
 
 from .timeline import draw_timeline
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError, streams
-from spectrain_ext.simulation import Met, Reading, read, validate
+from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError
+from spectrain_ext.simulation import Met, Reading, read, streams, validate
 
 
 def classic(n):

@@ -19,7 +19,6 @@ from spectrain_ext.schedule import (
     ScheduleError,
     WPipe,
     flushes,
-    streams,
     takes_window,
 )
 from spectrain_ext.simulation import (
@@ -28,6 +27,7 @@ from spectrain_ext.simulation import (
     device_order,
     lay_out,
     simulate,
+    streams,
     summarize,
     validate,
 )

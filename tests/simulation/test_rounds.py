@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain_ext.schedule import Kind, streams
-from spectrain_ext.simulation import Durations, read, simulate
+from spectrain_ext.schedule import Kind
+from spectrain_ext.simulation import Durations, read, simulate, streams
 
 
 def counted(windows, microbatches=1, **durations):
