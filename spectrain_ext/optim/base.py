@@ -430,9 +430,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``. All
         tensors have p's shape and device, and one layout; usually they are views of flat buffers.
         Existing state is copied. Without state the buffers become zero, so that a prediction before
-        the first step equals the weights; so does the prediction of a frozen parameter. A bound
-        optimizer does not bump autograd's version counters: the caller orders forwards, backwards
-        and steps.
+        the first step equals the weights. A bound optimizer does not bump autograd's version
+        counters: the caller orders forwards, backwards and steps.
 
         ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
         ``adam`` methods return a step as a ``Term``; all steps apply it. A correction of stale

@@ -22,7 +22,7 @@ from spectrain_ext.operators.plan import Plan
 from .parameters import Kinds, Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
 
-_STILL = Linear(0)  # for weights that were never updated or are frozen
+_STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
 
 
@@ -37,7 +37,6 @@ class Cohort(NamedTuple):
 
     group: int
     started: bool
-    moves: bool  # False: frozen; the momentum is kept for later
     rows: list[int]
 
 
@@ -88,7 +87,7 @@ class Launch:
         keys = [parameters.cohort(i) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
-        self.cohorts = [Cohort(*key[:3], []) for key in index]
+        self.cohorts = [Cohort(*key[:2], []) for key in index]
         for row, n in enumerate(self._assignment):
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
@@ -349,7 +348,7 @@ class Launch:
         own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
-            rests = not (cohort.started and cohort.moves) or rule.rests(scalars)
+            rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])
