@@ -265,28 +265,42 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     if not dist.is_available() or not dist.is_initialized():
         return measure()
     failure: Exception | None = None
-    profile: Profile | None = None
+    profile = profile_by_parameters(blocks)
     if dist.get_rank() == 0:
         try:
             profile = measure()
         except Exception as error:  # raised after the others are notified
             failure = error
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (len(blocks), failure is not None))
+    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
+    device = "cpu" if "cpu" in kinds else kinds[0]
+    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, least, failed = counts.tolist()
     if failure is not None:
         raise failure
-    if told[0][1]:
+    if failed:
         raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
-    counts = [count for count, _ in told]
-    if min(counts) != max(counts):
+    if most != -least:
         raise ValueError(
-            f"model: it has {len(blocks)} blocks here, and on other ranks {min(counts)} to "
-            f"{max(counts)}; every rank must cut the same model"
+            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
+            "every rank must cut the same model"
         )
-    shared: list[Any] = [profile]
-    dist.broadcast_object_list(shared, 0)
-    found: Profile = shared[0]
-    return found
+    numbers = torch.tensor(
+        [
+            (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
+            for b in profile.blocks
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.broadcast(numbers, 0)
+    told = [
+        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+        for (seconds, output, parameters, saved, forward), block in zip(
+            numbers.tolist(), profile.blocks, strict=True
+        )
+    ]
+    return Profile(tuple(told))
 
 
 def _measured(
