@@ -281,7 +281,8 @@ class Launch:
             averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
             rate = groups[cohort.group].get("gap_rate", 0.0)
             late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
-            for row, gradient in zip(rows, by.corrected(late), strict=True):
+            by.correct_(late)
+            for row, gradient in zip(rows, gradients, strict=True):
                 corrected[row] = gradient
             if by.buffers:
                 before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
