@@ -19,7 +19,7 @@ from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_s
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Kinds, Parameters, Views
+from .parameters import Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
 
 _STILL = Linear(0)  # for weights that were never updated
@@ -381,7 +381,6 @@ def _without_gradient(law: Law) -> Law:
 
 class _Resolved(NamedTuple):
     of: tuple[object, ...]  # keys by address; kept alive so that no address is reused
-    kinds: Kinds
     version: int
     idle: list[Tensor]  # parameters that need no launch yet
     launches: list[Launch]
@@ -404,8 +403,7 @@ class Launches:
     ) -> list[Launch]:
         """Return the launches of a step, or of a prediction in place (`stash`)."""
         # Resolved at the first use: before it, the owner may move the parameters into a buffer.
-        parameters = self.parameters
-        kinds, binding = parameters.kinds, parameters.binding
+        parameters, binding = self.parameters, self.parameters.binding
         version = parameters.look(groups, state)
         places = (outs,) if binding is None else (outs, binding.weights)
         key = stash, *map(id, places)
@@ -422,7 +420,6 @@ class Launches:
             known is None
             or moved
             or known.version != version
-            or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
         ):
             if binding is None:
@@ -432,11 +429,11 @@ class Launches:
         return known.launches
 
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
-        parameters, kinds = self.parameters, self.parameters.kinds
+        parameters = self.parameters
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
-            kind = kinds[parameters.groups[i]]
+            kind = parameters.kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
@@ -447,4 +444,4 @@ class Launches:
             Launch(parameters, positions, kind, places[0], stash=stash)
             for (_, kind, _), positions in found.items()
         ]
-        return _Resolved(places, kinds, version, idle, launches)
+        return _Resolved(places, version, idle, launches)

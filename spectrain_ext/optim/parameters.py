@@ -31,7 +31,6 @@ from .state import (
 )
 
 Views = Mapping[Tensor, Tensor]
-Kinds = tuple[bool, ...]
 
 _REMEMBERED = 8  # checked laws; a training loop uses the same few
 _IMMUTABLE = (float, int, str, type(None))
@@ -106,7 +105,7 @@ class Parameters:
         self._values: list[list[float]] = []  # their last known values
         self._version = 0
         self.forget()
-        self.kinds: Kinds = ()  # by group: whether it has momentum
+        self.kinds: list[bool] = []  # by group: whether it has momentum
         self._numbers: list[Any] = []
         # Then: the groups' values and the factor on their learning rates.
         self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
@@ -126,7 +125,9 @@ class Parameters:
             if isinstance(self.correction, StepCorrection):
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
-            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
+            kinds = [numbers.has_momentum for numbers in self._numbers]
+            if kinds != self.kinds:
+                self.kinds, self._version = kinds, self._version + 1
             if self.correction is not None and self.correction.buffers:
                 self.check_momentum(groups, f"{self.correction} averages the momentum")
             if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
@@ -181,7 +182,7 @@ class Parameters:
         self._seen: tuple[Any, ...] | None = None
 
     def look(self, groups: Sequence[Group], state: State) -> int:
-        """Read groups and state again if they have changed; return a version number of them."""
+        """Read groups and state again if they have changed; return a number of their version."""
         # Checked at each use, because torch's state dicts may be changed by anyone at any time.
         if (
             self._seen is None
