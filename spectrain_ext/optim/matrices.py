@@ -237,7 +237,6 @@ _SOAP = replace(
     _MUON,
     numbers=_soap_numbers,
     buffers=("update_buffer", "exp_avg"),
-    # In the order of ``Rotated.loose``.
     loose=("exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES)),
     kind="rotated",
 )
