@@ -359,6 +359,9 @@ class Delayed:
                 module.training = training
 
 
+# Averaged replicas
+
+
 class Replicated:
     """Identically built replicas; each takes every r-th of the minibatch's ``parts``."""
 
