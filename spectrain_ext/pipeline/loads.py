@@ -35,7 +35,6 @@ class Loads:
     """
 
     cursor: Cursor  # the stage's position in the run
-    weights: StageWeights | None = None  # None: no trainable parameters
     max_norm: float | None = None  # the largest gradient norm; None: no clipping
     counts: dict[int, Tensor]  # by minibatch: what its loss is divided by, where losses are sums
     divisor: Tensor | None = None  # of the last update
@@ -46,8 +45,15 @@ class Loads:
     # for the loss, 0 for none. Of two sources the larger one comes first in time.
     origin = 0.0
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        weights: StageWeights | None,  # None: no trainable parameters
+    ) -> None:
         self.index = index
+        self.weights = weights
         self.module = module
         self.device = device
         self.compute = new_stream(f"compute stream of stage {index}", device)
@@ -76,13 +82,11 @@ class Loads:
 
     def train_by(
         self,
-        weights: StageWeights | None,
         max_norm: float | None,
         clips_globally: bool,
         global_norm: GlobalNorm | None,
         on_nonfinite: OnNonfinite,
     ) -> None:
-        self.weights = weights
         self.max_norm, self.clips_globally = max_norm, clips_globally
         self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
         self._follows = NOTHING

@@ -36,6 +36,8 @@ from .tape import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.weights import StageWeights
+
     from .activations import OnHost, RecomputedBlocks
 
 
@@ -71,11 +73,12 @@ class Stage(Checks):
         index: int,
         module: nn.Module,
         device: torch.device,
+        weights: StageWeights | None,
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] | None = None,  # recomputed in the backward
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
-        super().__init__(index, module, device)
+        super().__init__(index, module, device, weights)
         self.random = StageRandom(index, device)
         self.recomputes, self.offloads = recomputes, offloads
         self._blocks: RecomputedBlocks | None = None
