@@ -32,8 +32,8 @@ import spectrain_ext as st
 from spectrain_ext.method import rules_at
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.schedule import Kind, streams
-from spectrain_ext.simulation import validate
+from spectrain_ext.schedule import Kind
+from spectrain_ext.simulation import streams, validate
 from spectrain_ext.weights.storage import ALIGNMENT
 
 STAGES = 4

@@ -8,7 +8,6 @@ bit for bit, those of a training without failures.
 
     python bench/bench_failures.py                                    # 12 faults in one training
     python bench/bench_failures.py --campaign 200 --json campaign.json      # 200 faults, in ten
-    python bench/bench_failures.py --launcher "--monitor-interval 1" --timeout 60
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import os
 import platform
 import random
 import selectors
-import shlex
 import socket
 import subprocess
 import sys
@@ -115,12 +113,8 @@ def trained(
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nproc-per-node", str(options.ranks), "--max-restarts", str(len(faults) + 2)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *("--local-addr", "127.0.0.1", *shlex.split(options.launcher)),
-            *(
-                str(ROOT / "bench" / "failing_rank.py"),
-                str(folder / "plan"),
-                str(ROOT / options.script),
-            ),
+            *("--local-addr", "127.0.0.1", str(ROOT / "bench" / "failing_rank.py")),
+            *(str(folder / "plan"), str(ROOT / "examples" / "torchrun.py")),
             *("--checkpoints", str(checkpoints), "--every", str(options.every)),
             *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
         ]
@@ -138,7 +132,8 @@ def trained(
                 process.kill()
         if process.wait():
             raise RuntimeError(
-                f"{folder}: torchrun ended with {process.returncode}:\n" + tail(folder)
+                f"{folder}: torchrun ended with {process.returncode}:\n"
+                + (folder / "printed").read_text()[-6000:]
             )
         latest = checkpoints / (checkpoints / "latest").read_text().strip()
         found: dict[str, Tensor] = {}
@@ -161,10 +156,6 @@ def differing(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
             weights[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)
         )
     ]
-
-
-def tail(folder: Path) -> str:
-    return (folder / "printed").read_text()[-6000:]
 
 
 def listened(heard: socket.socket, launcher: subprocess.Popen[bytes]) -> list[Event]:
@@ -308,8 +299,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=float, default=4.0, help="timeout of the pipeline in seconds"
     )
-    parser.add_argument("--launcher", default="", help="options of torchrun")
-    parser.add_argument("--script", default="examples/torchrun.py", help="path from the root")
     parser.add_argument("--directory", help="folder for checkpoints; default: a temporary one")
     parser.add_argument("--json", help="file for all faults")
     return parser.parse_args(arguments)

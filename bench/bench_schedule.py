@@ -6,8 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from spectrain_ext.schedule import interleave, streams
-from spectrain_ext.simulation import Durations, simulate, simulate_repeating, summarize, validate
+from spectrain_ext.schedule import interleave
+from spectrain_ext.simulation import (
+    Durations,
+    simulate,
+    simulate_repeating,
+    streams,
+    summarize,
+    validate,
+)
 
 STAGES, MINIBATCHES = 64, 10_000
 MANY_STAGES, FEWER_MINIBATCHES = 1024, 2048

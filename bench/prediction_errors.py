@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,33 +216,20 @@ def rmse(errors: Sequence[Error], elements: Mapping[int, int]) -> float:
     return math.sqrt(squares / sum(elements[error.stage] for error in errors))
 
 
-def summary(runs: Sequence[Errors], series: bool) -> Iterator[dict[str, Any]]:
-    """Return a row per horizon and law: each stage over the run, all stages over the updates.
-
-    Values are means over the runs with minimum and maximum.
-    """
-
-    def spread_of(select: Callable[[Error, int], bool], among: Iterable[int]) -> dict[str, Any]:
-        return _spread(
-            [
-                [rmse([e for e in errors if select(e, x)], run.elements) for run, errors in of]
-                for x in among
-            ]
-        )
-
+def summary(runs: Sequence[Errors]) -> Iterator[dict[str, Any]]:
+    """Return a row per horizon and law: each stage over the run, means over the runs and ranges."""
     for s, law in product(HORIZONS, LAWS):
         of = [(run, [e for e in run.found if (e.ahead, e.law) == (s, law)]) for run in runs]
-        row: dict[str, Any] = {"ahead": s, "law": law}
-        row["stages"] = spread_of(lambda e, k: e.stage == k, runs[0].elements)
-        if series:
-            updates = sorted({e.update for e in of[0][1]})
-            row["series"] = spread_of(lambda e, t: e.update == t, updates)
-        yield row
-
-
-def _spread(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    kinds = {"mean": statistics.fmean, "low": min, "high": max}
-    return {name: [float(f"{of(column):.3g}") for column in columns] for name, of in kinds.items()}
+        columns = [
+            [rmse([e for e in errors if e.stage == k], run.elements) for run, errors in of]
+            for k in runs[0].elements
+        ]
+        kinds = {"mean": statistics.fmean, "low": min, "high": max}
+        stages = {
+            name: [float(f"{of_seeds(each):.3g}") for each in columns]
+            for name, of_seeds in kinds.items()
+        }
+        yield {"ahead": s, "law": law, "stages": stages}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -253,14 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=400)
-    parser.add_argument(
-        "--points", type=int, default=33, help="points of the deepest pipeline's curve"
-    )
+    parser.add_argument("--every", type=int, default=12, help="updates between measurements")
     parser.add_argument("--quick", action="store_true", help="four stages, one seed, 60 updates")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args(argv)
     if a.quick:
-        a.stages, a.seeds, a.updates, a.points = [4], 1, 60, 10
+        a.stages, a.seeds, a.updates, a.every = [4], 1, 60, 6
     torch.set_num_threads(1)
     asked = f"--stages {' '.join(map(str, a.stages))} --seeds {a.seeds} --updates {a.updates}"
     command = f"bench/prediction_errors.py --data-dir tinyshakespeare.txt {asked}"
@@ -272,9 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         began = time.perf_counter()
         settings = settings_of(data, a.data_dir, method, n)
-        every = max(1, a.updates // a.points)
         few = -(-a.updates // 20)
-        runs = [trained(settings, seed, a.updates, every) for seed in range(a.seeds)]
+        runs = [trained(settings, seed, a.updates, a.every) for seed in range(a.seeds)]
         case = {
             **{"data": data, "optimizer": settings.optimizer, "lr": settings.lr},
             **{"batch_size": settings.batch_size, "method": method, "stages": n},
@@ -285,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 [round(statistics.fmean(part), 4) for part in (r.losses[:few], r.losses[-few:])]
                 for r in runs
             ],
-            "rows": list(summary(runs, series=n == max(a.stages))),
+            "rows": list(summary(runs)),
         }
         document["cases"].append(case)
         print(f"{data} N={n} {method}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -1,8 +1,8 @@
-"""Formats Markdown tables and lists in words."""
+"""Formats Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
@@ -12,12 +12,3 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
     written = [f"| {' | '.join(cells)} |" for cells in lines]
     rule = "|".join("--:" if name.startswith(">") else "---" for name in names)
     return "\n".join([written[0], f"|{rule}|", *written[1:]])
-
-
-def listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
-
-
-def span(numbers: Collection[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"

@@ -5,7 +5,12 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-from spectrain_ext import _interpreter  # noqa: F401  # isort: skip  # before torch, which would hang
+try:
+    _interpreters = _import_module("_interpreters")  # Python 3.13
+except ImportError:
+    _interpreters = _import_module("_xxsubinterpreters")
+if _interpreters.get_current() != _interpreters.get_main():  # in which importing torch would hang
+    raise ImportError("spectrain_ext: torch cannot be used in a subinterpreter")
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 

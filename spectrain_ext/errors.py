@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
 
+# Pickle makes these again from their positional arguments.
 
+
+@dataclass(eq=False, repr=False)
 class StageError(RuntimeError):
     """An exception inside a stage, the loss or an optimizer ended the run.
 
@@ -23,17 +27,16 @@ class StageError(RuntimeError):
         reason: type and text of the original exception.
     """
 
-    def __init__(self, stage: int, minibatch: int, action: str, reason: str) -> None:
-        super().__init__(stage, minibatch, action, reason)  # makes it picklable
-        self.stage = stage
-        self.minibatch = minibatch
-        self.action = action
-        self.reason = reason
+    stage: int
+    minibatch: int
+    action: str
+    reason: str
 
     def __str__(self) -> str:
         return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class RankError(RuntimeError):
     """A failed rank ended the run of a pipeline over several processes.
 
@@ -53,24 +56,13 @@ class RankError(RuntimeError):
             another one; empty if there is none.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        action: str,
-        culprit: int,
-        reason: str,
-        edge: str | None = None,
-        waited: float = 0.0,
-        report: str = "",
-    ) -> None:
-        super().__init__(rank, action, culprit, reason, edge, waited, report)
-        self.rank = rank
-        self.action = action
-        self.culprit = culprit
-        self.reason = reason
-        self.edge = edge
-        self.waited = waited
-        self.report = report
+    rank: int
+    action: str
+    culprit: int
+    reason: str
+    edge: str | None = None
+    waited: float = 0.0
+    report: str = ""
 
     def __str__(self) -> str:
         waiting = "" if self.edge is None else f", waiting on {self.edge} for {self.waited:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,17 +11,13 @@ from torch import Tensor, nn
 from spectrain_ext.method import Method
 from spectrain_ext.optim import hidden_matrices
 
-from .data.batches import Batches, count_batches
-from .data.cifar import load_cifar10
-from .data.digits import load_digits
-from .data.split import Split
-from .data.text import load_text
+from .data.sources import load_cifar10, load_digits, load_text
+from .data.split import Batches, Split
 from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
 from .models.building import cut_evenly
 from .optimizers import make_any_optimizer, make_scheduler
-from .own import own
 from .settings import TrainSettings
-from .workload import Maker, Workload, mean_loss
+from .workload import Maker, Workload, mean_loss, own
 
 
 def maker_of(settings: TrainSettings, cache: Path) -> Maker:
@@ -41,14 +38,14 @@ def builtin(
     }
     if settings.model == "speedrun":  # its first and last stage also have blocks
         hidden = hidden_matrices(nn.Sequential(*modules))
-    per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
+    train = Batches(data, batch_size=settings.batch_size, seed=seed, augmented=settings.augment)
     return Workload(
         name=data.name,
         model=modules,
         optimizer=partial(make_any_optimizer, settings, method, hidden),
-        scheduler=make_scheduler(settings, settings.updates or settings.epochs * per_epoch),
+        scheduler=make_scheduler(settings, settings.updates or settings.epochs * len(train)),
         loss=mean_loss,
-        train=Batches(data, batch_size=settings.batch_size, seed=seed, augmented=settings.augment),
+        train=train,
         test=data.tests(),
         judged="perplexity" if data.kind == "text" else "accuracy",
         about={
@@ -62,14 +59,12 @@ def builtin(
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
     """Read the data set; decoded images are cached in ``cache``."""
-    if settings.data == "digits":
+    if settings.data_dir is None:
         data = load_digits()
+    elif settings.data == "text":
+        data = load_text(settings.data_dir, context=settings.context)
     else:
-        assert settings.data_dir is not None
-        if settings.data == "text":
-            data = load_text(settings.data_dir, context=settings.context)
-        else:
-            data = load_cifar10(settings.data_dir, cache=cache)
+        data = load_cifar10(settings.data_dir, cache=cache)
     return data.first(settings.train_samples, settings.test_samples)
 
 
@@ -98,12 +93,12 @@ def build_model(
     stages: int,
     *,
     width: int,
-    depth: int | None,
-    context: int,
-    features: int,
-    classes: int,
-    images: bool,
-    rank: int | None = None,
+    depth: int | None,  # None: the model's default
+    context: int,  # tokens per sample of text
+    features: int,  # numbers per sample of other data
+    classes: int,  # or characters of a text
+    images: bool,  # whether samples are images, which a residual MLP flattens
+    rank: int | None = None,  # of the subspace of speedrun's edges; None: dense edges
     seed: int = 0,
 ) -> list[nn.Module]:
     """Return a model of ``presets.MODELS``, cut into ``stages``."""
@@ -115,24 +110,19 @@ def build_model(
         if images:
             layers[0] = nn.Sequential(nn.Flatten(), layers[0])
         return cut_evenly(layers, stages)
-    if model == "vgg16":
-        return vgg(stages, depth=depth or 16, width=width, classes=classes, pool=1, seed=seed)
-    if model == "resnet":
-        return resnet(
-            stages, depth=depth or 18, width=width, classes=classes, small_images=True, seed=seed
-        )
     if model == "inception-v4":
         return inception_v4(stages, width=width, classes=classes, seed=seed)
-    if model == "snn":
-        return snn(
-            stages, features=features, width=width, depth=depth or 7, classes=classes, seed=seed
-        )
-    if model == "speedrun":
-        return speedrun(
-            stages, vocabulary=classes, width=width, depth=depth or 8, rank=rank, seed=seed
-        )
-    if model == "lstm":
-        return residual_lstm(stages, vocabulary=classes, width=width, depth=depth or 6, seed=seed)
-    return gpt(
-        stages, vocabulary=classes, context=context, width=width, depth=depth or 6, seed=seed
-    )
+    make: Callable[..., list[nn.Module]]
+    if model == "vgg16":
+        make = partial(vgg, depth=depth or 16, classes=classes, pool=1)
+    elif model == "resnet":
+        make = partial(resnet, depth=depth or 18, classes=classes, small_images=True)
+    elif model == "snn":
+        make = partial(snn, depth=depth or 7, features=features, classes=classes)
+    elif model == "speedrun":
+        make = partial(speedrun, depth=depth or 8, vocabulary=classes, rank=rank)
+    elif model == "lstm":
+        make = partial(residual_lstm, depth=depth or 6, vocabulary=classes)
+    else:
+        make = partial(gpt, depth=depth or 6, vocabulary=classes, context=context)
+    return make(stages, width=width, seed=seed)

@@ -1,18 +1,18 @@
 """Trains every method with every seed; interrupted comparisons continue."""
 
+from __future__ import annotations
+
 import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 
 from spectrain_ext.cli.doctor import threads
@@ -22,13 +22,12 @@ from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .own import source_of_method
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
-from .report import describe, versions
+from .report import Comparison, describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import Maker, Workload, epochs_of, stages_in, tested
+from .workload import epochs_of, source_of_method, stages_in, tested
 from .world import World
 
 if TYPE_CHECKING:
@@ -41,93 +40,52 @@ _ERRORS_EVERY = 10
 _KEPT = 2  # checkpoints: the newest, and another in case it is damaged
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Outputs of metrics: a file of JSON lines, and a TensorBoard folder with one folder per run.
+def train_all(asked: Comparison) -> list[Run]:
+    """Train every method with every seed; read finished runs and save new ones.
 
-    None disables an output.
+    Returns the runs on rank 0, nothing on other ranks. Earlier runs are kept after any error.
     """
-
-    metrics: Path | None = None
-    tensorboard: Path | None = None
-
-    def of(
-        self, pipe: Pipeline, method: str, seed: int, start: int
-    ) -> AbstractContextManager[Metrics | None]:
-        """Provide an observer of a run, or None if metrics are disabled.
-
-        ``method`` and ``seed`` label the records; ``start`` is the number of earlier minibatches.
-        """
-        if self.metrics is None and self.tensorboard is None:
-            return nullcontext()
-        return Metrics(
-            pipe,
-            self.metrics,
-            tensorboard=self.tensorboard and self.tensorboard / f"{method}-seed{seed}",
-            errors_every=_ERRORS_EVERY,
-            start=start,
-            labels={"method": method, "seed": seed},
-        )
-
-
-def train_all(
-    settings: TrainSettings,
-    make: Maker,
-    first: Workload,
-    folder: Path,
-    console: Console,
-    world: World,
-    observation: Observation,
-) -> list[Run]:
-    """Train every method with every seed; read finished runs from ``folder`` and save new ones."""
-    about = {**describe(settings, first, world), **versions()}
-    stores = {
-        name: RunStore(folder / "runs", {**about, **source_of_method(name)})
+    settings, world = asked.settings, asked.world
+    about = {**describe(settings, asked.first, world), **versions()}
+    runs_of = {
+        name: RunStore(asked.folder / "runs", {**about, **source_of_method(name)})
         for name in settings.methods
     }
-    per_run = settings.epochs * len(first.train)
+    per_run = settings.epochs * len(asked.first.train)
     count = len(settings.seeds) * len(settings.methods)
     runs = []
     found = 0
     with (
         threads(settings.threads),
-        Progress(console, per_run, count, shown=world.first) as progress,
+        Progress(asked.console, per_run, count, shown=world.first) as progress,
     ):
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
-            for asked, store in stores.items():
-                method = method_of(asked).name
-                progress.begin(method, f"{number}/{len(settings.seeds)}")
-                run = store.find(method, seed) if world.first else None
-                checkpoints = folder / "checkpoints" / store.path(method, seed).stem
+            for name, store in runs_of.items():
+                method = method_of(name)
+                progress.begin(method.name, f"{number}/{len(settings.seeds)}")
+                run = store.find(method.name, seed) if world.first else None
+                folder = asked.folder / "checkpoints" / store.path(method.name, seed).stem
                 if world.tell(run is not None)[0]:
                     found += 1
                     progress.skip(per_run)
                 else:
                     world.renew()
-                    checkpoints = Path(world.tell(str(checkpoints))[0])
+                    folder = Path(world.tell(str(folder))[0])
                     # with fewer stages than in the settings, other ranks have nothing to do
-                    cut = stages_of(method_of(asked), settings) == settings.stages
-                    with world.part(cut, f"training with {method}") as part:
+                    cut = stages_of(method, settings) == settings.stages
+                    with world.part(cut, f"training with {method.name}") as part:
                         if part is not None:
-                            run = train_once(
-                                settings,
-                                asked,
-                                seed,
-                                make,
-                                progress,
-                                part,
-                                observation,
-                                checkpoints,
-                            )
+                            run = train_once(settings, name, seed, asked, progress, part, folder)
                     if run is not None:
                         store.save(run)
                 if run is not None:
-                    shutil.rmtree(checkpoints, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
                     runs.append(run)
     if found:
-        told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
-        console.print(told)
+        asked.console.print(
+            f"{found} of {len(runs)} runs were finished before and read from {asked.folder}"
+        )
     return runs
 
 
@@ -135,24 +93,22 @@ def train_once(
     settings: TrainSettings,
     name: str,
     seed: int,
-    make: Maker,
+    asked: Comparison,
     progress: Progress,
     world: World,
-    observation: Observation,
-    checkpoints: Path,
+    folder: Path,
 ) -> Run | None:
     """Train the method ``name`` with the weights and batch order of ``seed``, then test it.
 
     Weights and order depend only on ``seed`` and ``settings``, so that methods are comparable. With
-    several processes each trains its stage. ``checkpoints`` is the folder of this run's
-    checkpoints, if the settings enable them.
+    several processes each trains its stage. ``folder`` is for this run's checkpoints. Returns the
+    run on rank 0, None on other ranks.
     """
     torch.manual_seed(seed)
     method = method_of(name)
     count = stages_of(method, settings)
-    workload = make(settings, method, count, seed)
+    workload = asked.make(settings, method, count, seed)
     stages = stages_in(workload, count)
-    total = settings.epochs * len(workload.train)
     pipe = build_pipeline(
         settings,
         method,
@@ -165,16 +121,15 @@ def train_once(
     log = _Log(pipe, world)
     run: Callable[..., Iterator[Result]] = pipe.run
     if settings.keeps_checkpoints:
-        manager = _manager(settings, checkpoints, pipe, world)
+        manager = _manager(settings, folder, pipe, world)
         log.restore(manager)
         run = partial(manager.run, extra=log.so_far)
-    begin = log.minibatches
-    progress.skip(begin)
-    batches = epochs_of(workload.train, settings.epochs, begin)
+    progress.skip(log.minibatches)
+    batches = epochs_of(workload.train, settings.epochs, log.minibatches)
     has_loss = world.stage == world.replicas.stages - 1
     # stages between the first and the last do not use them
     feeds = has_loss or world.stage == 0
-    with observation.of(pipe, method.name, seed, start=begin) as metrics:
+    with _observer(asked, pipe, method.name, seed, log.minibatches) as metrics:
         for result in run(log.timed(batches) if feeds else (), trace=metrics):
             log.add(result, has_loss)
             progress.advance(result.loss if has_loss else None)
@@ -194,18 +149,33 @@ def train_once(
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,
-        minibatches_per_second=total / log.seconds,
+        minibatches_per_second=settings.epochs * len(workload.train) / log.seconds,
         weight_version_bytes=version_bytes,
         losses=tuple(log.losses),
     )
 
 
+def _observer(
+    asked: Comparison, pipe: Pipeline, method: str, seed: int, start: int
+) -> AbstractContextManager[Metrics | None]:
+    """Provide an observer of a run after ``start`` minibatches, or None without metrics."""
+    if asked.metrics is None and asked.tensorboard is None:
+        return nullcontext()
+    return Metrics(
+        pipe,
+        asked.metrics,
+        tensorboard=asked.tensorboard and asked.tensorboard / f"{method}-seed{seed}",
+        errors_every=_ERRORS_EVERY,
+        start=start,
+        labels={"method": method, "seed": seed},
+    )
+
+
 def _manager(
     settings: TrainSettings, folder: Path, pipe: Pipeline, world: World
-) -> "CheckpointManager":
-    from spectrain_ext.checkpoint import (
-        CheckpointManager,
-    )  # importing it takes as long as importing torch
+) -> CheckpointManager:
+    # importing it takes as long as importing torch
+    from spectrain_ext.checkpoint import CheckpointManager
 
     group = None
     if not world.together and dist.is_initialized():  # other ranks wait for this one
@@ -221,24 +191,18 @@ def _manager(
 
 
 class _Log:
-    """Progress of a run, which is also saved in its checkpoints.
-
-    Attributes:
-        minibatches: number of finished minibatches.
-        losses: their losses, up to the last exchange between ranks.
-        seconds: training time without checkpoints.
-    """
+    """Progress of a run, which is also saved in its checkpoints."""
 
     def __init__(self, pipe: Pipeline, world: World) -> None:
         self.minibatches = 0
-        self.losses: list[float] = []
-        self.seconds = 0.0
+        self.losses: list[float] = []  # up to the last exchange between ranks
+        self.seconds = 0.0  # training time without checkpoints
         self._devices = pipe.devices
         self._world = world
         self._fresh: list[Tensor] = []
         self._began: float | None = None
 
-    def restore(self, manager: "CheckpointManager") -> None:
+    def restore(self, manager: CheckpointManager) -> None:
         """Continue from the newest checkpoint, if there is one."""
         loaded = manager.restore()
         if loaded is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .builtin import build_model
-from .presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
+from .settings import DATA_SETS, DEFAULT_MODEL, models_for, preset
 
 _CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # text: the characters of tiny Shakespeare
 _SAMPLE = {"digits": (64,), "cifar10": (3, 32, 32)}

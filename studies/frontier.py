@@ -1,16 +1,14 @@
-"""Compares a study's results with synchronous training: a table, JSON and two pictures."""
+"""Compares a study's results with synchronous training: a table, JSON and a picture."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -23,12 +21,9 @@ from spectrain_ext.schedule import flushes
 from .contenders import contender
 from .delayed import uniform_places
 from .looks import looks
-from .study import Cell, Curve, Curves, judged
+from .study import Cell, Curve, runs_of
 from .times import Work, measured_work, minibatch_time
 from .workload import Maker
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _SHARES = (0.5, 0.75, 1.0)  # shares of the updates of synchronous training
 
@@ -79,13 +74,8 @@ def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
     """Compare the finished runs of every cell at its best learning rate."""
-    curves = Curves(folder)
-
-    def runs(cell: Cell) -> dict[int, Curve]:
-        read = {seed: curves.find(cell, found[cell], seed) for seed in seeds}
-        return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
-
-    reference = {c.settings.stages: runs(c) for c in found if c.contender == "sync"}
+    runs = {cell: runs_of(folder, cell, lr, seeds) for cell, lr in found.items()}
+    reference = {c.settings.stages: runs[c] for c in found if c.contender == "sync"}
     rows: list[Row] = []
     work: dict[int, Work] = {}
     for cell in found:
@@ -94,7 +84,7 @@ def rows_of(
             raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
         if n not in work:
             work[n] = measured_work(cell.settings, make, n, ["cpu"] * n)
-        mine, sync = runs(cell), reference[n]
+        mine, sync = runs[cell], reference[n]
         end = cell.total if cell.decays else cell.updates
         ends = [_at(curve, end) for curve in mine.values()]
         pairs = [(curve, sync[seed]) for seed, curve in mine.items() if seed in sync]
@@ -215,7 +205,8 @@ def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) ->
 
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
     """Draw the gap of every contender over the delay."""
-    with axes_of(path, title) as axes:
+    with picture(path, 8.0, 4.8) as figure:
+        axes = figure.add_subplot()
         axes.axhline(0.0, color="black", linewidth=1.0)
         names = list(dict.fromkeys(row.contender for row in rows if row.delay))
         for number, (name, look) in enumerate(looks(names).items()):
@@ -242,51 +233,6 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.set_yticks(marks, [f"{mark:+d}" if mark else "0" for mark in marks])
         axes.set_xlabel("delay of the first stage, in updates")
         axes.set_ylabel("test loss above synchronous training's, %")
-
-
-def draw_times(
-    path: Path,
-    rows: Sequence[Row],
-    curves: Mapping[tuple[str, int, int], Sequence[Curve]],
-    title: str,
-) -> None:
-    """Draw mean test losses over the simulated time, bubbles included, one line per row.
-
-    All rows have the same number of stages. ``curves`` holds the judged runs by contender, stages
-    and microbatches.
-    """
-    with axes_of(path, title) as axes:
-        timed = [(row, row.time) for row in rows if row.time is not None]
-        drawn = looks(row.contender for row, _ in timed)
-        before: Counter[str] = Counter()
-        for row, period in timed:
-            again = before[row.contender]
-            before[row.contender] += 1
-            axes.plot(
-                *mean_losses(curves[row.contender, row.stages, row.microbatches], period),
-                color=drawn[row.contender].color,
-                linestyle=drawn[row.contender].dashes,
-                linewidth=1.5 + again,  # thicker for another number of microbatches
-                alpha=0.5 if again else 1.0,
-                label=f"{row.contender}, M = {row.microbatches if row.delay else row.stages}",
-            )
-        axes.set_xlabel("simulated time, in minibatches of the slowest stage's work")
-        axes.set_ylabel("test loss (nats)")
-
-
-def mean_losses(runs: Sequence[Curve], period: float) -> tuple[list[float], list[float]]:
-    """Return the times of tests, ``period`` per update, and the mean losses over runs."""
-    points = list(zip(*(run.points for run in runs), strict=False))
-    times = [column[0][0] * period for column in points]
-    return times, [statistics.fmean(loss for _, loss, _ in column) for column in points]
-
-
-@contextmanager
-def axes_of(path: Path, title: str = "", grid: str = "major") -> Iterator[Axes]:
-    """Provide the axes of a picture with a legend beside them."""
-    with picture(path, 8.0, 4.8) as figure:
-        axes = figure.add_subplot()
-        yield axes
         axes.set_title(title, fontsize=10, parse_math=False)
-        axes.grid(True, which=grid, alpha=0.3)
+        axes.grid(True, which="major", alpha=0.3)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

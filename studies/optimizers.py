@@ -54,12 +54,6 @@ def make_scheduler(
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
-    factor = factor_of(settings, updates)
-    return lambda optimizer: LambdaLR(optimizer, factor)
-
-
-def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
-    """Return the learning-rate factor of each of ``updates`` updates."""
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -69,7 +63,7 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return factor
+    return lambda optimizer: LambdaLR(optimizer, factor)
 
 
 def make_any_optimizer(

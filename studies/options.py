@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -44,17 +42,6 @@ def numbers_listed(
     if not texts:
         raise click.BadParameter(f"expected numbers with commas, got {value!r}")
     return [FEW(text, parameter, context) for text in texts]
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """Report wrong options and files as errors of the command."""
-    try:
-        yield
-    except OptionError as error:
-        raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

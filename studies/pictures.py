@@ -1,5 +1,7 @@
 """Draws the training losses of methods over minibatches and over simulated time."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 _HIGHEST = 1e3
 _DIVERGED = 10.0  # multiple of the first loss
-_WIDTH, _HEIGHT = 10.0, 5.4  # inches
 _BAND = 0.08  # opacity; six overlapping bands stay distinguishable
 # In shares of the axes' height: the distance between labels, and the highest label.
 _GAP, _TOP = 0.048, 0.94
@@ -31,6 +32,16 @@ class _Line(NamedTuple):
     median: list[float]
     low: list[float]
     high: list[float]
+
+    def plot(self, axes: Axes, x: Sequence[float]) -> None:
+        reference = self.result.method == REFERENCE
+        color = self.look.color
+        width, order = (1.8, 3) if reference else (1.4, 4)
+        axes.plot(
+            x, self.median, color=color, linestyle=self.look.dashes, linewidth=width, zorder=order
+        )
+        if len(self.result.runs) > 1:
+            axes.fill_between(x, self.low, self.high, color=color, alpha=_BAND, linewidth=0)
 
 
 class _Label(NamedTuple):
@@ -58,19 +69,14 @@ def draw_losses(
     lines end.
     """
     lines = _lines(results, window)
-    labels = [
-        _Label(
-            f"{line.result.method}  {metric.text(line.result)}{metric.unit}",
-            line.look,
-            len(line.median),
-            line.median[-1],
-        )
-        for line in lines
-        if line.median
-    ]
+    labels = []
+    for line in lines:
+        if line.median:
+            text = f"{line.result.method}  {metric.text(line.result)}{metric.unit}"
+            labels.append(_Label(text, line.look, len(line.median), line.median[-1]))
     with _picture(path, title, window, metric, labels, "at the end, on test data") as axes:
         for line in lines:
-            _plot(axes, line, range(1, len(line.median) + 1))
+            line.plot(axes, range(1, len(line.median) + 1))
         axes.set_xlabel("minibatch (one update of every stage each)")
         axes.margins(x=0.01)
 
@@ -109,7 +115,7 @@ def draw_losses_over_time(
         for line in lines:
             pace = times[line.result.method]
             x = [pace * (i + 1) for i in range(len(line.median))]
-            _plot(axes, line, x)
+            line.plot(axes, x)
             if x and x[-1] <= until:
                 axes.plot(x[-1:], line.median[-1:], "o", color=line.look.color, markersize=4)
         axes.set_xlim(0, until)
@@ -125,37 +131,17 @@ def _lines(results: Sequence[MethodResult], window: int) -> list[_Line]:
     for result in results:
         smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
         columns = [sorted(column) for column in zip(*smoothed, strict=True)]
-        found.append(
-            _Line(
-                result,
-                drawn[result.method],
-                [statistics.median(column) for column in columns],
-                [column[0] for column in columns],
-                [column[-1] for column in columns],
-            )
-        )
+        median = [statistics.median(column) for column in columns]
+        low, high = ([column[end] for column in columns] for end in (0, -1))
+        found.append(_Line(result, drawn[result.method], median, low, high))
     return found
-
-
-def _plot(axes: "Axes", line: _Line, x: Sequence[float]) -> None:
-    reference = line.result.method == REFERENCE
-    axes.plot(
-        x,
-        line.median,
-        color=line.look.color,
-        linestyle=line.look.dashes,
-        linewidth=1.8 if reference else 1.4,
-        zorder=3 if reference else 4,
-    )
-    if len(line.result.runs) > 1:
-        axes.fill_between(x, line.low, line.high, color=line.look.color, alpha=_BAND, linewidth=0)
 
 
 @contextmanager
 def _picture(
     path: Path, title: str, window: int, metric: Metric, labels: Sequence[_Label], heading: str
-) -> Iterator["Axes"]:
-    with picture(path, _WIDTH, _HEIGHT) as figure:
+) -> Iterator[Axes]:
+    with picture(path, 10.0, 5.4) as figure:
         axes = figure.add_subplot()
         yield axes
         axes.set_yscale("log")
@@ -175,7 +161,7 @@ def _picture(
         _write_labels(axes, labels, heading)
 
 
-def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
+def _write_labels(axes: Axes, labels: Sequence[_Label], heading: str) -> None:
     """Write labels beside the picture where lines end, each with a connecting line."""
     to_axes = axes.transData + axes.transAxes.inverted()
     top = axes.get_ylim()[1]
@@ -189,26 +175,23 @@ def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
         below = gap * (len(order) - 1 - rank)  # the room needed by the labels below
         at[number] = above = max(below, min(heights[number], above - gap))
     top = max(at.values(), default=_TOP) + gap
+    place = 1.035, top - gap / 3
     axes.annotate(
-        heading,
-        (1.035, top - gap / 3),
-        xycoords="axes fraction",
-        va="bottom",
-        fontsize=8,
-        color="#555555",
+        heading, place, xycoords="axes fraction", va="bottom", fontsize=8, color="#555555"
     )
     for number, label in enumerate(labels):
+        color = label.look.color
         axes.annotate(
             label.text,
             xy=(label.x, label.y),
             xytext=(1.035, at[number]),
             textcoords="axes fraction",
             va="center",
-            color=label.look.color,
+            color=color,
             fontsize=9 if gap == _GAP else 7,
             annotation_clip=False,
             arrowprops={
-                **{"arrowstyle": "-", "color": label.look.color, "alpha": 0.5, "linewidth": 0.7},
+                **{"arrowstyle": "-", "color": color, "alpha": 0.5, "linewidth": 0.7},
                 **{"shrinkA": 1, "shrinkB": 0, "relpos": (0.0, 0.5)},
             },
         )

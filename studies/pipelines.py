@@ -17,9 +17,8 @@ from spectrain_ext.schedule import Replicas
 
 from .optimizers import make_optimizer
 from .options import OptionError
-from .own import own
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
-from .workload import Workload
+from .workload import Workload, own
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:

@@ -1,8 +1,11 @@
 """Reports a comparison: a table, a picture of the losses, timelines and a JSON file."""
 
+from __future__ import annotations
+
 import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +30,7 @@ from .results import (
     write_results,
 )
 from .settings import TrainSettings, stages_of
-from .timelines import draw_methods_together
-from .times import relative_times
+from .times import draw_methods_together, relative_times
 from .workload import Maker, Workload
 from .world import World
 
@@ -36,71 +38,83 @@ from .world import World
 _NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
 
 
-def report(
-    folder: Path,
-    settings: TrainSettings,
-    make: Maker,
-    first: Workload,
-    runs: Sequence[Run],
-    left_out: Mapping[str, str],
-    console: Console,
-    world: World,
-) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """What ``studies train`` was asked for."""
+
+    settings: TrainSettings
+    make: Maker
+    first: Workload  # from ``make``
+    folder: Path
+    console: Console
+    world: World
+    metrics: Path | None = None  # a file of JSON lines
+    tensorboard: Path | None = None  # a folder with one folder per run
+
+
+def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[str, object]:
+    """Return what a run depends on apart from method and seed: settings, data, process count.
+
+    The process count affects only throughput; losses are the same.
+    """
+    values = dataclasses.asdict(settings)
+    return {
+        **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
+        "processes": world.size,
+        **workload.about,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run depends on."""
+    return {
+        "spectrain_ext": build_info()["version"],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def report(asked: Comparison, runs: Sequence[Run], left_out: Mapping[str, str]) -> None:
     """Write results.json, the pictures and the timelines, and print the table."""
+    settings, first, folder, world = asked.settings, asked.first, asked.folder, asked.world
     results = summarize(runs)
-    seeds = len(settings.seeds)
-    metric = METRICS[first.judged]
     about = describe(settings, first, world)
     about |= {"methods": settings.methods, "seeds": settings.seeds}
     if left_out:
         about["left_out"] = dict(left_out)
     devices = [world.device(name) for name in settings.devices]
-    times = relative_times(settings, make, devices)
+    times = relative_times(settings, asked.make, devices)
     write_results(
         folder / "results.json", results, settings=about, versions=versions(), times=times
     )
-    title = (
-        f"{first.name}, {_setting(settings)}; "
-        f"{f'median and range of {seeds} seeds' if seeds > 1 else '1 seed'}"
-    )
-    window = max(1, len(first.train) // 2)
-    draw_losses(folder / "losses.png", results, title=title, window=window, metric=metric)
+    seeds, metric = len(settings.seeds), METRICS[first.judged]
+    shown = f"median and range of {seeds} seeds" if seeds > 1 else "1 seed"
+    title = f"{first.name}, {_setting(settings)}; {shown}"
+    half = max(1, len(first.train) // 2)
+    draw_losses(folder / "losses.png", results, title=title, window=half, metric=metric)
     draw_losses_over_time(
-        folder / "losses-over-time.png", results, times, title=title, window=window, metric=metric
+        folder / "losses-over-time.png", results, times, title=title, window=half, metric=metric
     )
     # methods that train the uncut model have no pipeline timeline
     found = [method_of(name) for name in settings.methods]
     drawn = [method for method in found if stages_of(method, settings) == settings.stages]
+    parts, window = settings.microbatches, settings.window
     if drawn:
         look = looks(method.name for method in found)
-        draw_methods_together(
-            folder / "timelines.png",
-            [(method, look[method.name].color) for method in drawn],
-            settings.stages,
-            microbatches=settings.microbatches,
-            window=settings.window,
-        )
+        colored = [(method, look[method.name].color) for method in drawn]
+        draw_methods_together(folder / "timelines.png", colored, settings.stages, parts, window)
     draw_method_timelines(
-        folder / "timelines",
-        drawn,
-        settings.stages,
-        microbatches=settings.microbatches,
-        window=settings.window,
+        folder / "timelines", drawn, settings.stages, microbatches=parts, window=window
     )
-    console.print(
-        comparison_table(
-            results,
-            test_samples=first.about.get("test_samples"),
-            metric=metric,
-            processes=world.replicas.counts,
-        )
-    )
+    samples = first.about.get("test_samples")
+    asked.console.print(comparison_table(results, samples, metric, world.replicas.counts))
     for told in (
         f"losses: {folder / 'losses.png'}, {folder / 'losses-over-time.png'}",
         f"timelines: {folder / 'timelines.png'}, {folder / 'timelines'}",
         f"numbers: {folder / 'results.json'}",
     ):
-        console.print(told, soft_wrap=True)
+        asked.console.print(told, soft_wrap=True)
 
 
 def _setting(settings: TrainSettings) -> str:
@@ -114,7 +128,6 @@ def _setting(settings: TrainSettings) -> str:
 
 def comparison_table(
     results: Sequence[MethodResult],
-    *,
     test_samples: int | None,
     metric: Metric = ACCURACY,
     processes: Sequence[int] = (),
@@ -125,8 +138,9 @@ def comparison_table(
     is the number of processes per stage; empty if one process has all stages.
     """
     seeds = len(results[0].runs) if results else 0
+    several = f"{seeds} seed{'s' * (seeds != 1)}"
     table = Table(
-        title=f"Same initial weights, minibatches and settings; {_plural(seeds)}",
+        title=f"Same initial weights, minibatches and settings; {several}",
         title_justify="left",
         caption=_caption(seeds, test_samples, metric, processes),
         caption_justify="left",
@@ -134,21 +148,15 @@ def comparison_table(
     table.add_column("method", style="bold", no_wrap=True)
     # several lines each, so that five columns fit an 80-column terminal
     unit = metric.loss_unit.replace(" per ", "\nper ")
-    for heading in (
-        metric.heading,
-        f"test loss\n{unit}",
-        "mini-\nbatches/s",
-        "weight versions\npeak KiB",
-    ):
+    others = (f"test loss\n{unit}", "mini-\nbatches/s", "weight versions\npeak KiB")
+    for heading in (metric.heading, *others):
         table.add_column(heading, justify="right", no_wrap=True)
     best = metric.best(results)
     for result in results:
+        style = "bold green" if metric.mean(result) == best else ""
         table.add_row(
             Text(result.method),
-            Text(
-                metric.text(result),
-                style="bold green" if metric.mean(result) == best else "",
-            ),
+            Text(metric.text(result), style=style),
             in_words(result, "test_loss", 3),
             f"{result.mean('minibatches_per_second'):.0f}",
             f"{result.weight_version_bytes / 1024:.0f}",
@@ -175,30 +183,3 @@ def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Se
         else "A single seed says little: --seeds 5 shows the spread."
     )
     return " ".join(sentences)
-
-
-def _plural(seeds: int) -> str:
-    return f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
-
-
-def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[str, object]:
-    """Return what a run depends on apart from method and seed: settings, data, process count.
-
-    The process count affects only throughput; losses are the same.
-    """
-    values = dataclasses.asdict(settings)
-    return {
-        **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
-        "processes": world.size,
-        **workload.about,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a run depends on."""
-    return {
-        "spectrain_ext": build_info()["version"],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": f"{platform.system()} {platform.machine()}",
-    }

@@ -1,8 +1,10 @@
-"""Completes and validates the settings of a comparison."""
+"""Completes and validates the settings of a comparison; defaults per data set and model."""
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +23,85 @@ from spectrain_ext.method import (
 from spectrain_ext.schedule import Replicas, takes_window
 
 from .options import OptionError
-from .own import OFFERED, parameters_of, start_rate
-from .presets import DEFAULT_MODEL, models_for, preset
+from .workload import OFFERED, parameters_of, start_rate
 from .world import World
+
+Optimizer = Literal["sgd", "adam", "adamw", "nadam", "muon", "soap", "basis-rotation"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Defaults of the options of these names; None means all samples, or the model's own depth."""
+
+    epochs: int
+    batch_size: int
+    width: int
+    depth: int | None
+    lr: float
+    optimizer: Optimizer = "sgd"
+    weight_decay: float = 0.0
+    lr_schedule: str = "constant"
+    warmup: int = 0
+    context: int = 0
+    train_samples: int | None = None
+    test_samples: int | None = None
+    seeds: int = 5
+
+
+_MLP = Preset(epochs=6, batch_size=16, width=64, depth=None, lr=0.05)
+_DECAYING = replace(_MLP, lr_schedule="cosine", seeds=3)
+_VISION = replace(_DECAYING, epochs=60, batch_size=128, weight_decay=5e-4, warmup=400)
+_TEXT = replace(
+    _DECAYING, epochs=10, batch_size=32, width=256, depth=6, lr=0.5, warmup=100, context=128
+)
+_PRESETS = {
+    ("digits", "residual-mlp"): _MLP,
+    ("cifar10", "residual-mlp"): replace(_VISION, epochs=20, width=256, lr=0.02, weight_decay=0.0),
+    ("cifar10", "vgg16"): _VISION,
+    ("cifar10", "resnet"): _VISION,
+    # at its original width; CIFAR-10 images are resized to 75 pixels
+    ("cifar10", "inception-v4"): replace(_VISION, width=32),
+    ("cifar10", "snn"): replace(_VISION, width=1024, lr=0.005, weight_decay=0.0),
+    ("text", "gpt"): replace(_TEXT, lr=3e-4, optimizer="adamw", weight_decay=0.01),
+    ("text", "lstm"): _TEXT,
+    # rates are relative to that of hidden matrices, see ``make_any_optimizer``
+    ("text", "speedrun"): replace(_TEXT, depth=None, lr=0.025, optimizer="muon", weight_decay=0.05),
+}
+
+# Sizes with which all default methods together take minutes on two cores.
+_QUICK: dict[str, dict[str, Any]] = {
+    "digits": {"epochs": 1, "seeds": 1},
+    "cifar10": {
+        **{"epochs": 2, "batch_size": 32, "width": 8, "lr": 0.02, "warmup": 30, "seeds": 1},
+        **{"train_samples": 3072, "test_samples": 1000},
+    },
+    "text": {
+        **{"epochs": 1, "batch_size": 16, "width": 64, "context": 64, "warmup": 30, "seeds": 1},
+        **{"train_samples": 4096, "test_samples": 512},
+    },
+}
+_QUICK_MODEL: dict[tuple[str, str], dict[str, Any]] = {
+    ("cifar10", "residual-mlp"): {"width": 128},
+    ("cifar10", "snn"): {"width": 128, "lr": 0.005},
+    # SGD is still at chance accuracy after this time
+    ("cifar10", "inception-v4"): dict(width=4, optimizer="adam", lr=0.004, weight_decay=0.0),
+}
+
+DATA_SETS = tuple(dict.fromkeys(data for data, _ in _PRESETS))
+MODELS = tuple(dict.fromkeys(model for _, model in _PRESETS))
+DEFAULT_MODEL = {"digits": "residual-mlp", "cifar10": "resnet", "text": "gpt"}
+
+
+def models_for(data: str) -> tuple[str, ...]:
+    """Return the models that can be trained on a data set."""
+    return tuple(model for known, model in _PRESETS if known == data)
+
+
+def preset(data: str, model: str, *, quick: bool) -> Preset:
+    """Return the defaults for a data set and one of its models."""
+    changes = {**_QUICK[data], **_QUICK_MODEL.get((data, model), {})} if quick else {}
+    return replace(_PRESETS[data, model], **changes)
+
 
 #: The default methods: synchronous training, plain and with the most overlap, one asynchronous
 #: method of each kind, and the package's default.
@@ -36,36 +114,30 @@ AUTO = "auto"  # the method that reports its choice
 class TrainSettings:
     """Settings shared by all methods and seeds of a comparison.
 
-    ``methods`` are names or ``module:NAME``. ``devices`` has one entry per stage, and so has
-    ``replicas``, which is None if every stage has one. ``microbatches="auto"`` gives each method
-    its usual number. ``codec`` is the name of the edge codec. ``rank`` is the dimension of the
-    subspace on the edges of the model speedrun, None for dense edges. ``depth`` None is the model's
-    own, ``train_samples`` and ``test_samples`` None are all samples. ``workload`` is None or
-    ``module:function``, which is called with ``given`` as well; settings that a workload decides
-    itself are empty or 0. ``updates`` None is the number that the epochs have.
+    Settings that a workload of ``module:function`` decides itself are empty or 0.
     """
 
-    workload: str | None = None
-    given: tuple[tuple[str, Any], ...] = ()
+    workload: str | None = None  # module:function
+    given: tuple[tuple[str, Any], ...] = ()  # what it is called with as well
     data: str = "digits"
     data_dir: Path | None = None
     model: str
-    methods: tuple[str, ...] = DEFAULT_METHODS
+    methods: tuple[str, ...] = DEFAULT_METHODS  # names or module:NAME
     seeds: tuple[int, ...]
     stages: int = 8
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # one per stage
     epochs: int
     batch_size: int
-    microbatches: int | Literal["auto"] = "auto"
+    microbatches: int | Literal["auto"] = "auto"  # auto: each method's usual number
     window: Window = None
-    codec: str | None = None
-    rank: int | None = None
+    codec: str | None = None  # name of the edge codec
+    rank: int | None = None  # of the subspace on the edges of the model speedrun
     clip_norm: float | None = None
     recompute: bool = False
     width: int
-    depth: int | None
+    depth: int | None  # None: the model's own
     context: int
-    train_samples: int | None = None
+    train_samples: int | None = None  # None: all
     test_samples: int | None = None
     augment: bool = False
     optimizer: str
@@ -79,8 +151,8 @@ class TrainSettings:
     threads: int = 1
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = None
-    replicas: tuple[int, ...] | None = None
-    updates: int | None = None
+    replicas: tuple[int, ...] | None = None  # per stage; None: one each
+    updates: int | None = None  # None: as many as the epochs have
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -89,7 +161,13 @@ class TrainSettings:
 
 
 def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> TrainSettings:
-    """Complete the settings and check that they fit together."""
+    """Complete the settings and check that they fit together.
+
+    ``asked`` has fields of ``TrainSettings``; None or missing values get the default of data and
+    model. ``methods`` may contain ``"all"``. Fewer ``devices`` than stages each get a contiguous
+    run of stages. ``seeds`` is their number or the seeds themselves, ``replicas`` one number for
+    all stages or one per stage, which ``world`` receives.
+    """
     options = {name: value for name, value in asked.items() if value is not None}
     world.replicas = _replicas(options.get("replicas"), world)
     options["replicas"] = world.replicas.counts if world.replicas.dealt else None
@@ -110,12 +188,35 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
 
 
 def _fill_preset(options: dict[str, Any], quick: bool) -> None:
+    """Take the preset's values for what is missing; reject options without effect."""
     data = options.setdefault("data", "digits")
-    model = options["model"] = _model(data, options.get("model"))
-    _check_data_dir(data, options.get("data_dir"))
+    model = options.setdefault("model", DEFAULT_MODEL[data])
+    known, folder = models_for(data), options.get("data_dir")
+    if model not in known:
+        raise OptionError(
+            "model", f"{model} cannot be trained on {data}; its models are {', '.join(known)}"
+        )
+    if data == "digits" and folder is not None:
+        raise OptionError(
+            "data-dir",
+            "the digits come with scikit-learn; --data cifar10 and text are read from files",
+        )
+    if data != "digits" and folder is None:
+        raise OptionError(
+            "data-dir", f"--data {data} is read from files: --data-dir names their folder"
+        )
     for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():
         options.setdefault(name, value)
-    _check_effects(options)
+    optimizer = options["optimizer"]
+    for option in ("momentum", "nesterov"):
+        if optimizer != "sgd" and options.get(option, False) is not False:
+            raise OptionError(
+                option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
+            )
+    if model == "inception-v4" and options["depth"] is not None:
+        raise OptionError("depth", "inception-v4 has the one that it has")
+    if options.get("augment") and data != "cifar10":
+        raise OptionError("augment", f"varies images, and --data {data} has none")
 
 
 def _fill_own(options: dict[str, Any], quick: bool) -> None:
@@ -127,8 +228,7 @@ def _fill_own(options: dict[str, Any], quick: bool) -> None:
             raise OptionError(option, "is of the built-in workloads, and --workload has another")
     given = {key: options.pop(key) for key in OFFERED if key in options}
     given = {key: value for key, value in given.items() if value is not False}
-    asked = [*given, *(["lr"] if "lr" in options else [])]
-    for key in asked:
+    for key in (*given, *(["lr"] if "lr" in options else [])):
         if key not in known:
             option = key.replace("_", "-")
             raise OptionError(option, f"{name} has no parameter {key!r} to get it by")
@@ -166,44 +266,6 @@ def _stages(given: int | None, world: World) -> int:
             what = f"for {world.size} processes and --replicas {counts}"
         raise OptionError("stages", f"expected {there}, {what}, got {given}")
     return there
-
-
-def _model(data: str, given: str | None) -> str:
-    if given is None:
-        return DEFAULT_MODEL[data]
-    if given not in models_for(data):
-        raise OptionError(
-            "model",
-            f"{given} cannot be trained on {data}; its models are {', '.join(models_for(data))}",
-        )
-    return given
-
-
-def _check_data_dir(data: str, path: Path | None) -> None:
-    if data == "digits" and path is not None:
-        raise OptionError(
-            "data-dir",
-            "the digits come with scikit-learn; --data cifar10 and text are read from files",
-        )
-    if data != "digits" and path is None:
-        raise OptionError(
-            "data-dir", f"--data {data} is read from files: --data-dir names their folder"
-        )
-
-
-def _check_effects(options: Mapping[str, Any]) -> None:
-    """Reject options without effect for the data, model and optimizer."""
-    optimizer, data = options["optimizer"], options["data"]
-    if optimizer != "sgd":
-        for option in ("momentum", "nesterov"):
-            if option in options and options[option] is not False:
-                raise OptionError(
-                    option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
-                )
-    if options["model"] == "inception-v4" and options["depth"] is not None:
-        raise OptionError("depth", "inception-v4 has the one that it has")
-    if options.get("augment") and data != "cifar10":
-        raise OptionError("augment", f"varies images, and --data {data} has none")
 
 
 def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tuple[str, ...]:

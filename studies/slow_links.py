@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import click
@@ -24,19 +25,19 @@ from rich.table import Table
 from spectrain_ext.cli.doctor import cpu_name
 from spectrain_ext.cli.options import FEW, plain_console, plain_table
 from spectrain_ext.codecs import NAMES, packed_bytes
-from spectrain_ext.extras import require, require_matplotlib
+from spectrain_ext.extras import picture, require, require_matplotlib
 from spectrain_ext.planning import LINKS
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
 
 from . import REMEDY
-from .frontier import Interval, axes_of, least, mean_losses, updates_to, write_rows
+from .frontier import Interval, least, updates_to, write_rows
 from .looks import looks
-from .options import data_dir, reported
+from .options import data_dir
 from .report import versions
 from .settings import settle
-from .study import Cell, Curve, Curves, maker_in, prepare, run_one, search, smoothed
-from .world import World
+from .study import Cell, Curve, maker_in, prepare, run_one, runs_of, search
+from .world import World, agreed
 
 STAGES = 8
 #: From the benchmark: tokens per step, bytes of a token's activation in bfloat16, and a stage's
@@ -109,10 +110,8 @@ class Way(NamedTuple):
     def cell(self, data: Path | None) -> Cell:
         asked = {**TEXT, **SETTINGS[self.setting], "data_dir": data, "codec": self.codec}
         asked |= {"microbatches": self.microbatches, "rank": self.rank}
-        asked |= {"methods": ["sync"], "devices": ["cpu"]}
-        return Cell(
-            self.method, settle(asked, World.of_environment()), UPDATES[self.setting], LENGTH
-        )
+        settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
+        return Cell(self.method, settings, UPDATES[self.setting], LENGTH)
 
 
 def chains_of(setting: str) -> Iterator[list[Way]]:
@@ -174,17 +173,12 @@ class Row(NamedTuple):
         return {**found, "codec": self.way.name, "token_bytes": self.way.token_bytes}
 
 
-def runs_of(folder: Path, data: Path | None, way: Way, lr: float, seeds: int) -> dict[int, Curve]:
-    """Return the finished runs, smoothed, by seed."""
-    read = {seed: Curves(folder).find(way.cell(data), lr, seed) for seed in range(seeds)}
-    return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
-
-
 def rows_of(folder: Path, data: Path | None, found: Mapping[Way, float], seeds: int) -> list[Row]:
     """Return a row for every method, number of microbatches and codec that was measured."""
     rows: list[Row] = []
     for setting in dict.fromkeys(way.setting for way in found):
-        runs = {w: runs_of(folder, data, w, found[w], seeds) for w in found if w.setting == setting}
+        ways = [way for way in found if way.setting == setting]
+        runs = {w: runs_of(folder, w.cell(data), found[w], range(seeds)) for w in ways}
         first = runs[Way(setting, "sync", 1, FIRST)]
         goals = {seed: least(curve, SHARE * UPDATES[setting]) for seed, curve in first.items()}
         begun = {seed: updates_to(curve, goals[seed]) for seed, curve in first.items()}
@@ -230,11 +224,14 @@ _DASHES: Mapping[str, Any] = {
 
 def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
     """Draw mean test losses over the time on these links, one line per row."""
-    with axes_of(path, grid="both") as axes:
+    with picture(path, 8.0, 4.8) as figure:
+        axes = figure.add_subplot()
         drawn = looks(row.method for row in curves)
         for row, runs in curves.items():
+            points = list(zip(*(run.points for run in runs), strict=False))
             axes.plot(
-                *mean_losses(runs, row.seconds / 3600),
+                [column[0][0] * row.seconds / 3600 for column in points],
+                [fmean(loss for _, loss, _ in column) for column in points],
                 color=drawn[row.method].color,
                 linestyle=_DASHES[row.way.name],
                 label=f"{row.method}, {row.way.name}, M = {row.microbatches}",
@@ -242,6 +239,8 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
         axes.set_xscale("log")
         axes.set_xlabel("hours on links of 200 Mb/s and 50 ms: measured steps, simulated seconds")
         axes.set_ylabel("test loss (nats)")
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def table_of(rows: Iterable[Row]) -> Table:
@@ -295,7 +294,7 @@ def slow_links(
     require("scipy", "confidence intervals come from SciPy", REMEDY)
     console = plain_console()
     chains = [ways for setting in dict.fromkeys(settings) for ways in chains_of(setting)]
-    with reported():
+    with agreed(World()):
         cell = chains[0][0].cell(data_dir)
         prepare(cell, cell.settings.lr, 0, maker_in(cell.settings, out))
         out.mkdir(parents=True, exist_ok=True)
@@ -332,5 +331,7 @@ def write(out: Path, data: Path | None, rows: Sequence[Row], seeds: int) -> None
     write_rows(out / "slow-links.json", (row.document for row in rows), about)
     for setting in settings:
         shown = [r for r in best_of(rows) if r.way.setting == setting and r.method != "zb-h1"]
-        curves = {r: list(runs_of(out, data, r.way, r.lr, seeds).values()) for r in shown}
+        curves = {
+            r: list(runs_of(out, r.way.cell(data), r.lr, range(seeds)).values()) for r in shown
+        }
         draw(out / f"slow-links-{setting}.png", curves)

@@ -30,13 +30,21 @@ from spectrain_ext.schedule import flushes
 
 from .builtin import maker_of
 from .contenders import Study, contender
-from .delayed import Delayed
+from .delayed import Delayed, Replicated
 from .options import OptionError
-from .own import own, source_of_method, source_of_workload, start_rate
-from .replicated import Replicated
 from .results import as_json
 from .settings import TrainSettings, microbatches_in, settle
-from .workload import Maker, Workload, epochs_of, stages_in, tested
+from .workload import (
+    Maker,
+    Workload,
+    epochs_of,
+    own,
+    source_of_method,
+    source_of_workload,
+    stages_in,
+    start_rate,
+    tested,
+)
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run's file
@@ -106,8 +114,7 @@ def cells_of(
                 flushing = all(flushes(phase.schedule) for phase in phases_of(method))
                 parts = changes.get("microbatches", 1 if flushing else m)
                 asked = {**usual, "data_dir": data_dir, "stages": n, "microbatches": parts}
-                asked |= {"methods": ["sync"], "devices": ["cpu"]}
-                settings = settle(asked, World.of_environment())
+                settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
                 try:
                     check(method, n, microbatches=parts // replicas)
                 except ValueError as error:
@@ -223,8 +230,9 @@ class Curves:
             "seed": seed,
             "settings": settings,
             **source_of_method(cell.contender),
-            **(source_of_workload(name) if (name := cell.settings.workload) else {}),
         }
+        if cell.settings.workload is not None:
+            asked |= source_of_workload(cell.settings.workload)
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
@@ -251,6 +259,12 @@ class Curves:
         points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
         text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
         replace_file(path, f"{text}\n".encode())
+
+
+def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[int, Curve]:
+    """Return the finished runs, with the tests that they are judged by, by seed."""
+    read = {seed: Curves(folder).find(cell, lr, seed) for seed in seeds}
+    return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
 
 
 _loaded = lru_cache(maxsize=1)(maker_of)

@@ -17,16 +17,16 @@ from . import REMEDY
 from .contenders import STUDIES, USUAL, Study
 from .frontier import (
     draw_gaps,
-    draw_times,
     frontier_table,
     rows_of,
     write_frontier,
 )
-from .options import OptionError, data_dir, finite, numbers_listed, reported, workload
-from .presets import Optimizer
+from .options import OptionError, data_dir, finite, numbers_listed, workload
 from .report import versions
-from .study import Curves, cells_of, judged, maker_in, own_study, prepare, search_all
-from .workload import Workload, stages_in
+from .settings import Optimizer
+from .study import cells_of, maker_in, own_study, prepare, search_all
+from .workload import stages_in
+from .world import World, agreed
 
 _DATA = "digits"
 _EPOCHS = 3
@@ -113,7 +113,7 @@ _EPOCHS = 3
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-NAME]",
+    help="Folder for the runs, frontier.json and a picture.  [default: runs/study-NAME]",
 )
 def study(
     data: str | None,
@@ -141,7 +141,7 @@ def study(
     label = workload.rpartition(":")[2] if workload else data or _DATA
     folder = out or Path("runs") / f"study-{label}"
     console = plain_console()
-    with reported():
+    with agreed(World()):
         work = _work(data, workload, epochs, updates)
         work = _otherwise(work, fine, optimizer=optimizer, lr_schedule=lr_schedule)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
@@ -158,7 +158,10 @@ def study(
             # once per number of stages: some cells cannot work with every optimizer
             prepared = ((c.settings.stages, prepare(c, c.settings.lr, 0, make)) for c in cells)
             examples = {n: example for n, (example, _) in prepared}
-            sizes = {n: _sizes(example, n) for n, example in examples.items()}
+            sizes = {
+                n: [sum(p.numel() for p in stage.parameters()) for stage in stages_in(example, n)]
+                for n, example in examples.items()
+            }
         folder.mkdir(parents=True, exist_ok=True)
     name = next(iter(examples.values())).name
     del examples
@@ -166,10 +169,9 @@ def study(
     found = {}
     for cell, lr in search_all(folder, cells, range(seeds), work.judges, fine=fine, jobs=jobs):
         found[cell] = lr
-        s = cell.settings
         console.print(
-            f"{len(found)}/{len(cells)} {cell.contender}, {s.stages} stages, M = {s.microbatches}: "
-            f"lr {lr:.3g}, {time.monotonic() - began:.0f} s"
+            f"{len(found)}/{len(cells)} {cell.contender}, {cell.settings.stages} stages, "
+            f"M = {cell.microbatches}: lr {lr:.3g}, {time.monotonic() - began:.0f} s"
         )
     rows = rows_of(folder, found, range(seeds), make)
     asked = {
@@ -198,21 +200,8 @@ def study(
     }
     write_frontier(folder / "frontier.json", rows, about)
     draw_gaps(folder / "gaps.png", rows, f"{name}, {seeds} seeds")
-    curves = Curves(folder)
-    for n in dict.fromkeys(row.stages for row in rows):
-        runs = {
-            (c.contender, n, int(c.settings.microbatches)): [
-                judged(c, curve)
-                for s in range(seeds)
-                if (curve := curves.find(c, lr, s)) is not None
-            ]
-            for c, lr in found.items()
-            if c.settings.stages == n
-        }
-        mine = [row for row in rows if row.stages == n]
-        draw_times(folder / f"time-{n}.png", mine, runs, f"{name}, {n} stages, {seeds} seeds")
     console.print(frontier_table(rows))
-    console.print(f"numbers and pictures: {folder}", soft_wrap=True)
+    console.print(f"numbers and picture: {folder}", soft_wrap=True)
 
 
 def _work(data: str | None, workload: str | None, epochs: int | None, updates: int | None) -> Study:
@@ -241,7 +230,3 @@ def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
                 option, "is of studies that seek learning rates; this one has its own"
             )
     return work._replace(settings={**work.settings, **settings})
-
-
-def _sizes(workload: Workload, stages: int) -> list[int]:
-    return [sum(p.numel() for p in stage.parameters()) for stage in stages_in(workload, stages)]

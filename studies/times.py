@@ -1,18 +1,23 @@
-"""Simulates how long a minibatch takes in a method's schedule, bubbles included."""
+"""Simulates methods: how long a minibatch takes, bubbles included, and timelines on one axis."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
-from spectrain_ext.method import Method, Window, find_method
+from spectrain_ext.extras import picture
+from spectrain_ext.method import Method, Window, find_method, microbatches_of
+from spectrain_ext.schedule import Kind, Span, takes_window
 from spectrain_ext.simulation import summarize
-from spectrain_ext.timelines import simulate_method
+from spectrain_ext.timelines import devices_under, simulate_method
+from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
 
 from .looks import REFERENCE
 from .pipelines import synchronize
@@ -20,7 +25,7 @@ from .settings import TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Maker, stages_in
 
 # measurements per stage; the fastest counts, because other processes may use the machine
-_TIMED = 9
+_LEAST, _TIMED = 3, 9
 _ENOUGH = 1.0  # seconds per stage
 _SIMULATED = 12  # minibatches
 
@@ -40,22 +45,23 @@ class Work(NamedTuple):
 def measured_work(
     settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
-    """Measure each stage's work for a minibatch in turn, with the settings' threads."""
+    """Measure each stage's work for a minibatch in turn, with the settings' threads.
+
+    ``partitioning.measure`` empties the caches before every run, as other stages on the device
+    would; here every stage has its own.
+    """
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
-    places = [torch.device(name) for name in devices]
     value, target = next(iter(workload.train))
-    target = target.to(places[-1])
     forward, backward = [], []
     with threads(settings.threads):
-        for k, (module, place) in enumerate(zip(modules, places, strict=True)):
+        for k, (module, name) in enumerate(zip(modules, devices, strict=True)):
+            place = torch.device(name)
             module.to(place)
-            value = value.detach().to(place)
+            value, target = value.detach().to(place), target.to(place)
             ahead, back = [], []
             for _ in range(_TIMED):
-                inputs = value.clone()
-                if inputs.is_floating_point():
-                    inputs.requires_grad_()
+                inputs = value.clone().requires_grad_(value.is_floating_point())
                 synchronize([place])
                 began = time.perf_counter()
                 output = module(inputs)
@@ -67,7 +73,7 @@ def measured_work(
                 synchronize([place])
                 ahead.append(done - began)
                 back.append(time.perf_counter() - done)
-                if sum(ahead) + sum(back) > _ENOUGH:
+                if len(ahead) >= _LEAST and sum(ahead) + sum(back) > _ENOUGH:
                     break
             value = output
             forward.append(min(ahead))
@@ -116,3 +122,78 @@ def relative_times(
         work = work_of(stages_of(method, settings))
         found[method.name] = minibatch_time(method, parts, work, window) / slowest / method.chunks
     return found
+
+
+_ROUNDING = 1.0 + 1e-9  # tolerance for sums of durations
+_TALLEST = 30.0  # inches of rows at most
+
+
+def draw_methods_together(
+    path: Path,
+    methods: Sequence[tuple[str | Method, str]],
+    stages: int,
+    microbatches: int | Literal["auto"] = "auto",
+    window: Window = None,
+) -> None:
+    """Draw the start of the schedules of methods, each with the colour of its name, into ``path``.
+
+    A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
+    share. Updates and predictions take no time. Each name is followed by the number of finished
+    minibatches and the idle share of its stages. Methods that flush ignore ``window``.
+    """
+    until = 6.0 * max(stages, 4)  # two minibatches without any overlap
+    runs = []
+    for asked, color in methods:
+        method = find_method(asked)
+        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
+        spans = simulate_method(
+            method,
+            stages,
+            int(until / 3.0) + 2,
+            microbatches=parts,
+            window=window if takes_window(method.schedule) else None,
+            forward=1.0 / parts,
+            backward=2.0 / parts,
+        )
+        drawn = [span for span in spans if span.start <= until * _ROUNDING]
+        devices = devices_under(method, stages)
+        name = f"{method.name}, M = {parts}" if parts > 1 else method.name
+        if devices is not None:
+            name += f", on {1 + max(devices)} devices"
+        runs.append((name, color, drawn, Rows(drawn, devices), devices))
+    counts = [len(rows) for *_, rows, _ in runs]
+    row = min(0.12, _TALLEST / sum(counts))
+    height = 0.9 + sum(0.3 + row * count for count in counts)
+    with picture(path, 12.0, height) as figure:
+        title = (
+            f"The same time under every method: {stages} stages, simulated without costs of "
+            "updates, predictions and copies"
+        )
+        figure.suptitle(title, fontsize=10, parse_math=False, x=0.01, ha="left")
+        panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=counts)
+        for axes, (name, color, drawn, rows, _) in zip(panels[:, 0], runs, strict=True):
+            draw_rows(axes, drawn, rows, (0.0, until), False, edge=0.2)
+            axes.set_yticks([])
+            finish_axes(axes, (0.0, until), len(rows))
+            axes.tick_params(axis="x", length=3, labelbottom=axes is panels[-1, 0])
+            busy = sum(max(0.0, min(s.end, until) - s.start) for s in drawn if s.kind in COMPUTED)
+            count = _ended(drawn, until)
+            said = f"{count} minibatch{'es' * (count != 1)} ended, "
+            said += f"idle {100 * (1 - busy / (until * len(rows))):.0f} %"
+            axes.set_title(
+                name, fontsize=9, color=color, weight="bold", loc="left", pad=2, parse_math=False
+            )
+            axes.set_title(said, fontsize=8, color="#555555", loc="right", pad=2)
+        what = "devices" if any(devices for *_, devices in runs) else "stages"
+        unit = "time, in forwards of a minibatch"
+        panels[-1, 0].set_xlabel(f"{unit}; rows are {what}, the first on top")
+        draw_legend(figure, [span for _, _, drawn, *_ in runs for span in drawn], False, "idle")
+
+
+def _ended(drawn: Sequence[Span], until: float) -> int:
+    """Return the minibatches that all stages have updated with."""
+    stages = 1 + max(span.stage for span in drawn)
+    updates = Counter(
+        s.stage for s in drawn if s.kind is Kind.UPDATE and s.end <= until * _ROUNDING
+    )
+    return min(updates[k] for k in range(stages))

@@ -21,16 +21,14 @@ from spectrain_ext.extras import require_matplotlib, require_tensorboard
 from spectrain_ext.method import find_method
 
 from .builtin import maker_of
-from .compare import Observation, train_all
+from .compare import train_all
 from .looks import REFERENCE
-from .once import OnceToldCommand, agreed, joined, logged, told
 from .options import data_dir, finite, workload
 from .pipelines import choice, fitting
-from .presets import DATA_SETS, MODELS
-from .report import report
-from .settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
+from .report import Comparison, report
+from .settings import ALL, AUTO, DATA_SETS, DEFAULT_METHODS, MODELS, TrainSettings, settle
 from .workload import Maker, Workload, stages_in
-from .world import World
+from .world import OnceToldCommand, World, agreed, joined, logged, told
 
 _COUNT = click.IntRange(0, POSITIVE.max)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
@@ -218,11 +216,12 @@ def train(
         with agreed(world):
             if world.first:
                 _make_folder(folder)
-        observation = Observation(folder / "metrics.jsonl" if metrics else None, tensorboard)
+        written = folder / "metrics.jsonl" if metrics else None
+        wanted = Comparison(settings, make, first, folder, console, world, written, tensorboard)
         with told(world, console, folder):
-            runs = train_all(settings, make, first, folder, console, world, observation)
+            runs = train_all(wanted)
         if world.first:
-            report(folder, settings, make, first, runs, left_out, console, world)
+            report(wanted, runs, left_out)
 
 
 def _load(settings: TrainSettings, cache: Path, world: World) -> tuple[Maker, Workload]:

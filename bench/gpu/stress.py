@@ -19,6 +19,7 @@ import spectrain_ext as st
 from spectrain_ext.transport import streams
 
 from .cases import Cases
+from .exact import same
 from .scale import Scale
 
 Batch = tuple[Tensor, Tensor]
@@ -196,7 +197,7 @@ def _compare(cases: Cases, scale: Scale, setups: dict[str, Setup]) -> None:
 
     def undelayed(name: str) -> dict[str, Any]:
         expected[name] = setups[name].train(scale)
-        _same(setups[name].train(scale), expected[name])
+        same(setups[name].train(scale), expected[name])
         return {"repeated": "the same bits"}
 
     def delayed(name: str, seed: int) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def _compare(cases: Cases, scale: Scale, setups: dict[str, Setup]) -> None:
             found = setups[name].train(scale)
         if not delays.entered:
             raise AssertionError("no stream was entered: nothing was late")
-        _same(found, expected[name])
+        same(found, expected[name])
         return {"streams_entered": delays.entered}
 
     for seed in range(scale.seeds):
@@ -214,12 +215,3 @@ def _compare(cases: Cases, scale: Scale, setups: dict[str, Setup]) -> None:
             if seed == 0:
                 cases.run(f"{name}, no delays", lambda n=name: undelayed(n))  # type: ignore[misc]
             cases.run(f"{name}, seed {seed}", lambda n=name, s=seed: delayed(n, s))  # type: ignore[misc]
-
-
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    wrong = [k for k in expected if not torch.equal(found[k], expected[k])]
-    if wrong:
-        worst = max(float((found[k].double() - expected[k].double()).abs().max()) for k in wrong)
-        raise AssertionError(
-            f"{len(wrong)} of {len(expected)} tensors differ, by up to {worst:.3g}: {wrong[:8]}"
-        )

@@ -114,10 +114,8 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
             return tuple(member(each) for each in held)
         if tag in ("$dict", "$counter"):
             return (Counter if tag == "$counter" else dict)(_pairs(held, member))
-        if tag == "$scalar":
-            return _scalar(held)
-        if tag == "$numpy":
-            return _numpy_scalar(held)
+        if tag in ("$scalar", "$numpy"):
+            return _number(tag, held)
         if tag == "$size" and all(type(each) is int and 0 <= each < 1 << 62 for each in held):
             return torch.Size(held)
         if tag == "$deque" and len(held) == 2 and isinstance(held[0], list):
@@ -147,25 +145,20 @@ def _pairs(held: list[Any], member: Callable[[Any], Any]) -> dict[Any, Any]:
     return found
 
 
-def _scalar(held: list[Any]) -> Tensor:
-    """Return a tensor with one element, which lies in as many lists as it has dimensions."""
+def _number(tag: str, held: list[Any]) -> Any:
+    """Return NumPy's scalar, or a tensor of one element in as many lists as it has dimensions."""
     number = held[1] if len(held) == 2 and type(held[0]) is str else None
-    while isinstance(number, list) and len(number) == 1:
+    while tag == "$scalar" and isinstance(number, list) and len(number) == 1:
         (number,) = number
     if type(number) not in (bool, int, float):
         raise ValueError(f"expected a dtype and a number, got {reprlib.repr(held)}")
     try:
-        return torch.tensor(held[1], dtype=dtype_of(held[0]))
+        if tag == "$scalar":
+            return torch.tensor(held[1], dtype=dtype_of(held[0]))
+        if held[0] in _NUMPY:
+            return np.dtype(held[0]).type(number)
+        raise ValueError("it is no dtype of NumPy's numbers")
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{reprlib.repr(held)}: {error}") from None
-
-
-def _numpy_scalar(held: list[Any]) -> Any:
-    if len(held) != 2 or held[0] not in _NUMPY or type(held[1]) not in (bool, int, float):
-        raise ValueError(f"expected a NumPy dtype and a number, got {reprlib.repr(held)}")
-    try:
-        return np.dtype(held[0]).type(held[1])
-    except (OverflowError, ValueError) as error:
         raise ValueError(f"{reprlib.repr(held)}: {error}") from None
 
 
@@ -285,7 +278,7 @@ _OPTIMIZER = {
 _STAGE = {
     "stage": (int,),
     "parameters": _NAMES,
-    "left_out?": _NAMES,
+    "left_out": _NAMES,
     "weights": _TENSORS,
     "masters": _TENSORS,
     "optimizer": (_OPTIMIZER, None),
@@ -294,7 +287,7 @@ _STAGE = {
 }
 _FORM: dict[str, Any] = {
     "minibatches": (int,),
-    "training": ({"minibatches": (int,), "phase": (int,)}, None),
+    "training": ({"minibatches": (int,), "phase": (int,), "undone": (int,)}, None),
     "files": {_ANY: (int,)},
     "tensors": {_ANY: {"dtype": (str,), "shape": [(int,)], "file": (str,), "sha256": (str,)}},
     "stages": [_STAGE],

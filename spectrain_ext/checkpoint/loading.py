@@ -14,18 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.exchange import Peers
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import NAME, Json, decode, decode_at, digest, tensors_in
-from .parts import Item, Part, Stateful, parts_of
+from .parts import Item, Part, Stateful, Weights, listed, parts_of, weights_of
 from .progress import Generators, Training
 from .sampler import Sampler, SamplerState
 from .saving import items_of, peers_of
-from .weights import Weights, listed, weights_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed.exchange import Peers
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
 from spectrain_ext.pipeline.loops import warn_unless_begun
@@ -239,25 +239,22 @@ class CheckpointManager:
             return results
 
         def follow(segment: Segment, left: bool) -> int | None:
-            ended = self._save_if_due(segment.exhausted or left, extra)
-            return None if ended else self.minibatches
+            """Save if due; return None if this was the last run in any process."""
+            last = segment.exhausted or left
+            with self._peers.together("counting the minibatches of a run"):
+                found = self._peers.all_gather((self.minibatches, self._due(), last))
+                # rank 0 feeds the run, so only it has counted the minibatches
+                self.minibatches, due, _ = found[0]
+                more = extra() if due and extra is not None else None
+            self._failed = False
+            if due:
+                self.save(more)
+            if not any(ended for _, _, ended in found):
+                return self.minibatches
+            self._rewind()
+            return None
 
         yield from segments(counted(), ends, run, follow, self.minibatches)
-
-    def _save_if_due(self, left: bool, extra: Callable[[], object] | None) -> bool:
-        """Save if due; return whether this was the loop's last run in any process."""
-        with self._peers.together("counting the minibatches of a run"):
-            found = self._peers.all_gather((self.minibatches, self._due(), left))
-            # rank 0 feeds the run, so only it has counted the minibatches
-            self.minibatches, due, _ = found[0]
-            more = extra() if due and extra is not None else None
-        self._failed = False
-        if due:
-            self.save(more)
-        ended = any(last for _, _, last in found)
-        if ended:
-            self._rewind()
-        return ended
 
     def _rewind(self) -> None:
         """Set the sampler to training's position: only rank 0's loader advances its own."""

@@ -17,9 +17,8 @@ from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
 
 from .documents import Json, Keep, decode_at, dtype_of, encode, tensors_in
-from .parts import Item, Part
+from .parts import Item, Part, weights_of
 from .progress import alike
-from .weights import weights_of
 
 # These select an implementation with the same results: the loading side's choice is kept.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))

@@ -1,9 +1,10 @@
-"""Describes each stage for checkpoints, with tensors under the uncut model's names."""
+"""Saves the weights of each stage, under the uncut model's names."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -12,13 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.errors import differing, kind_of
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.names import bare, copied_buffers, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
 
-from .documents import Json, Keep, encode
+from .documents import Json, Keep, dtype_of, encode
+from .storage import WEIGHTS
+
+_MASTERS = "master."
+_EXTRA = "_extra_state"  # of get_extra_state
+
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # of a tensor in memory
 
 
 class Stateful(Protocol):
@@ -117,7 +125,8 @@ def parts_of(
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
     ahead = 0 if first_stage is None else first_stage - target.first_stage
-    masters = target.masters(bind)
+    if bind:
+        target.masters(bind)
     replica, replicas = 0, 1
     averaged = target._executor.connections.averaged
     if averaged and not isinstance(target, DistributedPipeline):
@@ -128,9 +137,7 @@ def parts_of(
     if isinstance(target, DistributedPipeline):
         replica, replicas = target.replica, target.replicas[target.first_stage]
     parts = []
-    optimizers = list(target.optimizers)
-    schedulers = {id(s.optimizer): s for s in target.schedulers}
-    modules = {at.stage: each for at, each in zip(target.places, target.children(), strict=True)}
+    modules = {at.index: at.module for at in target._executor.stages}
 
     def names_elsewhere(copy: Copy) -> Sequence[str]:
         if copy.original is None:  # its rank has sent the names
@@ -140,24 +147,22 @@ def parts_of(
         return [*full_names(home, keys, f"{ahead + copy.home}.").values()]
 
     known: set[str] = set()  # names in earlier stages
-    for (k, module), random in zip(modules.items(), target.random, strict=True):
-        stage = ahead + k
+    for at in target._executor.stages:
+        k, module, weights, stage = at.index, at.module, at.weights, ahead + at.index
         copies, names = target.copied(k), _names(module, f"{stage}.")
         buffers = _copied(module, names)
         if not isinstance(target, DistributedPipeline):  # another module may replace the stage
             buffers = {name: there for name, there in buffers.items() if name in known}
         known.update(names.values())
-        own = set(module.parameters()) - copies.keys()
-        found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
         parts.append(
             Part(
                 stage,
                 module,
                 names,
-                found,
-                schedulers.get(id(found)),
-                random,
-                {p: master for p, master in masters.items() if p in own},
+                None if weights is None else weights.optimizer,
+                None if weights is None else weights.scheduler,
+                at.random,
+                {} if weights is None else weights.masters(),
                 replica,
                 replicas,
                 averaged.get(k),
@@ -166,10 +171,6 @@ def parts_of(
             )
         )
     return parts
-
-
-def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 
 def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -182,3 +183,205 @@ def _names(module: nn.Module, prefix: str) -> dict[str, str]:
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     keys += module.state_dict(keep_vars=True).keys()
     return full_names(module, keys, prefix)
+
+
+# Weights
+
+
+class Weights(Item):
+    """The weights of one stage."""
+
+    def __init__(self, part: Part) -> None:
+        self.what = f"stage {part.stage}"
+        self._part = part
+
+    def saved(self, keep: Keep) -> Json:
+        names, tied, left = self._part.parameter_names(), self._part.tied, self._not_taken_back()
+        if left:
+            warnings.warn(
+                f"{self.what}: {listed(left)} are not saved: they are frozen, and their modules "
+                "refuse to load them; load keeps the values of the model that it loads into",
+                stacklevel=2,
+            )
+        weights = {
+            name: keep(WEIGHTS + name, tensor)
+            for name, tensor in self._part.tensors(saved=True)
+            # an earlier stage saves a tied one under this name
+            if name not in left and name not in tied.get(name, ())
+        }
+        masters = {}
+        for p, master in self._part.masters.items():  # follows p where that has changed since a run
+            now = p.detach()
+            same = master.to(now.dtype) == now
+            followed = torch.where(same, master, now.to(master.dtype))
+            masters[names[p]] = keep(_MASTERS + names[p], followed)
+        return {
+            "left_out": left,
+            "parameters": list(names.values()),
+            "weights": weights,
+            "masters": masters,
+        }
+
+    def match(self, body: Json) -> list[Any]:
+        """Check shapes and kinds of numbers, and choose between saved weights and masters."""
+        saved = _Saved(body)
+        left = {*saved.left_out, *self._not_taken_back()}
+        self._keeps = [name for name, _ in self._part.tensors() if name in left]
+        if self._keeps:
+            warnings.warn(
+                f"{self.what}: {listed(self._keeps)} keep their present values: they are frozen, "
+                "and their modules refuse to load them",
+                stacklevel=2,
+            )
+        sources: dict[str, Json] = {}  # by key of the module's state_dict
+        places: dict[_Place, list[str]] = {}  # the keys of one tensor
+        aliases: dict[_Place, list[str]] = {}  # its names
+        wide: dict[_Place, Json] = {}
+        for (name, tensor), key in zip(
+            self._part.tensors(), self._part.module.state_dict(keep_vars=True), strict=True
+        ):
+            if name in left:
+                continue
+            if name not in saved.weights:
+                raise ValueError(f"has no {name!r}, which {self.what} has")
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            aliases.setdefault(place, []).extend((*self._part.tied.get(name, ()), name))
+            # Tied weights have one master, under the home's name.
+            name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
+            saved.check(name, tensor)
+            sources[key], is_master = saved.source(name, tensor.dtype)
+            places.setdefault(place, []).append(key)
+            if is_master:
+                wide.setdefault(place, sources[key])
+        for names in aliases.values():
+            saved.check_alike(names)
+        for place, source in wide.items():
+            sources.update(dict.fromkeys(places[place], source))
+        names_of = self._part.parameter_names()
+        masters = [
+            saved.source(names_of[p], master.dtype)[0] for p, master in self._part.masters.items()
+        ]
+        # pairs, because a name may begin with "$"
+        return [[[key, source] for key, source in sources.items()], masters]
+
+    def put(self, state: Any) -> None:
+        weights, masters = state
+        self._part.module.load_state_dict(dict(weights), strict=not self._keeps)
+        for master, value in zip(self._part.masters.values(), masters, strict=True):
+            master.copy_(value)
+
+    def _not_taken_back(self) -> list[str]:
+        names = self._part.names
+        return [names[key] for key in _not_taken_back(self._part.module, self.what)]
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that restores CPU copies directly, without the module's hooks."""
+        held = [*(tensor for _, tensor in self._part.tensors()), *self._part.masters.values()]
+        before = [tensor.detach().to("cpu", copy=True) for tensor in held]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for tensor, value in zip(held, before, strict=True):
+                    tensor.copy_(value)
+
+        return put_back
+
+
+class _Saved:
+    """The weights and masters of all stages of a document."""
+
+    def __init__(self, body: Json) -> None:
+        self._tensors = body["tensors"]
+        self.weights = weights_of({"stages": [*body.get("of_all_stages", ()), *body["stages"]]})
+        self.left_out = [name for s in body["stages"] for name in s["left_out"]]
+        self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
+
+    def _entries(self, name: str) -> list[Json]:
+        references = [saved[name] for saved in (self.weights, self._masters) if name in saved]
+        return [self._tensors[reference["$tensor"]] for reference in references]
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        for entry in self._entries(name):
+            if entry["shape"] != list(tensor.shape):
+                raise ValueError(
+                    f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
+                )
+            if kind_of(dtype_of(entry["dtype"])) != kind_of(tensor.dtype):
+                raise ValueError(
+                    f"{name!r} is {entry['dtype']}, which does not fit into "
+                    f"{str(tensor.dtype).removeprefix('torch.')}"
+                )
+
+    def check_alike(self, names: Iterable[str]) -> None:
+        """Raise ValueError if the saved tensors with these names, or their masters, differ."""
+        for saved in (self.weights, self._masters):
+            entries = {n: self._tensors[saved[n]["$tensor"]] for n in names if n in saved}
+            first = next(iter(entries), "")
+            for name, entry in entries.items():
+                if any(entry[key] != entries[first][key] for key in ("dtype", "sha256")):
+                    raise ValueError(differing(first, name))
+
+    def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
+        """Return a saved tensor and whether it is a master, used if the weight is too narrow."""
+        narrow = dtype_of(self._entries(name)[0]["dtype"]).itemsize < dtype.itemsize
+        is_master = narrow and name in self._masters
+        return (self._masters if is_master else self.weights)[name], is_master
+
+
+def weights_of(body: Json) -> Json:
+    """Return the references of all weights in a document, by the model's names."""
+    return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
+
+
+def _not_taken_back(module: nn.Module, where: str) -> list[str]:
+    """Return keys of frozen tensors that a part of the module gives but refuses to load.
+
+    Quantized layers do so: what they give is packed, with its scales under more names.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parts: dict[str, list[str]] = {}
+    given = module.state_dict(keep_vars=True)  # without a warning, see ``Part.tensors``
+    for key in given:
+        path = key.rpartition(".")[0]
+        while path not in modules:  # such as "0.weight" of "0.weight.absmax"
+            path = path.rpartition(".")[0]
+        parts.setdefault(path, []).append(key)
+    found = []
+    for path, keys in parts.items():
+        part = modules[path]
+        held = {**part._parameters, **part._buffers}
+        names = [key[len(path) + 1 if path else 0 :] for key in keys]
+        unusual = [
+            key
+            for key, name in zip(keys, names, strict=True)
+            if name != _EXTRA and not _fits(held.get(name), given[key])
+        ]
+        if not unusual or _takes_back(part):
+            continue
+        own = list(part.parameters(recurse=False))
+        trained = {name for name, p in part.named_parameters() if p.requires_grad}
+        if own and all(p.requires_grad for p in own):
+            raise TypeError(
+                f"{where}: {type(part).__name__} refuses to load {unusual[0]!r}, which its "
+                "state_dict() has, and its weights are trained; it cannot be saved"
+            )
+        found += [key for key, name in zip(keys, names, strict=True) if name not in trained]
+    return found
+
+
+def _fits(held: Tensor | None, given: Tensor) -> bool:
+    return held is not None and held.shape == given.shape and held.dtype == given.dtype
+
+
+def _takes_back(part: nn.Module) -> bool:
+    """Return whether a module loads its own state, which does not change it."""
+    try:
+        part.load_state_dict(part.state_dict())
+    except Exception:  # of any kind, as the module may be anybody's
+        return False
+    return True
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

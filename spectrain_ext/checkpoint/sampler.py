@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -125,9 +126,7 @@ class ShuffledSampler(TorchSampler[list[int]]):
 
     def at(self, position: int) -> ShuffledSampler:
         """Return a sampler with the same order at another position."""
-        other = ShuffledSampler(
-            self._samples, self._batch_size, seed=self._seed, drop_last=self._drop_last
-        )
+        other = copy.copy(self)
         other.position = position
         return other
 

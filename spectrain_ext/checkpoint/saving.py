@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.distributed.store import Peers
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
 from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Item, Part, Stateful, parts_of
+from .parts import Item, Part, Stateful, Weights, parts_of
 from .progress import AveragingState, Generators, SchedulerState, Training, stage_states
 from .sampler import Sampler, SamplerState
 from .storage import WEIGHTS
-from .weights import Weights
 
 
 def save(
@@ -152,18 +151,16 @@ class PendingCheckpoint:
             self._discard()
             raise
 
-    def write(self) -> None:
-        self._write(self._tensors, self._peers)
-
     def write_behind(self, peers: Peers) -> Future[None]:
         """Copy the tensors now and write them in a thread, which communicates through ``peers``."""
-        copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
+        self._tensors = {k: t.detach().to("cpu", copy=True) for k, t in self._tensors.items()}
+        self._peers = peers
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
-        future = thread.submit(self._write, copies, peers)
+        future = thread.submit(self.write)
         thread.shutdown(wait=False)
         return future
 
-    def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
+    def write(self) -> None:
         """Write this process's tensors; the first process adds the document."""
         told = (f"writing {self._path.name}", str(self._path))
 
@@ -171,7 +168,7 @@ class PendingCheckpoint:
             entries: Json = {}
             sizes: dict[str, int] = {}
             for name, keys in self._names.items():
-                content = {key: tensors[key] for key in keys}
+                content = {key: self._tensors[key] for key in keys}
                 added, sizes[name] = storage.write_tensors(self._path, name, content)
                 entries |= added
             return entries, sizes
@@ -186,8 +183,8 @@ class PendingCheckpoint:
                 self._committed()
 
         try:
-            found = peers.call_or_fail_together(own, *told)
-            peers.call_or_fail_together(commit, *told)
+            found = self._peers.call_or_fail_together(own, *told)
+            self._peers.call_or_fail_together(commit, *told)
         except BaseException:
             self._discard()
             raise
@@ -278,11 +275,10 @@ def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
             if keys:
                 owners[owner] = keys
         if rank in owners:
-            names[storage.file_name(kind, list(owners), rank)] = owners[rank]
+            number, count = list(owners).index(rank) + 1, len(owners)
+            shard = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            names[f"{kind}{shard}.safetensors"] = owners[rank]
     return names
-
-
-_OF_FIRST = ("minibatches", "training", "extra", "torch")
 
 
 def _merged(found: Sequence[Json]) -> Json:
@@ -296,7 +292,7 @@ def _merged(found: Sequence[Json]) -> Json:
                     f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
                 )
     return {
-        **{key: found[0][key] for key in _OF_FIRST},
+        **{key: found[0][key] for key in ("minibatches", "training", "extra", "torch")},
         **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},
         "processes": [document["process"] for document in found],
     }

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,14 @@ def commit(
     """Write the document of all processes' files, and rename the directory to ``path``."""
     directory = partial(path)
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
-    if len(_files(weights)) > 1:
-        _write(directory / MODEL_INDEX, json.dumps(_index(weights), indent=1).encode())
+    if len({entry["file"] for entry in weights.values()}) > 1:
+        sizes = (
+            math.prod(entry["shape"]) * documents.dtype_of(entry["dtype"]).itemsize
+            for entry in weights.values()
+        )
+        places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+        _write(directory / MODEL_INDEX, json.dumps(index, indent=1).encode())
     content = documents.file_content({**body, "tensors": tensors, "files": files})
     _write(directory / documents.NAME, content)
     sync_directory(directory)
@@ -131,32 +137,12 @@ def commit(
     discard(path)
 
 
-def _files(tensors: Json) -> set[str]:
-    return {entry["file"] for entry in tensors.values()}
-
-
-def _index(weights: Json) -> Json:
-    sizes = (
-        math.prod(entry["shape"]) * documents.dtype_of(entry["dtype"]).itemsize
-        for entry in weights.values()
-    )
-    places = {_name_in_file(key): entry["file"] for key, entry in weights.items()}
-    return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
-
-
 def _write(path: Path, content: bytes) -> None:
     with new_file(path) as file:
         file.write(content)
 
 
 # Tensors
-
-
-def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
-    """Return the name of a process's file, given the ranks of all processes with this kind."""
-    if len(owners) == 1:
-        return f"{kind}.safetensors"
-    return f"{kind}-{owners.index(rank) + 1:05d}-of-{len(owners):05d}.safetensors"
 
 
 def _name_in_file(key: str) -> str:

@@ -133,7 +133,6 @@ def peer_access() -> Table:
 
 
 def findings(build: BuildInfo) -> list[Finding]:
-    """Return the problems, most important first, then the notes."""
     found = *_build_findings(build), *_torch_findings(), *_stream_findings(), *_other_findings()
     return sorted(found, key=lambda finding: not finding.is_problem)
 

@@ -107,7 +107,6 @@ def _sent(rank: int, size: int) -> float:
 
 
 def _handled(ranks: int, size: int) -> float:
-    """Return a rank's CPU seconds for a message that it sends or receives."""
     batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
     return _used(_Scale(), batch) / _ends(ranks)
 
@@ -142,7 +141,6 @@ def _ends(ranks: int) -> int:
 
 
 def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the CPU seconds of all ranks for a minibatch."""
     pipe = DistributedPipeline(
         stage,
         lambda params: optim.SGD(params, lr=0.0, momentum=0.9),

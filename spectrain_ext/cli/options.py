@@ -85,11 +85,7 @@ def plain_console(**more: Any) -> Console:
 
 
 def plain_table(title: str, *headings: str, gap: int = 0) -> Table:
-    """Return a narrow table without a frame; cells are folded if they must be.
-
-    Args:
-        gap: columns between cells, besides one.
-    """
+    """Return a narrow table without a frame, ``gap`` more columns between cells than one."""
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
     table = Table(title=title, title_justify="left", padding=(0, gap, 0, 0), **look)
     for heading in headings:
@@ -98,7 +94,6 @@ def plain_table(title: str, *headings: str, gap: int = 0) -> Table:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character == "\n"
@@ -125,7 +120,6 @@ def complete_method(start: str) -> Iterable[str]:
 
 
 def complete_member(start: str) -> list[str]:
-    """Return ``module:NAME`` for what a module defines, without running its code."""
     module = start.partition(":")[0]
     try:
         text = Path(module.replace(".", "/") + ".py").read_text(encoding="utf-8")

@@ -89,10 +89,6 @@ def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
     check_order([said[replicas.ranks_of(k)[0]][k] for k in range(replicas.stages)])
 
 
-def copies_here(copies: Sequence[Copy]) -> dict[str, object]:
-    return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
-
-
 def agreed_ties(
     board: Board,
     replicas: Replicas,
@@ -108,9 +104,8 @@ def agreed_ties(
     for k, module in modules.items():
         known: dict[str, object] = {}
         for p, names in names_of(module).items():
-            for name in names:
-                found_as = full_names(module, names, f"{k}.")
-                known[bare(name)] = known[name] = look_of(p), [*found_as.values()]
+            look = look_of(p), [*full_names(module, names, f"{k}.").values()]
+            known |= dict.fromkeys((*map(bare, names), *names), look)
         wanted = {member.home_name for member, _ in asked if member.home == k}
         mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
     said = board.exchange_json("comparing ties", mine)
@@ -138,7 +133,12 @@ def check_equal_start(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """Raise ValueError unless the replicas of each stage have equal parameters and options."""
-    mine = _digests(module, optimizer)
+    # without module buffers, which belong to each replica
+    mine = {repr(name): digest_of(p) for name, p in module.named_parameters()}
+    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            if name != "params":
+                mine[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     wholes = board.exchange_json("comparing weights", whole)
     for k in range(replicas.stages):
@@ -147,16 +147,6 @@ def check_equal_start(
             if wholes[other] != wholes[first]:
                 found = board.exchange_json("comparing keys", mine)
                 raise ValueError(_difference(k, first, other, found[first], found[other]))
-
-
-def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    # without module buffers, which belong to each replica
-    found = {repr(name): digest_of(p) for name, p in module.named_parameters()}
-    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for name, value in sorted(group.items()):
-            if name != "params":
-                found[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
-    return found
 
 
 def _shown(value: object) -> str:

@@ -33,16 +33,23 @@ from spectrain_ext.errors import RankError, StageError, report_note
 from spectrain_ext.interrupts import deferred, held_back, waiting
 
 from .failures import (
+    LAST,
+    WATCHING,
     Cause,
     Heartbeat,
+    Messages,
+    Report,
     describe_error,
+    drop_report,
     find_culprit,
     is_broken_connection,
     most_silent,
+    new_report,
+    part_of,
+    place_of,
     this_process,
     wake_stopped,
 )
-from .report import LAST, WATCHING, Messages, Report, drop_report, new_report, part_of, place_of
 from .store import CONNECT_SECONDS, connection
 
 FAILED = "failed"  # the store's key of the first cause
@@ -409,7 +416,12 @@ class Board:
                 self._accept_cause(self._without_store(error))
 
     def _rest(self) -> None:
-        end = monotonic() + self._pause()
+        pause, since = self.interval, self._listens_since
+        if self.cause is not None:
+            pause = min(self.interval / 4, self._check_interval / 2)
+        elif since is not None:  # ever less often
+            pause = min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
+        end = monotonic() + pause
         while (left := end - monotonic()) > self._check_interval:
             if self._wake.wait(self._check_interval):
                 return
@@ -419,14 +431,6 @@ class Board:
             self._asking = None
         self._wake.wait(left)
 
-    def _pause(self) -> float:
-        since = self._listens_since
-        if self.cause is not None:
-            return min(self.interval / 4, self._check_interval / 2)
-        if since is None:
-            return self.interval
-        return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)  # ever less often
-
     def _publish(self) -> None:
         waits = None if self._failure else self.waits
         words, last = self._shared
@@ -434,17 +438,11 @@ class Board:
         if knows:
             self._report.post(self._part)
         self._complete = max(self._complete, self._all_have_said())
-        said = {
-            "doing": self.action(),
-            "busy": monotonic() - self._steps[-1][1],
-            "waits": None if waits is None else waits[:2],
-            "words": words,
-            "last": last,
-            "complete": self._complete,
-            "knows": knows,
-            "reported": knows and self._report.reported,
-            "process": this_process(),
-        }
+        busy, reported = monotonic() - self._steps[-1][1], knows and self._report.reported
+        _, _, *said = Heartbeat(
+            *(b"", 0.0, self.action(), busy, waits and waits[:2], words, last, self._complete),
+            *(knows, reported, this_process()),
+        )
         self._store.set(self._keys[self.rank], json.dumps(said))
 
     def _all_have_said(self) -> int:
@@ -488,15 +486,13 @@ class Board:
                 self._accept_cause(self._without_store())
             # a rank that has shared nothing is still making its stages, and learns of it later
             if self._shared[0] and monotonic() > self._must_end_by:
-                sys.stderr.write(self._last_words() + "\n")
+                cause, waits = self.cause or self._without_store(), self.waits
+                what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
+                error = self._rank_error(cause, what, waited)
+                remark = f"this rank did not end by itself within {self.grace:.0f} s"
+                sys.stderr.write(f"{error}; {remark}\n")
                 sys.stderr.flush()
                 os._exit(1)
-
-    def _last_words(self) -> str:
-        cause, waits = self.cause or self._without_store(), self.waits
-        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        error = self._rank_error(cause, what, waited)
-        return f"{error}; this rank did not end by itself within {self.grace:.0f} s"
 
 
 def _tried(abort: Callable[[], None]) -> None:

@@ -23,10 +23,10 @@ from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.pipeline.ties import Copy
+from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
-from spectrain_ext.schedule.devices import device_order
+from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver, Sender
 
 from .agreement import (
@@ -34,13 +34,12 @@ from .agreement import (
     check_cut,
     check_equal_start,
     compare_settings,
-    copies_here,
     rules_to_compare,
 )
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Links, RankGroup, RemoteEdge, backend_of_bodies, open_links, open_rank_group
+from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
 
 
 class RankConnections(Connections):
@@ -115,7 +114,7 @@ class RankConnections(Connections):
                 **self._settings,
             },
             {
-                **copies_here(copies),
+                "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
@@ -170,19 +169,18 @@ class RankConnections(Connections):
         self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
         self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
         for link in self.links.edges:
-            sends, depth = link.sender == board.rank, self._depth_of(link)
-            stage = here[link.stages[0 if sends else 1]]
+            sends, (a, b) = link.sender == board.rank, link.stages
+            stage = here[a if sends else b]
+            if link.what.tied:
+                depth = self._depth_of_tie(min(a, b), max(a, b))
+            else:
+                depth = self._depth(link.what, b)
             if sends:
                 self._senders[link.what, link.at] = RemoteSender(link, stage.device, depth, board)
             else:
                 made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
                 self._receivers[link.what, link.at] = made
         super()._join(places, postponed)
-
-    def _depth_of(self, link: RemoteEdge) -> int:
-        if link.what.tied:
-            return self._depth_of_tie(min(link.stages), max(link.stages))
-        return self._depth(link.what, link.stages[1])
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
         weights, gradients = (Traffic.TIED_WEIGHTS, tie), (Traffic.TIED_GRADIENTS, tie)

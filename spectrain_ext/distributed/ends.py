@@ -182,19 +182,16 @@ class RemoteReceiver(_End):
         slot.header, slot.layout, slot.nbytes = header, layout, nbytes
         if self.link.by_host:
             if nbytes > self._capacity:
-                self._receive_apart(slot.frame, nbytes)
+                slot.frame.fit(nbytes, pinned=self._pinned)
+                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
+                if not self.link.dynamic:
+                    with self._board.changed:
+                        self._capacity = nbytes
+                        for waiting in self._ring:
+                            self._post(waiting)
             if self.link.staged:
                 self._load(slot)
         return slot
-
-    def _receive_apart(self, frame: Frame, nbytes: int) -> None:
-        frame.fit(nbytes, pinned=self._pinned)
-        self._receive(frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
-        if not self.link.dynamic:
-            with self._board.changed:
-                self._capacity = nbytes
-                for slot in self._ring:
-                    self._post(slot)
 
     def _load(self, slot: _Framed) -> None:
         copy, nbytes = self.stream, slot.nbytes

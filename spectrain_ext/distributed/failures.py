@@ -1,4 +1,4 @@
-"""Describes ranks by heartbeats, and finds which rank a wait is stuck on."""
+"""Finds which rank a wait is stuck on, and writes one text file about all ranks of a failure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
 from time import monotonic
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
+from torch.distributed.distributed_c10d import Store
+
+#: Instructions that a rank remembers, and characters of its stacks.
+LAST = 32
+STACK_CHARACTERS = 2**15
+
+#: Names of the threads that watch, which reports leave out.
+WATCHING = ("spectrain board", "spectrain guard")
+
+#: Returns the message counts of each edge that begins or ends at this rank.
+Messages = Callable[[], Sequence[tuple[str, Mapping[str, int]]]]
 _NOBODYS = "no rank of this version has written: "
 
 
@@ -46,13 +61,13 @@ class Cause(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last heartbeat."""
+    """A rank's last heartbeat; all after ``heard`` is sent, as a JSON list."""
 
     text: bytes  # as received
     heard: float  # when it was received, on this rank's clock
     doing: str = "starting"
     busy: float = 0.0  # seconds since it began that
-    waits: tuple[int | None, str] | None = None  # for which rank (None: all), on which edge
+    waits: Sequence[Any] | None = None  # for which rank (None: all), and on which edge
     words: int = 0  # number of values it has shared, see ``Board.exchange_json``
     last: Sequence[Any] = ()  # the last two of them
     complete: int = 0  # number of values that all ranks have shared, to its knowledge
@@ -64,18 +79,18 @@ class Heartbeat(NamedTuple):
     def read(text: bytes, heard: float, ranks: int) -> Heartbeat:
         """Return the heartbeat in an entry of the store; ValueError if the entry is damaged."""
         match _decoded(text):
-            case {
-                "doing": str(),
-                "busy": float(),
-                "waits": None | [int() | None, str()] as waits,
-                "words": int(),
-                "last": list(),
-                "complete": int(),
-                "knows": bool(),
-                "reported": bool(),
-                "process": [str(), int(), int()],
-            } as said if len(said) == 9 and (not waits or 0 <= (waits[0] or 0) < ranks):
-                return Heartbeat(text, heard, **{**said, "waits": waits and tuple(waits)})
+            case [
+                str(),
+                float(),
+                None | [int() | None, str()] as waits,
+                int(),
+                list(),
+                int(),
+                bool(),
+                bool(),
+                [str(), int(), int()],
+            ] as said if not waits or 0 <= (waits[0] or 0) < ranks:
+                return Heartbeat(text, heard, *said)
         raise ValueError(f"the store has a heartbeat of it that {_NOBODYS}{text!r:.200}")
 
     @property
@@ -99,7 +114,9 @@ def is_broken_connection(error: BaseException) -> bool:
     kind = type(error)
     if kind is not RuntimeError and kind.__module__ != "torch.distributed":
         return False
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     return modules != [] and modules[-1].startswith(("torch.distributed.", f"{__package__}."))
 
 
@@ -145,7 +162,10 @@ def find_culprit(
         if passed and following in (me, *passed):
             busy = min(beats[r].busy + now - beats[r].heard for r in passed)
             culprit = following if peer is None else passed[-1]
-            return _circle_cause(beats[culprit], culprit, [me, *passed, following]), busy
+            circle, beat = " -> ".join(map(str, [me, *passed, following])), beats[culprit]
+            assert beat.waits is not None
+            reason = f"waits on {beat.waits[1]}; ranks wait in a circle, {circle}"
+            return Cause(culprit, f"{beat.doing}: {reason}"), busy
         beat = beats[following]
         silent = now - beat.heard
         if silent > patience:
@@ -155,14 +175,6 @@ def find_culprit(
             return Cause(following, f"{beat.doing}: busy with it for {busy:.1f} s"), busy
         passed.append(following)
         peer = beat.waits[0]
-
-
-def _circle_cause(beat: Heartbeat, culprit: int, ranks: list[int]) -> Cause:
-    assert beat.waits is not None
-    circle = " -> ".join(map(str, ranks))
-    return Cause(
-        culprit, f"{beat.doing}: waits on {beat.waits[1]}; ranks wait in a circle, {circle}"
-    )
 
 
 def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> int:
@@ -176,3 +188,197 @@ def _rank_all_wait_for(beats: Sequence[Heartbeat], me: int, patience: float) -> 
         return 0 if waits is None else 1 if waits[0] is not None else 2
 
     return min((r for r in range(len(beats)) if r != me), key=free)
+
+
+# The report
+
+
+class Report:
+    """One rank's part of a failure report.
+
+    Each rank posts its part to the store, and the rank that found the cause writes the file. Where
+    the store does not answer, every rank writes a file of its own.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.reported = self.ended = True  # until a report begins
+        self._own = ""
+        self._posted, self._until = False, 0.0
+        self._parts: dict[int, str | bytes] = {}
+        self._written = 0  # number of parts in the file
+
+    def begin(self, cause: Cause, own: str, beats: Sequence[Heartbeat], until: float) -> Cause:
+        """Begin a report of this cause; return the cause, with a path where it had none."""
+        self._own, self._parts, self._until = own, {self._rank: own}, until
+        self.reported = self.ended = cause.found is None
+        if self.ended:
+            cause = cause._replace(report=new_report())
+            _write(self._rank, cause, self._parts, beats)
+        return cause
+
+    def post(self, own: Callable[[], str]) -> None:
+        """Post this rank's part once: the one made when the cause became known, if there is one."""
+        if not self._posted:
+            self._store.set(_key(self._rank), self._own or own())
+            self._posted = True
+
+    def advance(self, cause: Cause, beats: Sequence[Heartbeat], patience: float) -> None:
+        """Write the parts that have arrived, or note that the report is complete."""
+        if self.ended:
+            return
+        late = monotonic() > self._until
+        if cause.found == self._rank:
+            self._collect(cause, beats, patience, late)
+        elif cause.found is not None:
+            self.reported = late or beats[cause.found].reported
+        # Rank 0 may host the store, so it leaves last.
+        stays = any(beat.knows and not beat.reported for beat in beats[1:]) and self._rank == 0
+        self.ended = late or (self.reported and not stays)
+
+    def _collect(
+        self, cause: Cause, beats: Sequence[Heartbeat], patience: float, late: bool
+    ) -> None:
+        new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
+        if new:
+            self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
+        awaited = any(
+            beat.text and monotonic() - beat.heard < patience
+            for r, beat in enumerate(beats)
+            if r not in self._parts and not (cause.gone and r == cause.rank)
+        )
+        self.reported = late or not awaited
+        if self.reported or len(self._parts) > self._written:
+            self._written = len(self._parts)
+            _write(self._rank, cause, self._parts, beats)
+
+
+def _key(rank: int) -> str:
+    return f"part/{rank}"
+
+
+def new_report() -> str:
+    """Make an empty file that only this user can read; return "host:path", or "" on failure."""
+    try:
+        handle, path = tempfile.mkstemp(".txt", "spectrain-failure-")
+        os.close(handle)
+    except OSError:
+        return ""
+    return f"{socket.gethostname()}:{path}"
+
+
+def place_of(report: str) -> str:
+    """Return the report's path, without the machine's name if it is this one."""
+    return report.removeprefix(f"{socket.gethostname()}:")
+
+
+def drop_report(report: str) -> None:
+    if report:
+        with suppress(OSError):
+            os.unlink(place_of(report))
+
+
+def part_of(
+    steps: Sequence[tuple[tuple[object, ...], float]],
+    waits: tuple[int | None, str, float] | None,
+    messages: Sequence[tuple[str, Mapping[str, int]]],
+    collectives: Iterable[tuple[str, float]],
+    error: str,
+) -> str:
+    """Return a rank's state as JSON; times are relative to now."""
+    now = monotonic()
+    state = f"{_words(steps[-1][0])}, for {now - steps[-1][1]:.3f} s"
+    if waits is not None:
+        state += f"; waits for {waits[1]}, for {now - waits[2]:.3f} s"
+    said = {
+        "process": f"host {socket.gethostname()}, process {os.getpid()}",
+        "state": state,
+        "messages": messages,
+        "collectives": [f"{what}, for {now - began:.3f} s" for what, began in collectives],
+        "steps": [f"{now - began:10.3f} s  {_words(what)}" for what, began in steps],
+        "error": error[-STACK_CHARACTERS:],
+        "stacks": _stacks()[:STACK_CHARACTERS],
+    }
+    return json.dumps(said)
+
+
+def _words(what: tuple[object, ...]) -> str:
+    return " ".join(map(str, what))
+
+
+def _stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = sorted(sys._current_frames().items(), key=lambda each: each[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame, 64))}"
+        for ident, frame in found
+        if names.get(ident) not in WATCHING
+    )
+
+
+def _write(
+    rank: int, cause: Cause, parts: Mapping[int, str | bytes], beats: Sequence[Heartbeat]
+) -> None:
+    """Replace the file atomically by what is known now."""
+    path = place_of(cause.report)
+    if not path:
+        return
+    with suppress(Exception):  # the report must not hide the cause
+        read: dict[int, Any] = {}
+        for r, part in sorted(parts.items()):
+            with suppress(Exception):  # a damaged part
+                said = json.loads(part)
+                list(_lines(rank, cause, {r: said}, beats))
+                read[r] = said
+        text = "\n".join([*_lines(rank, cause, read, beats), ""])
+        handle, fresh = tempfile.mkstemp(".partial", "spectrain-failure-", os.path.dirname(path))
+        try:
+            with open(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            os.replace(fresh, path)
+        except OSError:
+            os.unlink(fresh)
+
+
+def _lines(
+    rank: int, cause: Cause, parts: Mapping[int, Any], beats: Sequence[Heartbeat]
+) -> Iterator[str]:
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield f"A pipeline over {len(beats)} processes has failed."
+    yield f"First cause: rank {cause.rank}, {cause.reason}"
+    yield f"Written by rank {rank} at {when}; each rank speaks of when it learnt of the failure."
+    yield "\nRanks: what they do"
+    for r, beat in enumerate(beats):
+        state = "has not been heard of"
+        if r in parts:
+            state = parts[r]["state"]
+        elif beat.text:
+            ago = monotonic() - beat.heard
+            state = f"does not answer; {ago:.3f} s ago it said: {beat.doing}"
+        yield f"  {r}  {state}"
+    yield "\nMessages, as the ends of each edge have counted them since it was opened"
+    yield from _edges(parts.values()) or ["  none: no run has begun"]
+    yield "\nCollectives that have begun and not ended"
+    pending = [f"  rank {r}: {each}" for r, part in parts.items() for each in part["collectives"]]
+    yield from pending or ["  none"]
+    for r, part in parts.items():
+        yield f"\n{'=' * 30} rank {r}: {part['process']}"
+        yield "\n".join(["\nlast instructions, and how long ago they began", *part["steps"]])
+        if part["error"]:
+            yield f"\nits exception\n{part['error']}"
+        yield f"\nPython stacks\n{part['stacks']}"
+
+
+def _edges(parts: Iterable[Any]) -> list[str]:
+    ends: dict[str, dict[str, int]] = {}
+    found = [each for part in parts for each in part["messages"]]
+    for name, counts in sorted(found, key=lambda each: (each[0], "sent" not in each[1])):
+        ends.setdefault(name, {}).update(counts)
+    lines = []
+    for name, counts in ends.items():
+        line = ", ".join(f"{what} {count:,}" for what, count in counts.items())
+        if {"sent", "used"} <= counts.keys() and counts["sent"] > counts["used"]:
+            line += f"; PENDING: {counts['sent'] - counts['used']}"
+        lines.append(f"  {name}: {line}")
+    return lines

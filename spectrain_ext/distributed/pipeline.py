@@ -29,7 +29,7 @@ from spectrain_ext.schedule import Replicas
 
 from .board import Board
 from .connections import RankConnections
-from .exchange import Peers
+from .store import Peers
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

@@ -1,19 +1,28 @@
-"""Joins the ranks of a launcher into a process group, and connects them to its store."""
+"""Joins the ranks of a launcher into a process group with a store, and exchanges values in it."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from spectrain_ext.errors import CheckpointError
+
+from .failures import is_broken_connection
+
+T = TypeVar("T")
 
 #: Seconds that a new connection to a store may take. Torch resolves the name of each address, which
 #: takes 5 s if the name server does not answer (measured: 103 of 6,000 connections).
@@ -132,29 +141,17 @@ def _key_appears(store: Store, key: str, timeout: timedelta) -> bool:
     return True
 
 
-def store_at(
-    address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
-) -> Store:
-    """Host or join a store of a process group that listens on one address only.
+def store_at(address: str, port: int, *, listen: bool) -> Store:
+    """Join a store, or host one that listens on this address only; port 0 picks a free one.
 
-    The store that ``init_process_group`` makes listens on all interfaces, regardless of the address
-    it is given.
-
-    Args:
-        address: IP address or name of the machine that hosts the store.
-        port: its port; 0 picks a free one, which ``store.port`` then holds.
-        listen: whether this process hosts the store; one process must, usually rank 0.
-        timeout: how long calls, and joining, wait for another process.
-
-    Raises:
-        OSError: this process cannot listen there; the message names address and port.
+    The store that ``init_process_group`` makes listens on all interfaces, whatever its address.
     """
-    given: dict[str, Any] = {"host_name": address, "timeout": timeout, "wait_for_workers": False}
+    given: dict[str, Any] = {"host_name": address, "wait_for_workers": False}
     if listen:
         listening = _listening(address, port)
         port = listening.getsockname()[1]
         given["master_listen_fd"] = listening.detach()
-    store: Store = TCPStore(port=port, is_master=listen, **given)
+    store: Store = TCPStore(port=port, is_master=listen, timeout=timedelta(minutes=30), **given)
     return store
 
 
@@ -182,3 +179,94 @@ def connection(store: Store, patience: float, timeout: float) -> Store:
         store.set_timeout(before)
     made.set_timeout(timedelta(seconds=patience))
     return made
+
+
+# Values
+
+
+class Watched(Protocol):
+    """A ``Board`` or a pipeline; ends all processes if one fails or keeps the others waiting."""
+
+    timeout: float
+
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+    def busy(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Peers:
+    """The processes of a group (None: the default group, or this process alone)."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, watch: Watched | None = None
+    ) -> None:
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._watch = group, watch
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The watch's timeout; None: torch's default."""
+        return None if self._watch is None else timedelta(seconds=self._watch.timeout)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.together(what)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every process's value, by rank; ConnectionError if a process has ended."""
+        if self.size == 1:
+            return [value]
+        try:
+            # JSON, because torch's object collectives unpickle messages, which can execute code.
+            return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
+        except RuntimeError as error:
+            if is_broken_connection(error):
+                raise ConnectionError(f"the processes have lost one another: {error}") from error
+            raise
+
+    def call_on_all(self, make: Callable[[], T], doing: str) -> list[T]:
+        """Return every process's result of ``make``; an error in one is raised in all."""
+        error, found = self._attempted(make, doing)
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(found):
+            if "error" in answer:
+                raise RuntimeError(f"process {rank}: {answer['error']}")
+        return [answer["value"] for answer in found]
+
+    def call_or_fail_together(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
+        """Return every process's result of ``make``; an error is one CheckpointError in all."""
+        error, found = self._attempted(make, doing)
+        reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
+        if reasons:
+            told = next(iter(reasons.values()))["message"]
+            if told is None:
+                listed = (f"process {rank}: {answer['error']}" for rank, answer in reasons.items())
+                told = f"{what}: {'; '.join(listed)}"
+            raise CheckpointError(told) from error
+        return [answer["value"] for answer in found]
+
+    def _attempted(
+        self, make: Callable[[], T], doing: str
+    ) -> tuple[Exception | None, list[dict[str, Any]]]:
+        """Return the error here, if any, and every process's value or error."""
+        error = None
+        try:
+            with nullcontext() if self._watch is None else self._watch.busy(doing):
+                mine: dict[str, Any] = {"value": make()}
+        except Exception as caught:
+            error = caught
+            message = str(error) if isinstance(error, CheckpointError) else None
+            mine = {"error": f"{type(error).__name__}: {error}", "message": message}
+        return error, self.all_gather(mine)
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        dist.all_gather(found, padded, group=self._group)
+        return [
+            body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
+        ]

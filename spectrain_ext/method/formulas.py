@@ -128,5 +128,4 @@ class RatesByDelay:
 
 
 def _rounded(a: int, b: int) -> int:
-    """Return a/b to the nearest whole number, halves up."""
     return (2 * a + b) // (2 * b)

@@ -107,7 +107,6 @@ def microbatches_of(method: Method, stages: int, replicas: Replicas | None = Non
 
 
 def put_off_by(method: Method, places: Sequence[Place]) -> list[int]:
-    """Return the most microbatches by which each stage postpones backwards, in any phase."""
     return [max(put_off(p.schedule, place) for p in phases_of(method)) for place in places]
 
 

@@ -23,8 +23,6 @@ from .value import FAMILIES, Method, at_least, named, phases_of, rate_at
 
 @runtime_checkable
 class _Predicting(Protocol):
-    """An optimizer of ``spectrain_ext.optim``."""
-
     def check_can_predict(self) -> None: ...
     def check_correction(self, correction: Correction | None) -> None: ...
 

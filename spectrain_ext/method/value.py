@@ -154,7 +154,6 @@ def phases_of(method: Method) -> tuple[Method, ...]:
 
 
 def chunks_of(method: Method) -> int:
-    """Return the stages per device, in the phase that has most."""
     return max(phase.chunks for phase in phases_of(method))
 
 

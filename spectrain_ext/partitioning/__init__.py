@@ -1,7 +1,7 @@
 """Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages."""
 
+from .blocks import mark_ties
 from .cut import Cut, cut
-from .marks import mark_ties
 from .materializing import materialize
 from .profile import Profile, measure
 from .stages import Partition, cut_at, partition

@@ -113,9 +113,6 @@ def columns_in(
 
     They are keyword arguments if the forward can be called with those that it names (or with all if
     it accepts ``**``); otherwise the batch is one dict argument.
-
-    Raises:
-        TypeError: the example lacks what the forward needs, or has something else than a tensor.
     """
     parameters = inspect.signature(model.forward).parameters
     named = {n: p for n, p in parameters.items() if p.kind not in _VARIADIC}

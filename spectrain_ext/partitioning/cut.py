@@ -154,7 +154,9 @@ def cut(
         raise ValueError(
             f"replicas: expected one number of at least 1 per stage ({n_stages}), got {replicas}"
         )
-    limits = _limits(memory_limit, n_stages)
+    limits: Sequence[float] = [_NEVER] * n_stages
+    if memory_limit is not None:
+        limits = one_each("memory_limit", memory_limit, n_stages, "stage")
     places = _places(profile, n_stages)
     costs = _Costs(profile, shares, paces, widths)
 
@@ -280,15 +282,7 @@ def _places(profile: Profile, n: int) -> list[int]:
     return [0, *inner, blocks]
 
 
-def _limits(memory_limit: int | Sequence[int] | None, n: int) -> list[float]:
-    if not isinstance(memory_limit, Sequence):
-        return [_NEVER if memory_limit is None else memory_limit] * n
-    if len(memory_limit) != n:
-        raise ValueError(f"memory_limit: expected one per stage ({n}), got {len(memory_limit)}")
-    return list(memory_limit)
-
-
-def _too_little_memory(costs: _Costs, places: list[int], limits: list[float], n: int) -> str:
+def _too_little_memory(costs: _Costs, places: list[int], limits: Sequence[float], n: int) -> str:
     def needed(start: int, end: int, k: int) -> float:
         return costs.memory(start, end, k) / max(limits[k], 1)
 
@@ -311,8 +305,6 @@ class HasDocument(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlannedCut:
-    """A plan's cut of a model, and its settings for training."""
-
     model: str  # the class's name
     blocks: tuple[BlockProfile, ...]
     ends: tuple[int, ...]

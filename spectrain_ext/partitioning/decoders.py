@@ -23,7 +23,7 @@ from spectrain_ext.transport import Value
 
 from .columns import Inputs
 from .outline import SPLIT_HINT, Outline, adapted, evaluated, find_outline, hidden_of, members_of
-from .profile import BlockProfile, Profile, Tie, measure
+from .profile import BlockProfile, Profile, measure
 from .provenance import Provenance, is_valueless
 
 
@@ -65,7 +65,6 @@ def _return_nan(hand: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: o
 
 
 def _refuse(name: str, *args: object, **kwargs: object) -> Any:
-    """Raise for a module that this stage's forward must not reach."""
     raise RuntimeError(
         f"the model's forward came to {name!r}, which another stage has; it left out a "
         "block where a stage ends (LayerDrop?), so that it cannot be cut there"
@@ -81,16 +80,15 @@ def copy_without_values(module: nn.Module, top: bool = True) -> nn.Module:
     held = vars(copied)
     held.update((n, v) for n, v in vars(module).items() if not isinstance(v, Tensor))
     held.update(vars(nn.Module()), training=module.training, gradient_checkpointing=False)
-    held.update((n, None if t is None else _valueless(t)) for n, t in tensors.items())
+    for name, tensor in tensors.items():
+        held[name] = tensor
+        if tensor is not None:
+            held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if top:
         held.update(inner)
     else:
         held["_modules"] = inner  # a ModuleList needs them
     return copied
-
-
-def _valueless(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class DecoderStage(nn.Module):
@@ -124,7 +122,6 @@ class DecoderStage(nn.Module):
         self.training = model.training
 
     def full_name(self, name: str) -> str:
-        """Return the uncut model's name of a parameter or module buffer of this stage."""
         return self._outline.prefix + name.removeprefix("model.")
 
     def _stand_ins(
@@ -336,20 +333,17 @@ class Decoder:
         return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
-        """Raise ValueError unless the stages reproduce the model's output on the example."""
         found = _tensors(self._run(stages, self.example))
         wanted = _tensors(self.output)
         same = len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=False):
-            same = same and a.shape == b.shape and self._alike(a, b)
+            alike = _close if self.provenance is None else self.provenance.same
+            same = same and a.shape == b.shape and alike(a, b)
         if not same:
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
-
-    def _alike(self, a: Tensor, b: Tensor) -> bool:
-        return _close(a, b) if self.provenance is None else self.provenance.same(a, b)
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
         with evaluated(nn.ModuleList([self.model, *stages])), self.watched():
@@ -357,7 +351,7 @@ class Decoder:
                 value = stage(value)
         return value
 
-    def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
+    def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
         given = self.outline.columns.of(self.example)
         profile = measure(self.blocks, given, repeats=repeats)
@@ -369,7 +363,7 @@ class Decoder:
             forward, backward = (max(0.0, b - m) for b, m in zip(block.parts, more, strict=True))
             return replace(block, seconds=forward + backward, forward_seconds=forward)
 
-        return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)), ties)
+        return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)))
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -90,8 +90,6 @@ def materialize(
 
 @dataclass(eq=False)
 class _StageTensor:
-    """One tensor of the stages."""
-
     old: Tensor
     shown: str  # description for errors
     names: list[str] = field(default_factory=list)  # in the uncut model, earliest stage's first
@@ -107,8 +105,6 @@ class _StageTensor:
 
 
 class _Filler:
-    """Fills the tensors of some stages."""
-
     def __init__(
         self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
     ) -> None:
@@ -160,7 +156,10 @@ class _Filler:
                 if not more:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
-                if source is not first and not _alike(first, source, held.old.dtype):
+                dtype = held.old.dtype
+                if source is not first and not first.make().to(dtype).equal(
+                    source.make().to(dtype)
+                ):
                     raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
             if held.source is None and held.saved and self._init is None:
                 raise CheckpointError(
@@ -306,7 +305,6 @@ def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _reset(module: nn.Module) -> None:
-    """Initialize a module as its constructor does."""
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, name, None)):
             reset()
@@ -329,12 +327,7 @@ def _called(stage: nn.Module) -> str:
     return type(stage).__name__ if place is None else f"stage {place[0]}"
 
 
-def _alike(one: Source, other: Source, dtype: torch.dtype) -> bool:
-    return torch.equal(one.make().to(dtype), other.make().to(dtype))
-
-
 def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:
-    """Raise CheckpointError unless the stored tensor fits."""
     if list(shape) != list(held.old.shape):
         raise CheckpointError(
             f"{where}: {name!r} has shape {list(shape)}, expected {list(held.old.shape)} for "

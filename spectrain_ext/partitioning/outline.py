@@ -33,8 +33,6 @@ class SideModule:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model's list of blocks and its surroundings."""
-
     path: str  # of the list of blocks
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list

@@ -54,11 +54,7 @@ class OwnLoss:
         return batch
 
     def count(self, batch: Any) -> Tensor:
-        """Return the number of labels in a batch that the loss is a mean over, as a 0-d tensor.
-
-        Raises:
-            TypeError: the loss is not a mean over labels, or the batch lacks them.
-        """
+        """Return the number of labels in a batch that the loss is a mean over, as a 0-d tensor."""
         if self._predicted is None:
             raise TypeError("count: the model's loss is no mean over its labels")
         labels = self._with_labels(batch)[self.labels[0]]
@@ -82,8 +78,6 @@ class OwnLoss:
 
 
 class _Argument(NamedTuple):
-    """The source of an argument of the loss function."""
-
     source: str
     key: str
 
@@ -204,7 +198,6 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
 def _labels(
     config: Any, names: tuple[str, ...], example: object, output: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the example's labels, or made-up ones that fit."""
     if isinstance(example, Mapping) and any(name in example for name in names):
         return {name: example[name] for name in names if name in example}
     if {"start_positions", "end_positions"} <= set(names):

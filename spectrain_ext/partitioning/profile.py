@@ -92,7 +92,6 @@ class BlockProfile:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Seconds of the forward and of the backward."""
         forward = self.seconds / 3 if self.forward_seconds is None else self.forward_seconds
         return forward, self.seconds - forward
 
@@ -143,7 +142,6 @@ def measure(
     example_input: Value,
     *,
     repeats: int = 5,
-    ties: tuple[Tie, ...] = (),
 ) -> Profile:
     """Time the forward and backward of every block, and return the medians.
 
@@ -155,7 +153,6 @@ def measure(
         blocks: the model's blocks. Each runs on its own device and in its current mode.
         example_input: a microbatch for the first block, as for ``Pipeline.run``.
         repeats: timed runs of each block, after one warm-up run.
-        ties: stored in the profile.
 
     Raises:
         TypeError: a block other than the last returns a value that stages cannot pass on.
@@ -170,7 +167,7 @@ def measure(
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = as_value(example_input, "example_input")
     if is_valueless(*blocks):
-        return Profile(tuple(_estimated(blocks, value)), ties)
+        return Profile(tuple(_estimated(blocks, value)))
     found: list[BlockProfile] = []
     with _forked_rng(blocks):
         for index, block in enumerate(blocks):
@@ -178,7 +175,7 @@ def measure(
                 last = index == len(blocks) - 1
                 profile, value = _measured(block, value, index, last, repeats)
             found.append(profile)
-    return Profile(tuple(found), ties)
+    return Profile(tuple(found))
 
 
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
@@ -246,7 +243,7 @@ def _counting(block: nn.Module, saved: dict[int, int]) -> saved_tensors_hooks:
     return saved_tensors_hooks(count, lambda tensor: tensor)
 
 
-def profile_by_parameters(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
+def profile_by_parameters(blocks: Sequence[nn.Module]) -> Profile:
     """Return a profile with a nanosecond per parameter, without running the blocks."""
 
     def block(index: int, module: nn.Module) -> BlockProfile:
@@ -260,7 +257,7 @@ def profile_by_parameters(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = (
         used = sum(p.numel() for p in module.parameters() if p not in looked_up)
         return _profile(index, module, 1e-9 * used)
 
-    return Profile(tuple(block(index, module) for index, module in enumerate(blocks)), ties)
+    return Profile(tuple(block(index, module) for index, module in enumerate(blocks)))
 
 
 def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
@@ -268,27 +265,42 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     if not dist.is_available() or not dist.is_initialized():
         return measure()
     failure: Exception | None = None
-    profile: Profile | None = None
+    profile = profile_by_parameters(blocks)
     if dist.get_rank() == 0:
         try:
             profile = measure()
         except Exception as error:  # raised after the others are notified
             failure = error
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (len(blocks), failure is not None))
+    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
+    device = "cpu" if "cpu" in kinds else kinds[0]
+    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, least, failed = counts.tolist()
     if failure is not None:
         raise failure
-    if told[0][1]:
+    if failed:
         raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
-    counts = [count for count, _ in told]
-    if min(counts) != max(counts):
+    if most != -least:
         raise ValueError(
-            f"model: it has {len(blocks)} blocks here, and on other ranks {min(counts)} to "
-            f"{max(counts)}; every rank must cut the same model"
+            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
+            "every rank must cut the same model"
         )
-    found: list[Any] = [profile]
-    dist.broadcast_object_list(found, 0)
-    return Profile(found[0].blocks, found[0].ties)
+    numbers = torch.tensor(
+        [
+            (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
+            for b in profile.blocks
+        ],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.broadcast(numbers, 0)
+    told = [
+        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+        for (seconds, output, parameters, saved, forward), block in zip(
+            numbers.tolist(), profile.blocks, strict=True
+        )
+    ]
+    return Profile(tuple(told))
 
 
 def _measured(

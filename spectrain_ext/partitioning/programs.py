@@ -20,8 +20,6 @@ _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A tensor that enters or leaves a stage."""
-
     name: str
     source: tuple[str, str]  # the module that made it, and the operation
     shape: tuple[int | None, ...]  # None: any size
@@ -74,7 +72,8 @@ class Program:
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
-        if any(isinstance(c, torch.device) for c in constants) or _autocasts(module):
+        nodes = (node for part in _graphs(module) for node in part.graph.nodes)
+        if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
             self._moved = {self._device: module}
 
     @property
@@ -99,7 +98,6 @@ class Program:
         )
 
     def shape_error(self, given: Sequence[Tensor]) -> str | None:
-        """Return why the program does not accept these shapes, or None."""
         if len(given) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
             return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
@@ -112,7 +110,6 @@ class Program:
         return None
 
     def branch_error(self, given: Sequence[Tensor]) -> str | None:
-        """Return why the model would take another branch for these tensors, or None."""
         if self._guards is not None:
             try:
                 self._guards(*given)
@@ -320,7 +317,7 @@ class _Cutter:
             state,
             [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
-            self._form if last else (_only if len(leaves) == 1 else tuple),
+            self._form if last else (operator.itemgetter(0) if len(leaves) == 1 else tuple),
             self._guards if k == 0 else None,
         )
         return program, state
@@ -331,10 +328,6 @@ class _Cutter:
             given in self._home and self._home[given] < k and given not in self._arriving(k)
             for given in size.all_input_nodes
         )
-
-
-def _only(tensors: tuple[Tensor, ...]) -> Tensor:
-    return tensors[0]
 
 
 def _fixed(size: int | torch.SymInt) -> int | None:
@@ -365,10 +358,6 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 def _enters_autocast(node: fx.Node) -> bool:
     return str(node.target) == "wrap_with_autocast"
-
-
-def _autocasts(module: fx.GraphModule) -> bool:
-    return any(_enters_autocast(n) for part in _graphs(module) for n in part.graph.nodes)
 
 
 def _constants(module: fx.GraphModule) -> Iterator[Any]:

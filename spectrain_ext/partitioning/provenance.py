@@ -94,8 +94,6 @@ class Provenance:
 
 
 class Writes(TorchDispatchMode):
-    """Records the storages that operations write to."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value, tensors_in
 
-from .blocks import block_names, blocks_of, calls_in, finest_cut, shared_of, slices_of, ties_of
+from .blocks import (
+    block_names,
+    blocks_of,
+    calls_in,
+    finest_cut,
+    mark,
+    shared_of,
+    slices_of,
+    ties_of,
+)
 from .columns import BY_POSITION, Columns, columns_in
 from .cut import (
     REMEDY,
@@ -25,7 +34,6 @@ from .cut import (
     planned_cut,
 )
 from .decoders import Decoder
-from .marks import mark
 from .outline import adapted, is_pretrained, outline_columns, takes_ids
 from .own_loss import OwnLoss, own_loss
 from .profile import (
@@ -229,19 +237,22 @@ def partition(
         planned.check(source.names, n_stages)
     _check_stages(n_stages, len(blocks))
     ties = source.ties(blocks)
-    if profile == "parameters":
-        profile = source.with_block_names(profile_by_parameters(blocks, ties))
-    elif profile is None and planned is not None:
-        profile = Profile(planned.blocks, ties)
-    elif profile is None:
-        profile = source.with_block_names(
-            measure_on_rank_0(lambda: source.measure(repeats=5, ties=ties), blocks)
-        )
-    elif len(profile.blocks) != len(blocks):
-        raise ValueError(
-            f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
-        )
-    named = source.with_block_names(profile).blocks
+    if isinstance(profile, Profile):
+        if len(profile.blocks) != len(blocks):
+            raise ValueError(
+                f"profile: expected {len(blocks)} blocks, as the model has, got "
+                f"{len(profile.blocks)}"
+            )
+        named = source.with_block_names(profile).blocks
+    else:
+        if profile == "parameters":
+            measured = profile_by_parameters(blocks)
+        elif planned is not None:
+            measured = Profile(planned.blocks)
+        else:
+            measured = measure_on_rank_0(source.measure, blocks)
+        named = source.with_block_names(measured).blocks
+        profile = Profile(named, ties)
 
     def best(ties: tuple[Tie, ...]) -> Cut:
         return cut(
@@ -298,8 +309,9 @@ def profile_of(
 ) -> Profile:
     """Measure the blocks between which ``partition`` would cut a model."""
     source = _source(model, 1, example_input, None, before, after)
-    measured = source.measure(repeats=repeats, ties=source.ties(source.blocks))
-    return replace(source.with_block_names(measured), shared=shared_of(source.blocks))
+    measured = source.with_block_names(source.measure(repeats=repeats))
+    ties, shared = source.ties(source.blocks), shared_of(source.blocks)
+    return Profile(measured.blocks, ties, shared)
 
 
 @dataclass(frozen=True)
@@ -416,8 +428,8 @@ def _source(
         measured: Callable[..., Profile] = partial(measure, parts, value)
         if bare:
 
-            def measured(repeats: int, ties: tuple[Tie, ...]) -> Profile:
-                return profile_by_parameters(parts, ties)
+            def measured(repeats: int = 0) -> Profile:
+                return profile_by_parameters(parts)
 
         in_turn = partial(reduce, lambda value, block: block(value), parts)
         written = partial(written_buffers, nn.ModuleList(parts), in_turn, example)

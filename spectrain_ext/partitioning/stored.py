@@ -32,11 +32,7 @@ class Source(NamedTuple):
 
 
 class Stored:
-    """A safetensors file, or a folder with one or with an index of several.
-
-    Raises:
-        CheckpointError: the file or index is missing or cannot be read.
-    """
+    """A safetensors file, or a folder with one or with an index of several."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -98,12 +94,8 @@ def sources_of(
 ) -> tuple[dict[str, Source], list[str]]:
     """Return the source for each of a model's names, and the stored tensors that match no name.
 
-    Args:
-        stored: the files.
-        known: the whole model's names of its tensors.
-        pretrained: an instance of the Hugging Face class with its config, or None. It supplies
-            older names, conversions of tensors that files hold in other pieces, and the prefix that
-            a base model's files lack.
+    ``pretrained``, a Hugging Face model or None, supplies older names, conversions of tensors that
+    files hold in other pieces, and the prefix that a base model's files lack.
     """
     found: dict[str, Source] = {}
     pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns

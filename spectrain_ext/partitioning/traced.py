@@ -32,8 +32,6 @@ class State(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A program, and the places of its state in the stage."""
-
     program: Program
     slots: tuple[tuple[nn.Module, str], ...]
 
@@ -41,6 +39,7 @@ class _Bound:
         return self.program(given, [_held(owner, name) for owner, name in self.slots])
 
 
+#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
 _Modes = dict[Mode, "tuple[_Bound, ...] | str"]
 
 
@@ -53,13 +52,6 @@ class TracedStage(nn.Module):
     ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
     parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
     until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
-
-    Args:
-        part: holds the state.
-        modes: the graphs of each mode, of which the first that fits the sizes is used; or the
-            reason why there are none.
-        training: the model's mode.
-        given: whether all of the model's modules had that mode.
     """
 
     block_names: Sequence[str] = ()  # the modules in it are never called

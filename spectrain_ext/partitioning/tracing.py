@@ -37,11 +37,7 @@ def traces(
     once: bool = False,  # only the present mode, with gradients, for these sizes
     call: Call = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
-    """Trace a model in its present mode (first in the result), in training and in evaluation.
-
-    Returns:
-        Per mode the graphs, of which the first that fits applies; or why there are none.
-    """
+    """Trace a model in its present mode (first in the result), in training and in evaluation."""
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
     with _marked(before, after), _with_signature(model, call), modes, _checking_attributes(model):

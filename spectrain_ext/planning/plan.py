@@ -56,7 +56,10 @@ SYNCHRONOUS = Quality(0.0, 0.0, (), 1.0)
 def measurements() -> tuple[dict[str, Any], ...]:
     # From a study's results; docs/frontier.md describes it.
     text = (files(__package__) / "quality.json").read_text(encoding="utf-8")
-    return tuple(json.loads(text)["rows"])
+    rows: list[dict[str, Any]] = json.loads(text)["rows"]
+    for row in rows:
+        row.update((name, math.inf) for name in ("gap", "updates") if row[name] is None)
+    return tuple(rows)
 
 
 def expected(method: Method, stages: int, delay: int) -> Quality | None:
@@ -65,7 +68,7 @@ def expected(method: Method, stages: int, delay: int) -> Quality | None:
         return SYNCHRONOUS
     mine = [row for row in measurements() if row["method"] == method.name]
     # Not measured at this delay: a loss not reached at a smaller delay is not reached either.
-    missed = (row for row in mine if row["delay"] < delay and row["updates"] is None)
+    missed = (row for row in mine if row["delay"] < delay and row["updates"] == math.inf)
     nearest: dict[str, dict[str, Any]] = {}  # of each workload, by the number of stages
     for row in [row for row in mine if row["delay"] == delay] or missed:
         known = nearest.get(row["workload"])
@@ -73,22 +76,14 @@ def expected(method: Method, stages: int, delay: int) -> Quality | None:
             nearest[row["workload"]] = row
     if not nearest:
         return None
-    rows = sorted(nearest.values(), key=lambda row: (_updates(row), _gap(row)), reverse=True)
-    gaps = [_gap(row) for row in rows]
+    rows = sorted(nearest.values(), key=lambda row: (row["updates"], row["gap"]), reverse=True)
+    gaps = [row["gap"] for row in rows]
     return Quality(
         min(gaps),
         max(gaps),
         tuple(f"{row['workload']}, N = {row['stages']}, delay {row['delay']}" for row in rows),
-        _updates(rows[0]),
+        rows[0]["updates"],
     )
-
-
-def _gap(row: dict[str, Any]) -> float:
-    return math.inf if row["gap"] is None else float(row["gap"])
-
-
-def _updates(row: dict[str, Any]) -> float:
-    return math.inf if row["updates"] is None else float(row["updates"])
 
 
 def _far(row: dict[str, Any], stages: int) -> float:

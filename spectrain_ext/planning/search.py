@@ -60,10 +60,7 @@ class Search:
         return min(self._too_large.values(), key=_share, default=(math.inf, math.inf))
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
-        """Return a method's way with the least period times price; None if none fits.
-
-        An infinite price excludes a way.
-        """
+        """Return a method's way with the least period times price, which is finite."""
         # Simulate in the order of bounds, until the next bound exceeds the best value so far, which
         # is then the least of all, or until ``_MOST`` simulations.
         found, least, left = None, math.inf, _MOST
@@ -134,7 +131,6 @@ class Search:
         return found.slowest
 
     def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
-        """Return the numbers that divide a minibatch evenly, up to a cheap flush's."""
         each, batch = lcm(*replicas), self._setting.batch
         most = _FLUSH * len(replicas)
         return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
@@ -201,7 +197,6 @@ def _share(pair: tuple[float, float]) -> float:
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ordered sums of ``count`` numbers of at least 1."""
     for inner in combinations(range(1, total), count - 1):
         bounds = (0, *inner, total)
         yield tuple(b - a for a, b in pairwise(bounds))

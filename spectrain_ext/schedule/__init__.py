@@ -11,7 +11,6 @@ from .generators import (
     flushes,
     name_of,
     put_off,
-    streams,
     takes_window,
 )
 from .instructions import (
@@ -66,7 +65,6 @@ __all__ = [
     "lower",
     "name_of",
     "put_off",
-    "streams",
     "tables",
     "takes_window",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
@@ -133,8 +133,8 @@ class Interleaved:
         flushes: whether every minibatch ends before the next begins.
 
     Example:
-        >>> from spectrain_ext.schedule import Interleaved, streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.schedule import Interleaved
+        >>> from spectrain_ext.simulation import streams, validate
         >>> schedule = Interleaved(chunks=2)
         >>> windows = [schedule.window(k, 4, 4) for k in range(4)]
         >>> counts = validate(streams(schedule, windows, 4), minibatches=5)
@@ -193,8 +193,8 @@ class WPipe:
     k in flight.
 
     Example:
-        >>> from spectrain_ext.schedule import WPipe, streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.schedule import WPipe
+        >>> from spectrain_ext.simulation import streams, validate
         >>> counts = validate(streams(WPipe(), [2, 1], 1), minibatches=10)
         >>> [max(count.delays) for count in counts]
         [1, 0]
@@ -272,45 +272,14 @@ def takes_window(schedule: str | Generator) -> bool:
 
 
 def put_off(schedule: str | Generator, place: Place) -> int:
-    """Return the most microbatches that have sent their gradient before their backward has ended.
-
-    It is 1, or more if the second halves come later; counted up to a stage's steady state.
-    """
+    """Return the most microbatches whose gradient is sent before their backward has ended."""
+    # It is 1, or more if the second halves come later; counted up to a stage's steady state.
     end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1
     for action in takewhile(end.__ne__, find_generator(schedule)(place)):
         now += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHTS)
         most = max(most, now)
     return most
-
-
-def streams(
-    schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
-) -> list[Iterator[Instruction]]:
-    """Return the endless stream of what each stage computes.
-
-    Args:
-        schedule: a name in ``GENERATORS``, or a generator.
-        windows: the window of each stage, in microbatches; one per stage.
-        microbatches: per minibatch.
-
-    Raises:
-        ValueError: an unknown name; a window or ``microbatches`` is below 1.
-
-    Example:
-        >>> from itertools import islice
-        >>> from spectrain_ext.schedule import streams
-        >>> [each.kind.value for each in islice(streams("1f1b-async", [2, 1])[0], 5)]
-        ['forward', 'forward', 'backward', 'update', 'forward']
-    """
-    generate = find_generator(schedule)
-    if microbatches < 1:
-        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
-    for k, window in enumerate(windows):
-        if window < 1:
-            raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
-    n = len(windows)
-    return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
 
 
 # Instructions of later minibatches that a stream may yield before a run's last update.

@@ -104,8 +104,7 @@ class Span(NamedTuple):
         horizon: by how many updates these weights are predicted ahead.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import Durations, simulate
+        >>> from spectrain_ext.simulation import Durations, simulate, streams
         >>> span = next(simulate(streams("1f1b-async", [1]), Durations.of(1), minibatches=2))
         >>> span.kind.value, span.start, span.end, span.version
         ('forward', 0.0, 1.0, 0)

@@ -28,8 +28,7 @@ class Count:
             and their backward.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.simulation import streams, validate
         >>> first, last = validate(streams("1f1b-async", [2, 1]), minibatches=10)
         >>> first.updates, first.in_flight, first.delays
         (10, 2, {0: 1, 1: 9})

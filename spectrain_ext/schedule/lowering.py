@@ -16,8 +16,6 @@ Table = Mapping[Kind, tuple[Kind, ...]]
 
 
 class Duties(NamedTuple):
-    """A stage's work besides its schedule."""
-
     pulls: bool | None = None  # takes the caller's batches; None: on stage 0
     blocks: bool = False  # while receiving
     evaluates: bool = False  # runs forwards only

@@ -39,8 +39,8 @@ class Rules:
         correction: how updates correct late gradients: one of ``spectrain_ext.corrections``.
 
     Example:
-        >>> from spectrain_ext.schedule import Rules, streams
-        >>> from spectrain_ext.simulation import validate
+        >>> from spectrain_ext.schedule import Rules
+        >>> from spectrain_ext.simulation import streams, validate
         >>> rules = [Rules(backward="stash")] * 3
         >>> counts = validate(streams("1f1b-async", [3, 2, 1]), minibatches=20, rules=rules)
         >>> [count.versions for count in counts]
@@ -108,7 +108,6 @@ class Entries:
         self._known: deque[tuple[int, int, int]] = deque()
 
     def note(self, i: int, j: int, version: int) -> None:
-        """Record stage 0's version when it begins the microbatch."""
         self._known.append((i, j, version))
 
     def take(self, i: int, j: int) -> int:

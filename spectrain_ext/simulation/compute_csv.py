@@ -57,8 +57,7 @@ def write_csv(
             update is missing.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import write_csv
+        >>> from spectrain_ext.simulation import streams, write_csv
         >>> write_csv("1f1b.csv", streams("1f1b", [2, 1], 2), microbatches=2, minibatches=1)
         >>> Path("1f1b.csv").read_text().splitlines()
         ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']

@@ -44,8 +44,8 @@ def simulate_ranks(
             is less than one core.
 
     Example:
-        >>> from spectrain_ext.schedule import Replicas, streams
-        >>> from spectrain_ext.simulation import Durations, simulate_ranks
+        >>> from spectrain_ext.schedule import Replicas
+        >>> from spectrain_ext.simulation import Durations, simulate_ranks, streams
         >>> actions = streams("1f1b-async", [2, 1])
         >>> two = simulate_ranks(actions, Durations.of(2), Replicas([1, 1]), minibatches=4, cores=1)
         >>> max(span.end for span in two)

@@ -13,9 +13,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from spectrain_ext.schedule import Generator, Instruction, Kind, ScheduleError, bounded, streams
+from spectrain_ext.schedule import Generator, Instruction, Kind, ScheduleError, bounded
 
-from .timing import Durations, Summary, period_of
+from .timing import Durations, Summary, period_of, streams
 
 _Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
@@ -122,8 +122,6 @@ def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatch
 
 
 class _FreeTimes:
-    """When all stages and wires are free."""
-
     def __init__(self, n: int, d: Durations) -> None:
         nothing = [0.0] * n
         self.load = np.array([d.load_forward, d.load_backward, nothing, d.load_backward])

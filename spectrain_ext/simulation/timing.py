@@ -6,15 +6,51 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import NamedTuple
 
-from spectrain_ext.schedule import Instruction, Kind, Lane, Rules, Span
-from spectrain_ext.schedule.devices import one_by_one
-from spectrain_ext.schedule.ledger import Pair, open_ledgers
-from spectrain_ext.schedule.order import ALONE, follow, interleave
+from spectrain_ext.schedule import (
+    Generator,
+    Instruction,
+    Kind,
+    Lane,
+    Place,
+    Rules,
+    Span,
+    find_generator,
+)
+from spectrain_ext.schedule.ledger import open_ledgers
+from spectrain_ext.schedule.order import follow, interleave, one_by_one
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
+
+
+def streams(
+    schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
+) -> list[Iterator[Instruction]]:
+    """Return the endless stream of what each stage computes.
+
+    Args:
+        schedule: a name in ``GENERATORS``, or a generator.
+        windows: the window of each stage, in microbatches; one per stage.
+        microbatches: per minibatch.
+
+    Raises:
+        ValueError: an unknown name; a window or ``microbatches`` is below 1.
+
+    Example:
+        >>> from itertools import islice
+        >>> from spectrain_ext.simulation import streams
+        >>> [each.kind.value for each in islice(streams("1f1b-async", [2, 1])[0], 5)]
+        ['forward', 'forward', 'backward', 'update', 'forward']
+    """
+    generate = find_generator(schedule)
+    if microbatches < 1:
+        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+    for k, window in enumerate(windows):
+        if window < 1:
+            raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
+    n = len(windows)
+    return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
 
 
 @dataclass(frozen=True)
@@ -168,8 +204,7 @@ def simulate(
         ValueError: ``durations`` or ``devices`` are for another number of stages.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import Durations, simulate, summarize
+        >>> from spectrain_ext.simulation import Durations, simulate, streams, summarize
         >>> spans = simulate(streams("1f1b-async", [2, 1]), Durations.of(2), minibatches=10)
         >>> summarize(spans).period
         2.0
@@ -247,7 +282,6 @@ _StageEdges = dict[Kind, _Edge]
 
 
 def _edges(d: Durations, device_of: Sequence[int]) -> tuple[list[_StageEdges], list[_StageEdges]]:
-    """Return the edges by which every stage receives, and those by which it sends."""
     n = len(d.forward)
     received: list[_StageEdges] = [{} for _ in range(n)]
     sent: list[_StageEdges] = [{} for _ in range(n)]
@@ -274,8 +308,7 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
         devices: of every stage, from 0; ``busy`` and ``bubbles`` are then per device.
 
     Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import Durations, simulate, summarize
+        >>> from spectrain_ext.simulation import Durations, simulate, streams, summarize
         >>> spans = simulate(streams("1f1b", [2, 1], 2), Durations.of(2), minibatches=1)
         >>> summary = summarize(spans)
         >>> summary.makespan, round(summary.bubbles[0], 3)
@@ -297,82 +330,7 @@ def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Su
 
 
 def period_of(updates: Sequence[float]) -> float:
-    """Return the mean time between a stage's updates from their ends; see ``Summary``."""
     first, last = len(updates) // 3, 2 * len(updates) // 3
     if last <= first:
         first, last = 0, len(updates) - 1
     return (updates[last] - updates[first]) / (last - first) if last > first else 0.0
-
-
-class Reading(NamedTuple):
-    """The weights of a forward or a backward.
-
-    Attributes:
-        version: the stage's updates that they contain.
-        horizon: by how many updates they are predicted ahead; 0: the version itself.
-
-    Example:
-        >>> from spectrain_ext.schedule import Rules, streams
-        >>> from spectrain_ext.simulation import read
-        >>> rules = [Rules(forward_horizon=1)] * 2
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
-        >>> met[3].forward, met[3].backward
-        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
-    """
-
-    version: int
-    horizon: int = 0
-
-
-class Met(NamedTuple):
-    """The weights that a microbatch's forward and backward computed with on one stage.
-
-    Example:
-        >>> from spectrain_ext.simulation import Met, Reading
-        >>> Met(minibatch=3, microbatch=0, forward=Reading(2), backward=Reading(3)).forward.version
-        2
-    """
-
-    minibatch: int
-    microbatch: int
-    forward: Reading
-    backward: Reading
-
-
-def read(
-    actions: Sequence[Iterable[Instruction]],
-    rules: Sequence[Rules] | None = None,
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Met]]:
-    """Yield (stage, Met) for every microbatch on every stage, lazily, in order of backwards.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-
-    Example:
-        >>> from spectrain_ext.schedule import streams
-        >>> from spectrain_ext.simulation import read
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
-        >>> met[3].forward.version, met[3].backward.version
-        (2, 3)
-    """
-    ledgers = open_ledgers(len(actions), rules)
-    forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]
-    for k, run, readings in follow(interleave(actions, minibatches), ledgers, minibatches):
-        for (kind, i, j), reading in zip(run, readings, strict=True):
-            if kind is Kind.FORWARD:
-                forwards[k][i, j] = reading
-            elif kind not in ALONE:
-                yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))
-
-
-def lay_out(stages: int, chunks: int) -> list[int]:
-    """Return the device of every stage: k mod ceil(stages/chunks).
-
-    Example:
-        >>> from spectrain_ext.simulation import lay_out
-        >>> lay_out(stages=6, chunks=2)
-        [0, 1, 2, 0, 1, 2]
-    """
-    devices = -(-stages // min(chunks, stages))
-    return [k % devices for k in range(stages)]

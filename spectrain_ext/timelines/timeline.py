@@ -104,7 +104,8 @@ def draw_timeline(
     if last == first:
         last = first + 1.0
     length = last - first
-    usual = _usual(drawn, length)
+    blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
+    usual = blocks[len(blocks) // 4] if blocks else length
     # Inches, so that a usual block has room for its number.
     width = min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
     points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
@@ -133,8 +134,6 @@ def draw_timeline(
 
 
 class Rows:
-    """The rows of a picture: a stage each, or a device with the stages it has."""
-
     def __init__(self, drawn: Sequence[Span], devices: Sequence[int] | None) -> None:
         stages = 1 + max(span.stage for span in drawn)
         self._named = "stage" if devices is None else "device"
@@ -168,11 +167,6 @@ def finish_axes(axes: Any, whole: tuple[float, float], stages: int) -> None:
     axes.set_ylim(stages - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _usual(drawn: Sequence[Span], length: float) -> float:
-    blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
-    return blocks[len(blocks) // 4] if blocks else length
 
 
 def draw_rows(

@@ -1,15 +1,20 @@
 """Reads CIFAR-10 from its authors' pickles of arrays or from a tar file of JPEG images.
 
 Torchvision leaves the same pickles. Nothing in a pickle is executed, and numpy receives only bytes.
-JPEG files are ``train/<class>/<name>.jpg`` and ``test/<class>/<name>.jpg``.
+JPEG files are ``train/<class>/<name>.jpg`` and ``test/<class>/<name>.jpg``. Archives are not
+unpacked: links, devices and directories are skipped, and names are only compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import lzma
 import pickletools
 import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -20,8 +25,6 @@ import numpy as np
 from spectrain_ext.extras import require
 from spectrain_ext.files import read_bounded
 from studies import REMEDY
-
-from .tar import tar_files
 
 CLASSES = 10
 SIDE = 32
@@ -144,6 +147,7 @@ def _fields(content: bytes) -> tuple[bytes | None, list[int]]:
     pixels, labels, key = None, list[int](), b""
     numbers: list[int] = []
     dtype, by_rows = False, False
+    argument: Any
     for n, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if n == _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} instructions")
@@ -234,3 +238,55 @@ def _in_order(classes: dict[str, dict[str, _Array]]) -> _Batch:
     images = [classes[name][file] for name in sorted(classes) for file in sorted(classes[name])]
     counts = [len(classes[name]) for name in sorted(classes)]
     return np.stack(images), np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+
+
+_BLOCK = 512
+_READ = 1 << 16
+_LARGEST_ARCHIVE = 1 << 30  # bytes, decompressed
+
+
+def tar_files(
+    path: Path, wanted: Callable[[str], bool], *, largest: int
+) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the plain files with a ``wanted`` name, in order."""
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                _check_end(member.offset_data + member.size)
+                if member.isfile() and not member.issparse() and wanted(member.name):
+                    if member.size > largest:
+                        raise tarfile.ReadError(
+                            f"{member.name!r} has {member.size} bytes, more than {largest}"
+                        )
+                    content = archive.extractfile(member)
+                    assert content is not None
+                    yield member.name, content.read()
+            _finish(archive)
+    except (
+        tarfile.TarError,
+        EOFError,
+        lzma.LZMAError,
+        zlib.error,
+        OverflowError,
+        OSError,
+    ) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{path}: expected a whole tar file, but {error}") from error
+
+
+def _finish(archive: tarfile.TarFile) -> None:
+    """Check the rest: tarfile stops silently at a damaged header and ignores trailing checksums."""
+    file = archive.fileobj
+    assert file is not None
+    file.seek(archive.offset)
+    end = file.read(_BLOCK)
+    if len(end) < _BLOCK or any(end):
+        raise tarfile.ReadError("a header is damaged, or it is cut short")
+    while file.read(_READ):
+        _check_end(file.tell())
+
+
+def _check_end(at: int) -> None:
+    if at > _LARGEST_ARCHIVE:
+        raise tarfile.ReadError(f"it has more than {_LARGEST_ARCHIVE} bytes")

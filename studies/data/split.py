@@ -1,4 +1,4 @@
-"""Holds a data set split into a training and a test part."""
+"""Holds a data set in a training and a test part, and makes minibatches of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 _TEST_BATCH = 256
@@ -25,24 +26,17 @@ class Split:
     images   uint8 (samples, 3, rows, cols)   int64 (samples,)    float32, the same shape
     text     int64 (samples, length)          int64, the same     the same
     ======== ================================ =================== ==========================
-
-    Attributes:
-        name: name in tables and pictures.
-        kind: kind of the samples.
-        classes: number of different targets; for text, the size of the vocabulary.
-        prepare: converts stored inputs to a model's input.
-        fingerprint: hash of the content that was read, "" if the content is always the same.
     """
 
-    name: str
+    name: str  # in tables and pictures
     kind: Kind
     train_inputs: Tensor
     train_targets: Tensor
     test_inputs: Tensor
     test_targets: Tensor
-    classes: int
-    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
-    fingerprint: str = ""
+    classes: int  # different targets; for text, the size of the vocabulary
+    prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs  # to a model's input
+    fingerprint: str = ""  # hash of the content that was read; "": always the same
 
     @property
     def features(self) -> int:
@@ -76,3 +70,61 @@ class Tests:
         )
         for inputs, targets in parts:
             yield data.prepare(inputs), targets
+
+
+class Batches:
+    """Minibatches of the training part, prepared for a model, in a new random order every epoch.
+
+    An epoch has every sample once; its last minibatch may be smaller. Torch's global random state
+    is neither read nor changed.
+    """
+
+    def __init__(self, data: Split, *, batch_size: int, seed: int, augmented: bool = False) -> None:
+        if augmented and data.kind != "images":
+            raise ValueError(f"augmented: {data.name} has no images, but {data.kind}")
+        self._data, self._size, self._augmented = data, batch_size, augmented
+        self._orders = torch.Generator().manual_seed(seed)
+        self._variations = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-len(self._data.train_inputs) // self._size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self._data
+        order = torch.randperm(len(data.train_inputs), generator=self._orders)
+        for rows in order.split(self._size):
+            inputs = data.train_inputs[rows]
+            if self._augmented:
+                inputs = augment(inputs, self._variations)
+            yield data.prepare(inputs), data.train_targets[rows]
+
+
+# Mean and standard deviation of CIFAR-10's training images per channel, on the scale 0..1.
+_MEAN = (0.4914, 0.4822, 0.4465)
+_DEVIATION = (0.2470, 0.2435, 0.2616)
+_PADDING = 4
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Convert uint8 ``(batch, 3, rows, columns)`` to float32 of about mean 0 and variance 1."""
+    mean = torch.tensor(_MEAN, device=images.device).view(3, 1, 1)
+    deviation = torch.tensor(_DEVIATION, device=images.device).view(3, 1, 1)
+    return images.float().div_(255).sub_(mean).div_(deviation)
+
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift every image by up to 4 pixels each way, filling with black, and mirror half of them.
+
+    Takes and returns uint8 ``(batch, 3, rows, columns)``; ``generator`` supplies the randomness.
+    """
+    batch, _, rows, columns = images.shape
+    padded = torch.nn.functional.pad(images, (_PADDING,) * 4)
+    down, right = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)
+    mirrored = torch.rand(batch, 1, generator=generator) < 0.5
+    row = down + torch.arange(rows)
+    column = right + torch.arange(columns)
+    column = torch.where(mirrored, column.flip(1), column)
+    samples = torch.arange(batch).view(batch, 1, 1)
+    # advanced indices around a slice move its dimension to the end
+    cut = padded[samples, :, row.unsqueeze(2), column.unsqueeze(1)]
+    return cut.permute(0, 3, 1, 2).contiguous()

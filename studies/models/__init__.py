@@ -1,13 +1,8 @@
 """Models of the command line, as lists of pipeline stages."""
 
-from .gpt import gpt
-from .inception import inception_v4
-from .residual_lstm import residual_lstm
-from .residual_mlp import residual_mlp
-from .resnet import resnet
-from .snn import snn
-from .speedrun import speedrun
-from .vgg import vgg
+from .mlp import residual_mlp, snn
+from .text import gpt, residual_lstm, speedrun
+from .vision import inception_v4, resnet, vgg
 
 __all__ = [
     "gpt",

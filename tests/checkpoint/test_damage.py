@@ -322,7 +322,7 @@ def full(*_, **__):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, call, asynchronous):
     from spectrain_ext.checkpoint.saving import PendingCheckpoint
-    from spectrain_ext.distributed.exchange import Peers
+    from spectrain_ext.distributed.store import Peers
 
     expected = pipeline(2, seed=5)
     load(saved, expected)

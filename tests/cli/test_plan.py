@@ -17,7 +17,7 @@ from spectrain_ext.partitioning import Profile
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.planning import METHODS, Layers, write_layers
 from studies.examples import blocks_and_batch, residual_mlp
-from studies.presets import MODELS
+from studies.settings import MODELS
 
 pytest.importorskip("matplotlib")
 

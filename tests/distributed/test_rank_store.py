@@ -14,11 +14,17 @@ from helpers import rank_programs
 from helpers.cli_programs import listening
 from helpers.ranks import run_ranks
 
-from spectrain_ext.distributed import join_ranks, report
+from spectrain_ext.distributed import failures, join_ranks
 from spectrain_ext.distributed import store as store_module
 from spectrain_ext.distributed.board import FAILED, Board
-from spectrain_ext.distributed.failures import Cause, Heartbeat
-from spectrain_ext.distributed.report import WATCHING, new_report, part_of, place_of
+from spectrain_ext.distributed.failures import (
+    WATCHING,
+    Cause,
+    Heartbeat,
+    new_report,
+    part_of,
+    place_of,
+)
 from spectrain_ext.distributed.store import connection, store_at
 from spectrain_ext.errors import RankError
 
@@ -96,7 +102,7 @@ BEAT = {
     [
         *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000, "{}", "null")),
         *(
-            ("beat/1", json.dumps(BEAT | changed))
+            ("beat/1", json.dumps([*(BEAT | changed).values()]))
             for changed in (
                 {"waits": [2, "edge"]},
                 {"waits": [0]},
@@ -116,7 +122,7 @@ def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    assert Heartbeat.read(json.dumps(BEAT).encode(), 0.0, 2).waits == (0, "edge")
+    assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
     match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
     with pytest.raises(RankError, match=match) as raised, board.run(starts=True):
@@ -131,7 +137,7 @@ def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch)
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
     kept.set("part/1", "[")
-    kept.set("beat/1", json.dumps(BEAT | {"knows": True}))
+    kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
     kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
     with pytest.raises(RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
@@ -145,7 +151,7 @@ def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
     own = part_of([(("F", 1), 0.0)], None, [], [], "")
     damaged = ["[", "{}", json.dumps(json.loads(own) | {"messages": [[1, {"sent": "x"}]]})]
     beats = [Heartbeat(b"x", 0.0, doing="B 2")] * 4
-    report._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
+    failures._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
     text = Path(place_of(cause.report)).read_text()
     assert "First cause: rank 1, planned" in text
     assert text.count("ago it said: B 2") == 3

@@ -18,9 +18,8 @@ from torch import nn
 
 from studies import compare
 from studies.__main__ import main
-from studies.once import agreed
-from studies.once import joined as joined_quietly
-from studies.world import World
+from studies.world import World, agreed
+from studies.world import joined as joined_quietly
 
 
 def undrawn():

@@ -38,8 +38,8 @@ from spectrain_ext.timelines.merging import merge_traces
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
 
-from studies.data.cifar import load_cifar10
 from studies.data.cifar_files import _batch
+from studies.data.sources import load_cifar10
 from studies.results import Run, RunStore
 
 MEMORY = 768 << 20  # bytes above the memory mapped at the start

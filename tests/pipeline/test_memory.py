@@ -22,8 +22,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, places_of, rules_at
-from spectrain_ext.schedule import streams
-from spectrain_ext.simulation import validate
+from spectrain_ext.simulation import streams, validate
 
 WIDTH = 64
 BYTES = WIDTH * WIDTH * 8  # of a stage's weights: whole alignment units, so that nothing is padded

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Instruction, Kind, ScheduleError, streams
-from spectrain_ext.simulation import validate
+from spectrain_ext.schedule import GENERATORS, Instruction, Kind, ScheduleError
+from spectrain_ext.simulation import streams, validate
 
 
 def finite(name, windows, minibatches, microbatches=1):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Kind, ScheduleError, streams
-from spectrain_ext.simulation import read_csv, validate
+from spectrain_ext.schedule import GENERATORS, Kind, ScheduleError
+from spectrain_ext.simulation import read_csv, streams, validate
 from spectrain_ext.simulation import write_csv as write
 
 

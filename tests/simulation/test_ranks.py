@@ -7,19 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.method import find_method, places_of
-from spectrain_ext.schedule import (
-    GENERATORS,
-    Kind,
-    Replicas,
-    ScheduleError,
-    find_generator,
-    streams,
-)
+from spectrain_ext.schedule import GENERATORS, Kind, Replicas, ScheduleError, find_generator
 from spectrain_ext.simulation import (
     Durations,
     simulate,
     simulate_ranks,
     simulate_repeating,
+    streams,
     summarize,
 )
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Kind, Rules, ScheduleError, streams
+from spectrain_ext.schedule import GENERATORS, Kind, Rules, ScheduleError
 from spectrain_ext.schedule.instructions import backward, forward
-from spectrain_ext.simulation import Durations, simulate, simulate_repeating, summarize
+from spectrain_ext.simulation import Durations, simulate, simulate_repeating, streams, summarize
 
 
 def classic(n):

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from studies.data import cifar_files
-from studies.data.batches import Batches
-from studies.data.cifar import load_cifar10
-from studies.data.images import augment, normalize
+from studies.data.sources import load_cifar10
+from studies.data.split import Batches, augment, normalize
 
 TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 CLASSES = [f"class{letter}" for letter in "abcdefghij"]

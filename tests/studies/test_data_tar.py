@@ -12,10 +12,9 @@ import tracemalloc
 
 import pytest
 
-from studies.data import cifar_files, tar
-from studies.data.cifar import load_cifar10
-from studies.data.tar import tar_files
-from studies.data.text import load_text
+from studies.data import cifar_files
+from studies.data.cifar_files import tar_files
+from studies.data.sources import load_cifar10, load_text
 
 
 def archive(path, members, mode="w", **how):
@@ -75,7 +74,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(tmp_path):
     ],
 )
 def test_decompression_stops_at_the_limit_and_takes_no_memory(tmp_path, monkeypatch, pack):
-    monkeypatch.setattr(tar, "_LARGEST_ARCHIVE", 10**7)
+    monkeypatch.setattr(cifar_files, "_LARGEST_ARCHIVE", 10**7)
     header = tarfile.TarInfo("other")
     header.size = 2 * 10**7
     (tmp_path / "a").write_bytes(pack(header.tobuf() + bytes(2 * 10**7)))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.data.batches import Batches
-from studies.data.text import load_text
+from studies.data.sources import load_text
+from studies.data.split import Batches
 
 TEXT = "".join("abcdefghij"[n * n % 7] for n in range(95)) + "\u00e4\u20ac\n" + 102 * "x"
 

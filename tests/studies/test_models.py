@@ -6,7 +6,7 @@ from torch import nn
 
 from studies.models import residual_mlp
 from studies.models.building import cut_evenly
-from studies.models.residual_mlp import ResidualBlock
+from studies.models.mlp import ResidualBlock
 
 
 def _weights(stages: list[nn.Module]) -> list[torch.Tensor]:

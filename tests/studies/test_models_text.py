@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from studies.models import gpt, residual_lstm, speedrun
-from studies.models.gpt import TransformerBlock
-from studies.models.residual_lstm import LSTMBlock
-from studies.models.speedrun import Subspace
+from studies.models.text import LSTMBlock, Subspace, TransformerBlock
 
 Build = Callable[..., list[nn.Module]]
 

@@ -11,13 +11,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from spectrain_ext.method import find_method
-from studies import own as owned
 from studies import workload
 from studies.__main__ import main
 from studies.options import OptionError
-from studies.own import own
 from studies.settings import TrainSettings, settle
-from studies.workload import epochs_of, stages_in
+from studies.workload import epochs_of, own, stages_in
 from studies.world import World
 
 pytest.importorskip("sklearn")
@@ -74,7 +72,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for cached in (owned.parameters_of, owned.source_of_workload):
+    for cached in (workload.parameters_of, workload.source_of_workload):
         cached.cache_clear()
     return name
 
@@ -141,7 +139,7 @@ def test_what_has_no_classes_is_judged_by_its_loss(module: str, tmp_path: Path) 
     assert "4 of 4 runs were finished before" in again.output
     # other code is another workload
     (tmp_path / f"{module}.py").write_text(f"{MODULE}\n# changed\n")
-    owned.source_of_workload.cache_clear()
+    workload.source_of_workload.cache_clear()
     changed = _run("train", "--workload", f"{module}:line", *asked, *where)
     assert changed.exit_code == 0 and "finished before" not in changed.output
 
@@ -203,6 +201,6 @@ def test_a_test_without_targets_is_refused() -> None:
 
 def test_the_functions_options_are_those_of_the_command() -> None:
     options = {str(option.name) for option in main.commands["train"].params}
-    assert set(owned.OFFERED) <= options
+    assert set(workload.OFFERED) <= options
     with pytest.raises(OptionError, match="expected module:function, got 'x'"):
-        owned.parameters_of("x")
+        workload.parameters_of("x")

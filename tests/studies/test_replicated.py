@@ -11,9 +11,8 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
-from studies.delayed import Delayed
+from studies.delayed import Delayed, Replicated
 from studies.models import residual_mlp
-from studies.replicated import Replicated
 from studies.workload import mean_loss
 
 

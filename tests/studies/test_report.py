@@ -27,7 +27,7 @@ def _run(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
 def _shown(results: list[MethodResult]) -> str:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(comparison_table(results, test_samples=360))
+        console.print(comparison_table(results, 360))
     return capture.get()
 
 
@@ -98,7 +98,7 @@ def test_text_is_judged_by_perplexity() -> None:
     results = summarize([_run("vanilla", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
     assert results[0].mean("perplexity") == pytest.approx(5)
     assert results[0].deviation("perplexity") == pytest.approx(math.sqrt(2))
-    table = comparison_table(results, test_samples=360, metric=PERPLEXITY)
+    table = comparison_table(results, 360, PERPLEXITY)
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table)

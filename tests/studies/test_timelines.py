@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from studies.timelines import draw_methods_together, draw_timelines
+from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
 
@@ -17,8 +17,3 @@ def test_methods_are_drawn_together(tmp_path):
     for said in ("sync", "auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
         assert said in text, said
     assert "#009e73" in text.lower()
-
-
-def test_a_picture_of_no_methods(tmp_path):
-    with pytest.raises(ValueError, match="runs: expected at least one"):
-        draw_timelines(tmp_path / "t.png", [], until=1.0, title="")

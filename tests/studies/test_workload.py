@@ -17,12 +17,15 @@ from studies.data.split import Split
 from studies.optimizers import make_optimizer, make_scheduler
 from studies.options import OptionError
 from studies.pipelines import build_pipeline, fitting
-from studies.presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
 from studies.settings import (
+    DATA_SETS,
     DEFAULT_METHODS,
+    DEFAULT_MODEL,
     TrainSettings,
     choose_methods,
     microbatches_in,
+    models_for,
+    preset,
     settle,
     stages_of,
     window_of,

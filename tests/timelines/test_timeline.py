@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from spectrain_ext.cli.__main__ import main
 from spectrain_ext.method import find_method, methods
-from spectrain_ext.schedule import Kind, streams
-from spectrain_ext.simulation import Durations, simulate, summarize
+from spectrain_ext.schedule import Kind
+from spectrain_ext.simulation import Durations, simulate, streams, summarize
 from spectrain_ext.simulation import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import (
     devices_under,
@@ -21,7 +21,7 @@ from spectrain_ext.timelines.method_timeline import (
     simulate_method,
 )
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_timeline, write_trace
-from studies.timelines import draw_methods_together
+from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex

@@ -1,10 +1,11 @@
-"""A transformer of the slow-link benchmark, with dense edges or edges in a subspace.
+"""Language models: a transformer like GPT-2, one of the slow-link benchmark, a residual LSTM.
 
 The baselines of Protocol NanoGPT (github.com/PluralisResearch/ProtocolNanoGPT, 2026) have RMS
 norms, rotary positions on half of a head, normalized queries and keys, squared ReLU, outputs of
-blocks and of the head that begin at 0, and capped logits. The subspace is that of arXiv 2506.01260
-in its reparametrized form: blocks add only within the span of fixed orthonormal columns around a
-fixed embedding of the tokens, so that only coordinates and tokens cross an edge.
+blocks and of the head that begin at 0, and capped logits: ``speedrun``. The subspace of its edges
+is that of arXiv 2506.01260 in its reparametrized form: blocks add only within the span of fixed
+orthonormal columns around a fixed embedding of the tokens, so that only coordinates and tokens
+cross an edge.
 """
 
 from __future__ import annotations
@@ -13,9 +14,99 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .building import cut_evenly, seeded
+from .building import cut_evenly, parts_of, seeded
 
 _HEAD_WIDTH = 32
+_STD = 0.02
+
+
+class TokenEmbedding(nn.Module):
+    """The sum of a vector per token and one per position: the first layer of :func:`gpt`."""
+
+    def __init__(self, vocabulary: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 ``(batch, length)`` to float ``(batch, length, width)``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return torch.add(self.token(tokens), self.position(positions))
+
+
+class TransformerBlock(nn.Module):
+    """``x + attention(LayerNorm(x))``, then ``x + MLP(LayerNorm(x))``."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, length, width)`` to the same shape; no position sees a later one."""
+        projected = self.query_key_value(self.attention_norm(x))
+        x = x + self.project(_attended(projected, self.heads))
+        return torch.add(x, self.mlp(self.mlp_norm(x)))
+
+
+def _attended(projected: Tensor, heads: int, rotates: bool = False) -> Tensor:
+    """Return causal attention of queries, keys and values that lie beside each other."""
+    parts = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = parts.unbind()
+    if rotates:
+        query, key = (_rotated(F.rms_norm(t, t.shape[-1:])) for t in (query, key))
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _heads_of(width: int) -> int:
+    heads = max(1, width // _HEAD_WIDTH)
+    if width % heads:
+        raise ValueError(f"width must be a multiple of the {heads} heads, got {width}")
+    return heads
+
+
+def gpt(
+    stages: int,
+    *,
+    vocabulary: int,
+    context: int,
+    width: int = 128,
+    depth: int = 6,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
+
+    It can be cut between its layers: the embedding, every block, and the head. Weights are drawn as
+    in GPT-2: a normal distribution of standard deviation 0.02, less for layers that add to the
+    residual.
+    """
+    heads = _heads_of(width)
+    with seeded(seed):
+        blocks = [TransformerBlock(width, heads) for _ in range(depth)]
+        layers = [
+            TokenEmbedding(vocabulary, context, width),
+            *blocks,
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
+        ]
+        for module in parts_of(layers):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, 0.0, _STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in blocks:
+            for added in (block.project, block.mlp[2]):
+                assert isinstance(added, nn.Linear)
+                nn.init.normal_(added.weight, 0.0, _STD / (2 * depth) ** 0.5)
+    return cut_evenly(layers, stages)
+
+
 _CAP = 15.0
 _BASE = 1024.0  # base of the rotary frequencies
 
@@ -60,7 +151,7 @@ class _Spanned(nn.Linear):
 class _Block(nn.Module):
     def __init__(self, width: int, hidden: int, subspace: Subspace | None) -> None:
         super().__init__()
-        self.heads = max(1, width // _HEAD_WIDTH)
+        self.heads = _heads_of(width)
         self.norm = nn.RMSNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.mlp_norm = nn.RMSNorm(width)
@@ -71,15 +162,9 @@ class _Block(nn.Module):
             self.project, self.out = _Spanned(width, subspace), _Spanned(hidden, subspace)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.project(self._attend(self.norm(x)))
+        projected = self.query_key_value(self.norm(x))
+        x = x + self.project(_attended(projected, self.heads, rotates=True))
         return torch.add(x, self.out(F.relu(self.fc(self.mlp_norm(x))).square()))
-
-    def _attend(self, x: Tensor) -> Tensor:
-        parts = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind()
-        query, key = (_rotated(F.rms_norm(t, t.shape[-1:])) for t in (query, key))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return attended.transpose(1, 2).flatten(2)
 
 
 def _rotated(x: Tensor) -> Tensor:
@@ -136,9 +221,6 @@ def speedrun(
     seed: int = 0,
 ) -> list[nn.Module]:
     """Return the model in ``stages`` modules: int64 tokens to logits of the next token."""
-    heads = max(1, width // _HEAD_WIDTH)
-    if width % heads:
-        raise ValueError(f"width must be a multiple of the {heads} heads, got {width}")
     layers: list[nn.Module] = []
     with seeded(seed):
         for k in range(depth):
@@ -159,3 +241,35 @@ def speedrun(
 
 
 _ZEROS = ("block.project", "block.out", "head.")
+
+
+class LSTMBlock(nn.Module):
+    """``x + LSTM(LayerNorm(x))``, with an initial state of zeros."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # cuDNN keeps a copy of the weights for the backward, which would then ignore the weights
+        # that a method sets for it.
+        with torch.backends.cudnn.flags(enabled=False):
+            return torch.add(x, self.lstm(self.norm(x))[0])
+
+
+def residual_lstm(
+    stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
+) -> list[nn.Module]:
+    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
+
+    It can be cut between its layers: an embedding, ``depth`` LSTM blocks, and a LayerNorm with a
+    Linear. The initial weights are torch's defaults, except for smaller embedding weights.
+    """
+    with seeded(seed):
+        embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(embedding.weight, 0.0, 0.1)
+        layers: list[nn.Module] = [embedding]
+        layers += [LSTMBlock(width) for _ in range(depth)]
+        layers.append(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary)))
+    return cut_evenly(layers, stages)
