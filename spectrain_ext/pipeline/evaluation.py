@@ -16,13 +16,12 @@ from spectrain_ext.schedule import Place, Replicas
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
 from .executor import Executor
-from .loops import Loops
 
 
 def evaluated(
-    pipe: Loops, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
+    pipe: Any, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """Do what ``Loops.evaluate`` says."""
+    """Do what ``Loops.evaluate`` of a pipeline says."""
     around = pipe._executor.connections
     chosen = {"loss": around.loss_fn} if metrics is None else metrics
     measures = _Measures(chosen, around.replicas.total > len(pipe.devices), around.split_dim)
@@ -35,7 +34,7 @@ def evaluated(
     return _means_of(chosen, of_ranks)
 
 
-def _one_replica_works(pipe: Loops, stateful: bool) -> bool:
+def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     """Whether the first replica of every stage evaluates alone."""
     stages, replicas = pipe._executor.stages, pipe._executor.connections.replicas
     if not replicas.dealt:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import codecs_of
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.optim.state import refuse_call
@@ -138,7 +137,11 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
-            connections.count, connections.codecs = count, codecs_of(codec)
+            connections.count = count
+            if codec is not None:
+                from spectrain_ext.codecs import codecs_of
+
+                connections.codecs = codecs_of(codec)
             replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == replicas.stages:

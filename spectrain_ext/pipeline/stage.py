@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import Codecs
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
@@ -36,6 +35,7 @@ from .tape import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.codecs import Codecs
     from spectrain_ext.weights import StageWeights
 
     from .activations import OnHost, RecomputedBlocks
