@@ -180,10 +180,6 @@ class Executor:
         # caller, who may have used the weights since.
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
-    def free_rings(self) -> None:
-        for edge in self.connections.receivers():
-            edge.free_storage()
-
     def _streams(self) -> Iterator[Stream]:
         for stage in self.stages:
             yield stage.compute

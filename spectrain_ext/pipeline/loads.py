@@ -301,7 +301,8 @@ class Loads:
         with self.predict.using(writes=(self.weight_gradients,)):
             if not self.clips_globally:
                 norm = gradient_norm(weights.params, self.device)
-            clip(weights.params, self.max_norm, norm)
+            # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
+            nn.utils.clip_grads_with_norm_(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
         """Step the optimizer; if a forward comes next, the step also writes its weights.
@@ -362,18 +363,10 @@ def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         alike = [g for g in gradients if g.dtype == dtype]
-        norms += torch._foreach_norm(alike, 2, dtype=_wide(dtype))
+        wide = torch.float32 if dtype.itemsize == 2 else dtype
+        norms += torch._foreach_norm(alike, 2, dtype=wide)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), as torch does, without a CPU wait."""
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
 class GlobalNorm:

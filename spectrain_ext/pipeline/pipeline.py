@@ -25,10 +25,8 @@ from .arguments import (
     check_loss_fn,
     check_master_dtype,
     check_mode,
-    check_offload,
-    check_on_nonfinite,
+    check_options,
     check_order,
-    check_recompute,
     check_trains,
     checked_devices,
     checked_microbatches,
@@ -153,10 +151,8 @@ class Pipeline(Loops):
             parts = checked_microbatches(microbatches, chosen, replicas)
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
-            check_recompute(recompute)
-            check_on_nonfinite(on_nonfinite)
+            check_options(recompute, offload, on_nonfinite)
             self._on_nonfinite = on_nonfinite
-            check_offload(offload, recompute)
             blocks: Mapping[int, Mapping[str, nn.Module]] = {}
             if not isinstance(recompute, bool):
                 from .activations import recomputed_blocks
@@ -611,7 +607,8 @@ class Pipeline(Loops):
             self._unbind()
             for executor in (self._executor, self._evaluator):
                 if executor is not None:
-                    executor.free_rings()
+                    for edge in executor.connections.receivers():
+                        edge.free_storage()
             self._executor.follow_caller()
 
     def __reduce__(self) -> NoReturn:

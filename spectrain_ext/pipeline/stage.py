@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
+from spectrain_ext.transport import NO_HEADER, Buffer, Message, Microbatches, Slot, Transit
 
 from .checks import Checks
 from .edges import Cursor, SharedLosses, StageEdges
@@ -319,8 +319,12 @@ class Stage(Checks):
         targets = self._targets.get(i)
         if targets is None:
             slot = self._receive_target(j)
+            message = slot.message
+            assert message is not None
             with self.computing(reads=(slot.buffer,)):
-                targets = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+                value = packed(message, message.tensors)
+            parts = value if isinstance(value, Microbatches) else [value]
+            targets = self._targets[i] = Targets(slot, parts)
         tape.arrived, tape.target = targets.slot, targets.parts[j]
         writes = (tape.arrived.buffer, tape.buffer)
         with (
