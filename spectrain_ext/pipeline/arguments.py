@@ -430,10 +430,7 @@ def make_optimizer(
 
 
 def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
-    """Count the trainable matrices in ``hidden`` of Muon and SOAP, and those that are trained.
-
-    The last value describes one that is not.
-    """
+    """Count the trainable matrices in ``hidden``, and those trained; describe one that is not."""
     hidden: set[Tensor] = set()
     held: set[Tensor] = set()
     for optimizer in (each.optimizer for each in weights if each is not None):
@@ -446,11 +443,8 @@ def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
 
 
 def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
-    """Refuse matrices in ``hidden`` that no stage has, by each process's ``hidden_use``.
-
-    ``firsts`` are the processes that hold each stage's first replica. A process may know the
-    matrices of all stages, or only its own.
-    """
+    """Refuse matrices in ``hidden`` that no stage has; ``firsts`` have the first replicas."""
+    # A process may know the matrices of all stages, or only its own.
     trained = sum(use[r][1] for r in set(firsts))
     for wanted, used, left in use:
         if used < wanted and trained != wanted:

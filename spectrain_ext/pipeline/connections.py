@@ -39,11 +39,7 @@ Ready = Callable[[int, int], bool]
 
 
 class Connections:
-    """The edges between stages, what all stages share, and the results for the caller.
-
-    Here all stages are in one process. The subclass for several processes defines which edges lead
-    to other ranks, and what else a rank does.
-    """
+    """The edges between the stages of one process, what they share, and the caller's results."""
 
     loss_fn: LossFn
     edges: dict[int, StageEdges]  # by stage
@@ -97,8 +93,8 @@ class Connections:
     def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._postponed = places, postponed  # see put_off_by
-        self._ties = self._made_ties()
-        # By the ranks at both ends; None: the caller's batches.
+        self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
+        # By the replicas at both ends, numbered stage by stage; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -110,9 +106,6 @@ class Connections:
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
                 *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
-
-    def _made_ties(self) -> Ties:
-        return Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
 
     def _edges_of(self, k: int) -> StageEdges:
         """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""

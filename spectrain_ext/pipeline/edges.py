@@ -193,10 +193,7 @@ class Source:
         return found
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
-        """Return each microbatch's weight in the loss of the update that it belongs to.
-
-        That is its share of the samples, or 1 / ``count(target)`` where ``count`` is given.
-        """
+        """Return each microbatch's share of its update's samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
             targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
             with placed("in count"):

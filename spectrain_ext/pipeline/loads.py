@@ -29,10 +29,7 @@ NOTHING = nullcontext()
 
 
 class Loads:
-    """A module, the weight version that it computes with, and the two streams of a stage.
-
-    Computation is issued to one stream, loads and updates to the other; events order the two.
-    """
+    """A stage's module and weights, and its two streams: one computes, one loads and updates."""
 
     cursor: Cursor  # the stage's position in the run
     max_norm: float | None = None  # the largest gradient norm; None: no clipping
@@ -141,11 +138,7 @@ class Loads:
             )
 
     def begin_weights(self, follows: bool = False) -> None:
-        """Start a run with the weights that the module holds.
-
-        ``follows``: let autograd save a reference to each weight's place, not the weight, even if
-        the backward uses the forward's version.
-        """
+        """Start a run with the weights that the module holds; ``follows``: use SavedWeights."""
         weights = self.weights
         self._follows = NOTHING
         self._guarded = [p for p in self.module.parameters() if p.requires_grad]
@@ -305,10 +298,7 @@ class Loads:
             nn.utils.clip_grads_with_norm_(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer; if a forward comes next, the step also writes its weights.
-
-        If a number of the minibatch is not finite, the update changes nothing.
-        """
+        """Step the optimizer, unless a number was not finite; write the next forward's weights."""
         weights = self.weights
         if weights is None:
             return
@@ -372,10 +362,8 @@ def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
 class GlobalNorm:
     """The norm of a minibatch's gradient over all stages: each stage gives its own and waits.
 
-    A stage with a non-finite number gives minus its origin, which no norm is.
-
-    Only for schedules that flush: there no stage gives its next norm before all have used this one,
-    since they need it for its next forward and backward.
+    A stage with a non-finite number gives minus its origin, which no norm is. Only for schedules
+    that flush: no stage gives its next norm before all have used this one.
     """
 
     def __init__(self, stages: int) -> None:
