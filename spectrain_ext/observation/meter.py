@@ -97,14 +97,6 @@ class Window:
             marks.setdefault(WORK[kind][1], []).append((start, end))
         return {name: seconds_between(pairs) for name, pairs in marks.items()}
 
-    def mean_delay(self) -> float | None:
-        count = self.delays.total()
-        return sum(self.delays.elements()) / count if count else None
-
-    def mean_loss(self) -> float | None:
-        """Return the mean loss; on CUDA, wait until the last is computed."""
-        return sum(loss.item() for loss in self.losses) / len(self.losses) if self.losses else None
-
 
 class Meter:
     """Measures a stage in windows of ``every`` minibatches, after ``start`` others."""

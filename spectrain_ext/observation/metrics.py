@@ -146,7 +146,8 @@ class Metrics(Observer):
 
     def _record(self, stage: Stage, window: Window) -> Record:
         seconds = max(window.ended - window.began, 1e-9)
-        busy = window.busy()
+        busy, delays = window.busy(), [*window.delays.elements()]
+        losses = [loss.item() for loss in window.losses]  # on CUDA: waits until they are computed
         place = self._place_of(stage)
         return {
             **self._labels,
@@ -163,13 +164,13 @@ class Metrics(Observer):
             "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
                 "scheduled": delay_under(self._pipe.method.schedule, place),
-                "mean": window.mean_delay(),
-                "max": max(window.delays, default=None),
+                "mean": sum(delays) / len(delays) if delays else None,
+                "max": max(delays, default=None),
             },
             "prediction_error": window.errors and window.errors.prediction,
             "staleness_error": window.errors and window.errors.staleness,
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
-            "loss": window.mean_loss(),
+            "loss": sum(losses) / len(losses) if losses else None,
         }
 
 

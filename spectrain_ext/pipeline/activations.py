@@ -30,10 +30,7 @@ Offload = Literal["activations"] | None
 
 
 def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
-    """Return a stage's blocks by name: those in ``block_names``, or its children.
-
-    The members of lists and dicts of modules, which are not called themselves, take their place.
-    """
+    """Return a stage's blocks by name: those in ``block_names``, or its children."""
     names = getattr(stage, "block_names", None)
     if names is not None:
         return {name: stage.get_submodule(name) for name in names}
@@ -42,7 +39,7 @@ def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
 
 def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # which is not called itself
             yield from _called_in(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
@@ -51,11 +48,7 @@ def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 def recomputed_blocks(
     stages: Mapping[int, nn.Module], recompute: int | Callable[[str, nn.Module], bool]
 ) -> dict[int, dict[str, nn.Module]]:
-    """Return, by stage, the blocks whose forward runs again in the backward.
-
-    Raises:
-        ValueError: a stage that is one graph, or compiled as a whole.
-    """
+    """Return, by stage, the blocks whose forward runs again in the backward."""
     found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
     if not any(found.values()):
         warnings.warn(

@@ -27,8 +27,6 @@ from spectrain_ext.transport import (
     tensors_in,
 )
 
-from .tape import packed
-
 #: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 _Dims = list[int | None]  # of the tensors of an input, or of a target
@@ -40,13 +38,6 @@ class Microbatch(NamedTuple):
     input: Message
     target: Message
     samples: int
-
-    def as_batch(self) -> object:
-        """Return it in the form in which a caller passes batches."""
-        value = packed(self.input, self.input.tensors)
-        if self.target is self.input:
-            return value
-        return value, packed(self.target, self.target.tensors)
 
 
 class _Batch(NamedTuple):

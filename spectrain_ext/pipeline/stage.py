@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import Codecs
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
+from spectrain_ext.transport import NO_HEADER, Buffer, Message, Microbatches, Slot, Transit
 
 from .checks import Checks
 from .edges import Cursor, SharedLosses, StageEdges
@@ -36,6 +35,9 @@ from .tape import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.codecs import Codecs
+    from spectrain_ext.weights import StageWeights
+
     from .activations import OnHost, RecomputedBlocks
 
 
@@ -71,11 +73,12 @@ class Stage(Checks):
         index: int,
         module: nn.Module,
         device: torch.device,
+        weights: StageWeights | None,
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] | None = None,  # recomputed in the backward
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
-        super().__init__(index, module, device)
+        super().__init__(index, module, device, weights)
         self.random = StageRandom(index, device)
         self.recomputes, self.offloads = recomputes, offloads
         self._blocks: RecomputedBlocks | None = None
@@ -316,8 +319,12 @@ class Stage(Checks):
         targets = self._targets.get(i)
         if targets is None:
             slot = self._receive_target(j)
+            message = slot.message
+            assert message is not None
             with self.computing(reads=(slot.buffer,)):
-                targets = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+                value = packed(message, message.tensors)
+            parts = value if isinstance(value, Microbatches) else [value]
+            targets = self._targets[i] = Targets(slot, parts)
         tape.arrived, tape.target = targets.slot, targets.parts[j]
         writes = (tape.arrived.buffer, tape.buffer)
         with (

@@ -150,8 +150,13 @@ class Edge:
         slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return the tensors, with copies in pinned memory of those that would block the CPU."""
-        large = tuple(tensor if _may_block_cpu(tensor) else None for tensor in given)
+        """Return the tensors, with copies in pinned memory of those that may block the CPU."""
+
+        def blocks(tensor: Tensor) -> bool:
+            pageable = tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_COPY_LIMIT
+            return pageable and not tensor.is_pinned()
+
+        large = tuple(tensor if tensor is not None and blocks(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
         # The last copy from there: the CPU is ahead of the device by all slots at most.
@@ -203,13 +208,6 @@ class Edge:
     def free_storage(self) -> None:
         for slot in self._ring:
             slot.clear()
-
-
-def _may_block_cpu(tensor: Tensor | None) -> bool:
-    """Whether a copy to a CUDA device may block the CPU until the device has made it."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= PAGEABLE_COPY_LIMIT:
-        return False
-    return not tensor.is_pinned()
 
 
 class Transit:
