@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
+from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
 from spectrain_ext.pipeline.averaging import Averaged
@@ -155,8 +155,7 @@ class RankConnections(Connections):
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
-        self._ties_between(ties, copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties, copies, method, places)
 
     def all_ranks(self) -> RankGroup:
         """Return a CPU group of all ranks, which is connected on first use."""

@@ -51,11 +51,7 @@ def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 def recomputed_blocks(
     stages: Mapping[int, nn.Module], recompute: int | Callable[[str, nn.Module], bool]
 ) -> dict[int, dict[str, nn.Module]]:
-    """Return, by stage, the blocks whose forward runs again in the backward.
-
-    Raises:
-        ValueError: a stage that is one graph, or compiled as a whole.
-    """
+    """Return, by stage, the blocks whose forward runs again in the backward."""
     found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
     if not any(found.values()):
         warnings.warn(
@@ -103,11 +99,9 @@ def _picked(
 
 
 class RecomputedBlocks:
-    """Blocks whose calls keep only their arguments; what autograd saves in them is recomputed.
+    """Blocks that the backward computes again, with the module buffers of the first forward.
 
-    The backward recomputes it with ``torch.utils.checkpoint``, with its own weights and with the
-    random numbers and module buffers of the first forward. The blocks' calls are replaced during a
-    run; no module is wrapped or renamed.
+    Their calls are replaced during a run; no module is wrapped or renamed.
     """
 
     def __init__(self, stage: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -175,9 +169,8 @@ class OnHost:
 
     Parameters, module buffers, tensors in a receive buffer (``lent``), which stay there anyway, and
     small tensors are not copied. Storages are copied as a whole, each once. A backward gets the
-    strides of its forward, so that it calls the same kernels. On CUDA the CPU memory is pinned and
-    copies go to the current stream, the one that computes: it orders them with their uses, and the
-    CPU waits for nothing.
+    strides of its forward, so that it calls the same kernels. On CUDA copies go to the stream that
+    computes: it orders them with their uses, and the CPU waits for nothing.
     """
 
     lent: Sequence[Tensor | None] = ()

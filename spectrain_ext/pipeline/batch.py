@@ -11,23 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import (
+from spectrain_ext.transport import Buffer, Sender, Stream, callers_stream
+from spectrain_ext.transport.message import (
     NO_HEADER,
-    Buffer,
     Header,
     Message,
     Microbatches,
-    Sender,
-    Stream,
-    callers_stream,
     flattened,
     places_in,
     referred,
     refused,
     tensors_in,
 )
-
-from .tape import packed
 
 #: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -40,13 +35,6 @@ class Microbatch(NamedTuple):
     input: Message
     target: Message
     samples: int
-
-    def as_batch(self) -> object:
-        """Return it in the form in which a caller passes batches."""
-        value = packed(self.input, self.input.tensors)
-        if self.target is self.input:
-            return value
-        return value, packed(self.target, self.target.tensors)
 
 
 class _Batch(NamedTuple):
@@ -138,11 +126,9 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
     if isinstance(batch, Mapping):
         values, sides = (batch, batch), [_message(batch, where, objects)] * 2
     elif is_pair(batch):
-        values, names = tuple(batch), ("the input", "the target")
-        sides = [
-            _message(value, f"{where}: {name}", objects)
-            for value, name in zip(values, names, strict=True)
-        ]
+        values = given, wanted = tuple(batch)
+        sides = [_message(given, f"{where}: the input", objects)]
+        sides.append(_message(wanted, f"{where}: the target", objects))
     else:
         raise _no_batch(batch, where)
     if not (sides[0].tensors or sides[1].tensors):

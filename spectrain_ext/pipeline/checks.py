@@ -42,8 +42,7 @@ class Checks(Loads):
         self._kept: dict[int, tuple[States, list[ModuleBuffers]]] = {}
 
     @property
-    def _tells(self) -> bool:
-        """Whether origins go to the previous stage with the gradients."""
+    def _tells(self) -> bool:  # whether origins go to the previous stage with the gradients
         return self.on_nonfinite is not None and self.global_norm is None
 
     # Undoing.
@@ -95,9 +94,7 @@ class Checks(Loads):
         return (*gradients, self._origins[i]) if self._tells else gradients
 
     def check_gradient(self, i: int, j: int) -> None:
-        """Before a gradient is sent: note whether it is finite; at the last one, the weights'
-        too.
-        """
+        """Before a gradient is sent: note whether it and, at the last, the weights' are finite."""
         assert self._outgoing is not None
         leaves, outgoing, _ = self._outgoing
         found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]

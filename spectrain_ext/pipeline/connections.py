@@ -77,25 +77,26 @@ class Connections:
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         check_hidden([hidden_use(stage.weights for stage in stages)])
         self._losses = Losses(stages[-1], loss_fn, self.results)
-        self._ties_between(ties_of(each.member for each in copies), copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties_of(each.member for each in copies), copies, method, places)
 
     # Edges.
 
-    @property
-    def _by_index(self) -> dict[int, Stage]:
-        return {stage.index: stage for stage in self._stages}
-
-    def _ties_between(
-        self, ties: Sequence[TiedStages], copies: Sequence[Copy], method: Method
+    def _open(
+        self,
+        ties: Sequence[TiedStages],
+        copies: Sequence[Copy],
+        method: Method,
+        places: list[Place],
     ) -> None:
+        self._by_index = {stage.index: stage for stage in self._stages}
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+        self._join(places, put_off_by(method, places))
 
     def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._postponed = places, postponed  # see put_off_by
-        self._ties = self._made_ties()
+        self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
         # By the ranks at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
@@ -108,9 +109,6 @@ class Connections:
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
                 *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
-
-    def _made_ties(self) -> Ties:
-        return Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
 
     def _edges_of(self, k: int) -> StageEdges:
         """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
@@ -215,8 +213,8 @@ class Connections:
         return Duties(
             evaluates=self.evaluates,
             recomputes=stage.recomputes,
-            lends=self._ties.lends(k),
-            borrows=self._ties.borrows(k),
+            lends=bool(self._ties.lenders[k]),
+            borrows=bool(self._ties.borrowers[k]),
             divides=True,  # only a computed loss shows whether it is a sum
             clips=stage.max_norm is not None,
             checks=stage.on_nonfinite is not None,
@@ -240,14 +238,11 @@ class Connections:
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
         """Return what a stage's instructions wait for; others wait for nothing, or block."""
         edges, k, found = self.edges[stage.index], stage.index, {}
-        for kind, receivers in (
-            (Kind.RECEIVE_ACTIVATION, edges.inputs),
-            (Kind.RECEIVE_GRADIENT, edges.gradients),
-            (Kind.RECEIVE_WORD, edges.gradients),
-        ):
-            if receivers and not receivers[0].blocks:
-                found[kind] = _has(receivers)
-        if self._ties.lends(k):
+        if not edges.inputs[0].blocks:
+            found[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
+        if edges.gradients and not edges.gradients[0].blocks:
+            found[Kind.RECEIVE_GRADIENT] = found[Kind.RECEIVE_WORD] = _has(edges.gradients)
+        if self._ties.lenders[k]:
             found[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self._ties.gradients_are_there(k)
         if stage.global_norm is not None:
             norm = stage.global_norm
@@ -255,13 +250,13 @@ class Connections:
         return found
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        """Return what is called with each instruction that begins; None: nothing."""
+        """Return what is called with each instruction that begins."""
         return None
 
     # A run.
 
     def run(self) -> AbstractContextManager[None]:
-        """Return a context in which a run takes place."""
+        """Return a context for a run."""
         return nullcontext()
 
     def order(
@@ -277,9 +272,8 @@ class Connections:
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:
-                batches = map(
-                    partial(without_dropped_columns, columns, self.evaluates), batches, count()
-                )
+                keep_columns = partial(without_dropped_columns, columns, self.evaluates)
+                batches = map(keep_columns, batches, count())
             self._source.begin(batches, self._stages[0].pass_on_end)
         if self._losses is not None:
             self._losses.begin(keep)
@@ -297,7 +291,7 @@ class Connections:
         """Called before the caller gets a result."""
 
     def leave(self) -> None:
-        """The caller has left the run: begin no further minibatch."""
+        """Begin no further minibatch, since the caller has left the run."""
         if self._source is not None:
             self._source.left = True
 

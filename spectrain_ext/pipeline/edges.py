@@ -72,8 +72,7 @@ class StageEdges:
 class Cursor:
     """The position of one stage in its schedule, limited to the instructions that the run contains.
 
-    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards. It
-    knows how many microbatches a minibatch has before it comes to the second one.
+    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards.
     """
 
     def __init__(self, instructions: Iterator[Instruction]) -> None:
@@ -127,6 +126,9 @@ class Cursor:
         return following
 
 
+_NONE = object()  # no batch is left
+
+
 class Source:
     """Takes the caller's batches, splits them, and sends inputs and targets to their stages."""
 
@@ -155,19 +157,15 @@ class Source:
         self.left = False  # whether the caller has left the run; no batch is taken then
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
-        """Start a run; ``stop`` is called at its end."""
         self._batches, self._stop, self.left = batches, stop, False
 
     def pull(self, i: int, j: int) -> None:
         """Send the microbatches of the next batch, or end the run if there is none."""
-        batch, over = None, self.left
-        if not over:
+        batch: object = _NONE
+        if not self.left:
             with waiting():
-                try:
-                    batch = next(self._batches)
-                except StopIteration:
-                    over = True
-        if over:
+                batch = next(self._batches, _NONE)
+        if batch is _NONE:
             self._stop()
             for edge in dict.fromkeys((*self._inputs, *self._targets)):
                 edge.end()
@@ -201,10 +199,7 @@ class Source:
         return found
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
-        """Return each microbatch's weight in the loss of the update that it belongs to.
-
-        That is its share of the samples, or 1 / ``count(target)`` where ``count`` is given.
-        """
+        """Return each microbatch's share of the samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
             targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
             with placed("in count"):

@@ -97,8 +97,7 @@ class Losses:
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
         self._shared, self._held = shared, held
-        # By minibatch: this replica's loss, count and kept values, until those of the others
-        # arrive.
+        # By minibatch, until the other replicas' arrive: loss, count and kept values.
         self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self.begin()
 
@@ -112,8 +111,7 @@ class Losses:
         last, shares = self._last, self._last.cursor.shares[i]
         part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
-        if last.divided:
-            self._samples.append(last.samples)
+        self._samples.append(last.samples)
         if j == 0:
             self._count = None
         elif (count is None) != (self._count is None):
@@ -130,15 +128,12 @@ class Losses:
         if self._shared is not None:
             self._shared.computed(i, j, part, mean if ends else None)
         if ends:
-            self._append_result(i, shares, mean)
+            self._append_result(i, self._samples if last.divided else shares, mean)
 
     def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
         """Make a result that work on the caller's stream may use."""
-        last, buffer = self._last, Buffer("result")
-        parts, self._parts = self._parts, []
-        if last.divided:
-            shares = self._samples
-        self._samples = []
+        last, buffer, parts = self._last, Buffer("result"), self._parts
+        self._parts, self._samples = [], []
         with last.computing(writes=(buffer,)):
             loss = (self._sum if self._held else mean).clone()  # the graph may need the original
             count, kept = self._count, parts[0]

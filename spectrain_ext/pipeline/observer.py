@@ -68,9 +68,7 @@ class Observer:
         """
 
     def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        """Called when the pipeline has drained and goes on with the next phase of its method.
-
-        ``watch`` is called again afterwards.
+        """Called when the next phase of the method begins; ``watch`` is called again afterwards.
 
         Args:
             rules: which weights every stage computes with from here on.

@@ -16,11 +16,7 @@ from .ties import Copy, TiedStages
 
 
 class _Readings:
-    """Determines, from the schedule, which forwards read other weights than the one before.
-
-    Both ends of a tie ask for the same microbatches and get the same answers, so that the end with
-    the copies knows what is sent without being told.
-    """
+    """Tells both ends of a tie, from the schedule, which forwards read other weights."""
 
     def __init__(self, method: Method, entry: Place, place: Place) -> None:
         generate = find_generator(method.schedule)
@@ -40,7 +36,7 @@ class _Readings:
         return last != reading
 
 
-def depth_of(place: Place, put_off: int, counted: bool = True) -> int:
+def depth_of(place: Place, put_off: int, counted: bool) -> int:
     """Return how many versions of a tied parameter may be under way or in use at once, at most.
 
     These are the versions that the microbatches in flight read, and the one that the stage with the
@@ -77,7 +73,6 @@ class Lender:
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
         self._readings = _Readings(method, places[0], places[self.tie.home])
 
@@ -157,7 +152,6 @@ class Borrower:
             each.held.grad = None
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
         own = self._checked_memory()
         self._forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -61,8 +62,9 @@ class Copy:
 
     def unbind(self) -> None:
         """Share one parameter again, if they did and are on one device."""
-        if self._shared and self.original is not None and self.held.device == self.original.device:
-            self._put(self.original)
+        original = self.original
+        if self._shared and original is not None and self.held.device == original.device:
+            self._put(original)
 
     def _put(self, held: nn.Parameter) -> None:
         for name in self.names:
@@ -213,8 +215,8 @@ class Ties:
         remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
     ) -> None:
         self.edges: list[Edge] = []  # between two stages of this process
-        self._lenders: list[Lender] = []
-        self._borrowers: list[Borrower] = []
+        self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
+        self.borrowers: dict[int, list[Borrower]] = {k: [] for k in stages}
         for n, tie in enumerate(ties):
             from .tie_ends import Borrower, Lender
 
@@ -226,24 +228,17 @@ class Ties:
             elif a is not None or b is not None:
                 weights, gradients = remote(n)
             if a is not None:
-                self._lenders.append(Lender(a, tie, weights, gradients))
+                self.lenders[tie.home].append(Lender(a, tie, weights, gradients))
             if b is not None:
-                self._borrowers.append(Borrower(b, a, tie, copies, weights, gradients))
+                self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
 
     def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
         name = f"edge {a.index} -> {b.index} of tied {what}"
         self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
         return self.edges[-1]
 
-    def lends(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._lenders)
-
-    def borrows(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._borrowers)
-
     def handlers(self, stage: int) -> dict[Kind, Handler]:
-        lend = [end for end in self._lenders if end.stage.index == stage]
-        borrow = [end for end in self._borrowers if end.stage.index == stage]
+        lend, borrow = self.lenders[stage], self.borrowers[stage]
         return {
             Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
             Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
@@ -255,24 +250,24 @@ class Ties:
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients; a copy may put off those of its weights."""
-        edges = [end.gradients for end in self._lenders if end.stage.index == stage]
+        edges = [end.gradients for end in self.lenders[stage]]
         return all(edge is None or edge.blocks or edge.has() for edge in edges)
 
     # A run.
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        for lender in self._lenders:
+        for lender in chain(*self.lenders.values()):
             lender.begin(method, places)
-        for borrower in self._borrowers:
+        for borrower in chain(*self.borrowers.values()):
             borrower.begin(method, places)
 
     def bring_true(self) -> None:
         """Send the true weights to other processes: after the last instruction, or between runs."""
-        remote = [end for end in self._borrowers if end.home is None]
+        remote = [end for end in chain(*self.borrowers.values()) if end.home is None]
         for borrower in remote:
             if borrower.gradients is not None:
                 borrower.gradients.end()
-        for lender in self._lenders:
+        for lender in chain(*self.lenders.values()):
             if lender.weights not in self.edges:
                 lender.send_true()
         for borrower in remote:
@@ -280,14 +275,11 @@ class Ties:
 
     def end(self) -> None:
         """Forget the run; may be repeated."""
-        for borrower in self._borrowers:
+        for borrower in chain(*self.borrowers.values()):
             borrower.end()
 
 
 def _each(handlers: Sequence[Handler]) -> Handler:
-    if len(handlers) == 1:
-        return handlers[0]
-
     def run_all(i: int, j: int) -> None:
         for handler in handlers:
             handler(i, j)

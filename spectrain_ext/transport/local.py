@@ -151,7 +151,12 @@ class Edge:
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the tensors, with copies in pinned memory of those that would block the CPU."""
-        large = tuple(tensor if _may_block_cpu(tensor) else None for tensor in given)
+        large = tuple(
+            None
+            if t is None or t.is_cuda or t.nbytes <= PAGEABLE_COPY_LIMIT or t.is_pinned()
+            else t
+            for t in given
+        )
         if all(tensor is None for tensor in large):
             return given
         # The last copy from there: the CPU is ahead of the device by all slots at most.
@@ -203,13 +208,6 @@ class Edge:
     def free_storage(self) -> None:
         for slot in self._ring:
             slot.clear()
-
-
-def _may_block_cpu(tensor: Tensor | None) -> bool:
-    """Whether a copy to a CUDA device may block the CPU until the device has made it."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= PAGEABLE_COPY_LIMIT:
-        return False
-    return not tensor.is_pinned()
 
 
 class Transit:

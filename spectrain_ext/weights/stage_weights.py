@@ -213,7 +213,6 @@ class StageWeights:
             p.grad = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Return the true weights by parameter; do not write them."""
         return self._bound.true_weights()
 
     def newest(self) -> list[Tensor]:
@@ -236,9 +235,7 @@ class StageWeights:
 
     def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
-        storage, updater = self.storage, self.updater
-        assert storage is not None
-        room = update.room
+        storage, updater, room = self._bound, self.updater, update.room
         written = None if room is None else room.content
         if update.stale is not None:
             stale = storage.sink_of(update.stale)

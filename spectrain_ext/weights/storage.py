@@ -15,6 +15,7 @@ from spectrain_ext import _C
 from spectrain_ext.operators.plan import Plan
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
+from spectrain_ext.transport.message import dense_strides
 
 if TYPE_CHECKING:
     from spectrain_ext.optim import PredictionSink
@@ -36,9 +37,8 @@ class Flat:
         self.views: dict[Tensor, Tensor] = {}
         for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
             buffer = buffers[dtype]
-            # empty_like keeps the strides of every dense layout and closes gaps in others.
-            strides = torch.empty_like(p, device="meta").stride()
-            self.views[p] = buffer.as_strided(p.shape, strides, buffer.storage_offset() + offset)
+            first = buffer.storage_offset() + offset
+            self.views[p] = buffer.as_strided(p.shape, dense_strides(p), first)
 
     @property
     def nbytes(self) -> int:
@@ -130,9 +130,6 @@ class Storage:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
 
-        def of_state(p: Tensor) -> torch.dtype:
-            return optimizer.momentum_dtype(p) if master_dtype is None else wide(p)
-
         self.params = params
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
@@ -146,6 +143,7 @@ class Storage:
         self.home = self.bound = self.true = self.pool[0]
         more = () if self._correction is None else self._correction.buffers
         keys = (*optimizer.buffer_keys, *more)
+        of_state = optimizer.momentum_dtype if master_dtype is None else wide
         self._state_flats = {key: Flat(params, of_state) for key in keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         # Whether parameters can be pointed at the true weights.
@@ -266,20 +264,17 @@ class Storage:
     # An update.
 
     def before_update(self, kept: VersionBuffer | None = None) -> None:
-        """Prepare an update; ``kept``: see ``keep_true``."""
         if kept is not None:
             self.keep_true(kept)
-        if self._before is None:
-            return
-        if self._averaging:
+        if self._before is not None and self._averaging:
             for old, now in zip(self._before.buffers, self.true.flat.buffers, strict=True):
                 old.lerp_(now, 1.0 - self._averaging)
-        else:
+        elif self._before is not None:
             self._copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
         """Copy the true weights to a buffer; without a master, the next update is made there."""
-        self.write_true(buffer)
+        self._copy(self.true.flat, buffer.flat)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
@@ -295,16 +290,13 @@ class Storage:
     def write(self, content: Content, buffer: VersionBuffer) -> None:
         law = content.law
         if law is None:
-            self.write_true(buffer)
+            self._copy(self.true.flat, buffer.flat)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
         else:
             sink = self.sink_of(buffer)
             assert sink is not None
             sink.write(law)
-
-    def write_true(self, buffer: VersionBuffer) -> None:
-        self._copy(self.true.flat, buffer.flat)
 
     def copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
         self._copy(source.flat, target.flat)
@@ -333,13 +325,8 @@ class Storage:
     def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights of a version, in any dtype, right after its update."""
         # Predictions from this version are shifted by the same amount.
-        predicted = [
-            buffer.flat
-            for buffer in self.pool
-            if buffer is not self.true
-            and buffer.content is not None
-            and buffer.content.version == version
-        ]
+        held = ((buffer.flat, buffer.content) for buffer in self.pool if buffer is not self.true)
+        predicted = [flat for flat, content in held if content and content.version == version]
         for p, new in zip(self.params, weights, strict=True):
             old = self.true.flat.views[p]
             for flat in predicted:
@@ -353,8 +340,7 @@ class SavedWeights:
     A forward and its backward then use different versions, each in a buffer of its own, as if one
     buffer had been overwritten in between. The bits are the same (measured for convolutions, norms
     and Linear, eager and compiled). Tensors that are not weights go through the hooks of an outer
-    context, if any. Hooks of an inner context, as in ``torch.utils.checkpoint`` and
-    ``save_on_cpu``, replace these.
+    context, if any. Hooks of an inner context, as in ``torch.utils.checkpoint``, replace these.
     """
 
     def __init__(self, storage: Storage) -> None:
