@@ -34,7 +34,8 @@ from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, tak
 from spectrain_ext.pipeline.coding import packed_message, unpacked_message
 from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
-from spectrain_ext.transport import TENSOR, Buffer, Message
+from spectrain_ext.transport import Buffer, Message
+from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from spectrain_ext.transport import tensors_in
+from spectrain_ext.transport.message import tensors_in
 from spectrain_ext.weights.storage import unchanged, unpacked
 
 from .names import full_names

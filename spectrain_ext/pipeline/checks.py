@@ -78,12 +78,11 @@ class Checks(Loads):
 
     def take_origin(self, i: int, slot: Slot) -> None:
         """Note the origin that came as the last tensor of a gradient."""
-        message = slot.message
-        if not self._tells or message is None:
+        if not self._tells:
             return
-        *gradients, origin = message.tensors
+        *gradients, origin = slot.message.tensors
         assert origin is not None
-        slot.message = message._replace(tensors=tuple(gradients))
+        slot.message = slot.message._replace(tensors=tuple(gradients))
         with self.computing(reads=(slot.buffer,)):
             self._note(i, origin)
 

@@ -59,9 +59,7 @@ class StageEdges:
 
     def targets_of(self, slot: Slot) -> list[Any]:
         """Return the targets of the microbatches here, from a received message."""
-        message = slot.message
-        assert message is not None
-        value = packed(message, message.tensors)
+        value = packed(slot.message, slot.message.tensors)
         return value if isinstance(value, Microbatches) else [value]
 
     def end(self) -> None:

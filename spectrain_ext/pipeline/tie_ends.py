@@ -106,7 +106,6 @@ class Lender:
         stage, slot = self.stage, self.gradients.receive()
         if slot is None:
             raise RuntimeError("gradients of tied weights are missing at the end of the run")
-        assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
                 if gradient is None:
@@ -190,7 +189,6 @@ class Borrower:
             self.weights.free(slot)
 
     def _compute_with(self, slot: Slot) -> None:
-        assert slot.message is not None
         self.stage.compute.reads(slot.buffer)
         for each, tensor in zip(self._copies, slot.message.tensors, strict=True):
             assert tensor is not None
@@ -230,7 +228,6 @@ class Borrower:
         stage, slot = self.stage, self._now
         if slot is None:
             return
-        assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(self._memory,)):
             for own, tensor in zip(self._own, slot.message.tensors, strict=True):
                 assert tensor is not None

@@ -141,10 +141,6 @@ def as_value(given: object, where: str, other: Callable[[object, str], Form] = r
     return unflattened(form, iter(tensors))
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    return tuple(tensors_in(value))
-
-
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
     """Return the same value with ``apply`` called on each tensor."""
     tensors: list[Tensor] = []
