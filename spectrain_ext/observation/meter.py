@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -125,12 +126,9 @@ class Meter:
             if probe is not None:
                 probe.forward(i, j, self._updates)
 
-        def first(kind: Kind) -> Handler:  # of a backward, or its first half
-            def backward(i: int, j: int) -> None:
-                self.window.delays.append(self._updates - self._read_at.pop((i, j)))
-                timed[kind](i, j)
-
-            return backward
+        def backward(kind: Kind, i: int, j: int) -> None:  # or its first half
+            self.window.delays.append(self._updates - self._read_at.pop((i, j)))
+            timed[kind](i, j)
 
         def update(i: int, j: int) -> None:
             timed[Kind.UPDATE](i, j)
@@ -143,7 +141,7 @@ class Meter:
                 self._close()
                 self._ended(self)
 
-        noted = {kind: first(kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        noted = {kind: partial(backward, kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
         return {**timed, **noted, Kind.FORWARD: forward, Kind.UPDATE: update}
 
     def _close(self) -> None:

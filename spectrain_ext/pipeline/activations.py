@@ -29,18 +29,8 @@ Recompute = bool | int | Callable[[str, nn.Module], bool]
 Offload = Literal["activations"] | None
 
 
-def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
-    """Return a stage's blocks by name: those in ``block_names``, or its children.
-
-    The members of lists and dicts of modules, which are not called themselves, take their place.
-    """
-    names = getattr(stage, "block_names", None)
-    if names is not None:
-        return {name: stage.get_submodule(name) for name in names}
-    return dict(_called_in(stage, ""))
-
-
 def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's children; for lists and dicts of modules, which are not called, theirs."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called_in(child, f"{prefix}{name}.")
@@ -49,7 +39,7 @@ def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def recomputed_blocks(
-    stages: Mapping[int, nn.Module], recompute: int | Callable[[str, nn.Module], bool]
+    stages: Mapping[int, nn.Module], recompute: Recompute
 ) -> dict[int, dict[str, nn.Module]]:
     """Return, by stage, the blocks whose forward runs again in the backward."""
     found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
@@ -60,11 +50,13 @@ def recomputed_blocks(
     return found
 
 
-def _blocks_at(
-    k: int, stage: nn.Module, recompute: int | Callable[[str, nn.Module], bool]
-) -> dict[str, nn.Module]:
-    blocks = blocks_of(stage)
-    if not blocks and getattr(stage, "block_names", None) is not None:
+def _blocks_at(k: int, stage: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
+    names = getattr(stage, "block_names", None)
+    if names is None:
+        blocks = dict(_called_in(stage, ""))
+    else:
+        blocks = {name: stage.get_submodule(name) for name in names}
+    if not blocks and names is not None:
         raise ValueError(
             f"recompute: stages[{k}] is one traced graph, without blocks; give recompute=True, or "
             "cut the model with split_points that name more places than there are cuts"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import nan
@@ -22,7 +22,6 @@ from .batch import (
     microbatches_in,
     send_batch,
     split,
-    target_of,
 )
 from .tape import packed
 
@@ -94,7 +93,7 @@ class Cursor:
         self.minibatches = self.added
 
     def peek(self) -> Instruction | None:
-        """Return the instruction that comes next, as far as is known now; None: there is none."""
+        """Return the instruction that comes next, as far as is known now."""
         following = self.upcoming
         while following is not None:
             kind, i, j = following
@@ -109,19 +108,11 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Advance to the next instruction and return it; None: the stage has finished."""
-        following = self.upcoming
-        if (
-            following is None
-            or self.minibatches is not None
-            or (following[2] and following[2] >= len(self.shares[following[1]]))
-        ):
-            following = self.peek()
-        self.current, self.step = following, 0
-        if following is None:
-            self.finished = True
-        else:
+        self.current, self.step = self.peek(), 0
+        self.finished = self.current is None
+        if not self.finished:
             self.upcoming = next(self._instructions, None)
-        return following
+        return self.current
 
 
 _NONE = object()  # no batch is left
@@ -199,9 +190,11 @@ class Source:
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
         """Return each microbatch's share of the samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
-            targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
-            with placed("in count"):
-                divisor = sum(float(self._count(target)) for target in targets)
+            divisor = 0.0
+            for one in microbatches_in(batch, "") or [batch]:
+                target = one if isinstance(one, Mapping) else one[1]
+                with placed("in count"):
+                    divisor += float(self._count(target))
             return [1.0 / divisor if divisor else 0.0] * len(sizes)
         if len(sizes) == 1:
             return [1.0]

@@ -220,9 +220,9 @@ Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 def seeded(
     output: Any, gradients: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Return the output's tensors that a backward starts at, with their gradients; and the count.
+    """Return the output's tensors that a backward starts at, with their gradients.
 
-    The count comes last among the gradients if the loss is a sum; otherwise None.
+    And the count, which is the last of the gradients if the loss is a sum, otherwise None.
     """
     outputs, count = [*tensors_in(output)], None
     if len(gradients) > len(outputs):
@@ -261,15 +261,13 @@ def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | 
             "loss_fn must return a scalar (a 0-d tensor), got shape "
             f"{tuple(loss.shape)}: take its mean"
         )
-    return loss, None if count is None else as_count(count, device)
-
-
-def as_count(count: object, device: torch.device) -> Tensor:
-    """Return a count as a float64 tensor, without a CPU wait for the device."""
+    # The count becomes a float64 tensor, without a CPU wait for the device.
+    if count is None:
+        return loss, None
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
     if isinstance(count, (int, float)):
-        return torch.full((), count, dtype=torch.float64, device=device)
+        return loss, torch.full((), count, dtype=torch.float64, device=device)
     what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
     raise TypeError(
         f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}"

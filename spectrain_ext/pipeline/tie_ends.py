@@ -181,11 +181,10 @@ class Borrower:
         before, self._now = self._now, self.weights.receive()
         if self._now is None:
             raise RuntimeError("tied weights are missing at the end of the run")
-        if before is not None:
-            self._free_unless_used(before)
+        self._free_unless_used(before)
 
-    def _free_unless_used(self, slot: Slot) -> None:
-        if slot is not self._now and slot not in self._of.values():
+    def _free_unless_used(self, slot: Slot | None) -> None:
+        if slot is not None and slot is not self._now and slot not in self._of.values():
             self.weights.free(slot)
 
     def _compute_with(self, slot: Slot) -> None:

@@ -140,7 +140,7 @@ class StageWeights:
         storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind ``other``, of the same parameters and optimizer; may be self."""
+        """Unbind, and bind ``other``, of the same parameters and optimizer."""
         # Masters keep all their digits, and a foreign optimizer its state in their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
@@ -266,7 +266,7 @@ class StageWeights:
                 assert isinstance(law, SecondOrder)
                 storage.write(Content(0, Linear(law.delay + law.lead)), room)
             elif before is not room:
-                storage.copy(before, room)
+                storage.copy(before.flat, room.flat)
         if update.kept is not None:
             storage.keep_true(update.kept)
         self.minibatches += 1

@@ -227,7 +227,7 @@ class Storage:
         self._forget()
         if self.master is not None:
             if self.same_dtype:
-                self._copy(self.home.flat, self.master.flat)
+                self.copy(self.home.flat, self.master.flat)
             else:
                 # If a parameter is unchanged since it was written, its master still has more
                 # digits.
@@ -236,7 +236,7 @@ class Storage:
                     same = true.to(now.dtype) == now
                     true.copy_(torch.where(same, true, now.to(true.dtype)))
             if self._before is not None:
-                self._copy(self.master.flat, self._before)
+                self.copy(self.master.flat, self._before)
         self._running = True
 
     def end(self) -> None:
@@ -270,11 +270,11 @@ class Storage:
             for old, now in zip(self._before.buffers, self.true.flat.buffers, strict=True):
                 old.lerp_(now, 1.0 - self._averaging)
         elif self._before is not None:
-            self._copy(self.true.flat, self._before)
+            self.copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
         """Copy the true weights to a buffer; without a master, the next update is made there."""
-        self._copy(self.true.flat, buffer.flat)
+        self.copy(self.true.flat, buffer.flat)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
@@ -290,7 +290,7 @@ class Storage:
     def write(self, content: Content, buffer: VersionBuffer) -> None:
         law = content.law
         if law is None:
-            self._copy(self.true.flat, buffer.flat)
+            self.copy(self.true.flat, buffer.flat)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
         else:
@@ -298,10 +298,7 @@ class Storage:
             assert sink is not None
             sink.write(law)
 
-    def copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
-        self._copy(source.flat, target.flat)
-
-    def _copy(self, source: Flat, target: Flat) -> None:
+    def copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded if the target is narrower."""
         plan = self._plans.get((id(source), id(target)))
         if plan is None:
@@ -320,7 +317,7 @@ class Storage:
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
         plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
         if out is not target:
-            self._copy(out, target)
+            self.copy(out, target)
 
     def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights of a version, in any dtype, right after its update."""
