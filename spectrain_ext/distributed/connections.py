@@ -18,7 +18,7 @@ from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.coding import in_words
 from spectrain_ext.pipeline.connections import Connections
-from spectrain_ext.pipeline.edges import SharedLosses, Traffic
+from spectrain_ext.pipeline.edges import TIED, SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
@@ -171,7 +171,7 @@ class RankConnections(Connections):
         for link in self.links.edges:
             sends, (a, b) = link.sender == board.rank, link.stages
             stage = here[a if sends else b]
-            if link.what.tied:
+            if link.what in TIED:
                 depth = self._depth_of_tie(min(a, b), max(a, b))
             else:
                 depth = self._depth(link.what, b)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.edges import TIED, Traffic
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
@@ -163,7 +163,7 @@ def open_links(
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
         stages, size = (
             (replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]),
-            dynamic or what.tied,
+            dynamic or what in TIED,
         )
         edges.append(
             RemoteEdge(

@@ -302,8 +302,6 @@ class Connections:
         if self.norm is not None:
             self.norm.reset()
         self.results.clear()
-        if self._losses is not None:
-            self._losses.end()
         self._ties.end()
 
 

@@ -34,10 +34,8 @@ class Traffic(Enum):
     TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
     TIED_GRADIENTS = "tied gradients"  # of tied weights, to the stage that owns them
 
-    @property
-    def tied(self) -> bool:
-        """Whether it belongs to parameters that two stages share."""
-        return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+
+TIED = (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
 
 
 @dataclass

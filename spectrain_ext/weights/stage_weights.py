@@ -94,7 +94,7 @@ class StageWeights:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
+        return self.measured(0).weight_bytes
 
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
@@ -103,7 +103,7 @@ class StageWeights:
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
-        return StageMemory(len(flats), self.nbytes, microbatches)
+        return StageMemory(len(flats), sum(flat.nbytes for flat in flats), microbatches)
 
     def predicted(self) -> StageMemory:
         """Return what the stage holds at most, computed from schedule and method."""
@@ -166,22 +166,19 @@ class StageWeights:
         now = dict(self.module.named_parameters())
         for p, view in self.storage.bound.flat.views.items():
             name = self._names[p]
-            if (
-                now.get(name) is not p
-                or p.data_ptr() != view.data_ptr()
-                or p.dtype != view.dtype
-                or p.stride() != view.stride()
-            ):
-                if any(each is not self and each._holds(p) for each in _made):
-                    raise RuntimeError(
-                        f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
-                        "in its flat buffer; release() one before you build or run the other"
-                    )
+            looks = [(each.data_ptr(), each.dtype, each.stride()) for each in (p, view)]
+            if now.get(name) is p and looks[0] == looks[1]:
+                continue
+            if any(each is not self and each._holds(p) for each in _made):
                 raise RuntimeError(
-                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
-                    ".to() or load_state_dict(assign=True); change parameters in place, or call "
-                    "release() first and build a new Pipeline afterwards"
+                    f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
+                    "in its flat buffer; release() one before you build or run the other"
                 )
+            raise RuntimeError(
+                f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
+                ".to() or load_state_dict(assign=True); change parameters in place, or call "
+                "release() first and build a new Pipeline afterwards"
+            )
 
     def _holds(self, p: Tensor) -> bool:
         views = {} if self.storage is None else self.storage.bound.flat.views

@@ -190,10 +190,8 @@ class Storage:
             self.optimizer.unbind()
 
     def _parameters_here(self) -> list[Tensor]:
-        flats = [buffer.flat for buffer in self.version_buffers()]
-        return [
-            p for p in self.params if p.data_ptr() in {flat.views[p].data_ptr() for flat in flats}
-        ]
+        views = [buffer.flat.views for buffer in self.version_buffers()]
+        return [p for p in self.params if p.data_ptr() in {held[p].data_ptr() for held in views}]
 
     def flats(self) -> list[Flat]:
         versions = [buffer.flat for buffer in self.version_buffers()]
@@ -225,18 +223,16 @@ class Storage:
     def begin(self) -> None:
         """Take the weights in the home buffer as the true weights."""
         self._forget()
-        if self.master is not None:
-            if self.same_dtype:
-                self.copy(self.home.flat, self.master.flat)
-            else:
-                # If a parameter is unchanged since it was written, its master still has more
-                # digits.
-                for p, true in self.master.flat.views.items():
-                    now = self.home.flat.views[p]
-                    same = true.to(now.dtype) == now
-                    true.copy_(torch.where(same, true, now.to(true.dtype)))
-            if self._before is not None:
-                self.copy(self.master.flat, self._before)
+        if self.master is not None and self.same_dtype:
+            self.copy(self.home.flat, self.master.flat)
+        elif self.master is not None:
+            # If a parameter is unchanged since it was written, its master still has more digits.
+            for p, true in self.master.flat.views.items():
+                now = self.home.flat.views[p]
+                same = true.to(now.dtype) == now
+                true.copy_(torch.where(same, true, now.to(true.dtype)))
+        if self._before is not None:
+            self.copy(self.true.flat, self._before)
         self._running = True
 
     def end(self) -> None:
@@ -364,7 +360,7 @@ class SavedWeights:
         if found is not None:
             buffer, first = found
             offset = int(tensor.storage_offset()) - first
-            return partial(self._in_bound, buffer, tuple(tensor.size()), tensor.stride(), offset)
+            return partial(self._in_bound, buffer, tensor.size(), tensor.stride(), offset)
         if self._outer is not None:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))
