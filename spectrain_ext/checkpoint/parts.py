@@ -293,7 +293,7 @@ class _Saved:
     def __init__(self, body: Json) -> None:
         self._tensors = body["tensors"]
         self.weights = weights_of({"stages": [*body.get("of_all_stages", ()), *body["stages"]]})
-        self.left_out = [name for s in body["stages"] for name in s.get("left_out", ())]
+        self.left_out = [name for s in body["stages"] for name in s["left_out"]]
         self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
 
     def _entries(self, name: str) -> list[Json]:

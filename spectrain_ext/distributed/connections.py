@@ -23,10 +23,10 @@ from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.pipeline.ties import Copy
+from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
-from spectrain_ext.schedule.devices import device_order
+from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver, Sender
 
 from .agreement import (
@@ -34,7 +34,6 @@ from .agreement import (
     check_cut,
     check_equal_start,
     compare_settings,
-    copies_here,
     rules_to_compare,
 )
 from .board import Board
@@ -115,7 +114,7 @@ class RankConnections(Connections):
                 **self._settings,
             },
             {
-                **copies_here(copies),
+                "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),

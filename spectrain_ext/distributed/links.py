@@ -161,13 +161,11 @@ def open_links(
             return
         other = b if sender == board.rank else a
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
-        stages, size = (
-            (replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]),
-            dynamic or what in TIED,
-        )
+        stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
+        grows = dynamic or what in TIED
         edges.append(
             RemoteEdge(
-                name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged
+                name, what, at, stages, sender, receiver, peer, two.host, two.device, grows, staged
             )
         )
 

@@ -26,7 +26,7 @@ from spectrain_ext.schedule import (
     lower,
     takes_window,
 )
-from spectrain_ext.simulation import Durations, lay_out, simulate, streams
+from spectrain_ext.simulation import Durations, simulate, streams
 
 from .timeline import draw_timeline
 
@@ -105,7 +105,8 @@ def simulate_method(
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
     """Return the device of every stage, in all phases; None: each has its own."""
     chunks = chunks_of(find_method(method))
-    return lay_out(stages, chunks) if chunks > 1 else None
+    devices = -(-stages // min(chunks, stages))
+    return [k % devices for k in range(stages)] if chunks > 1 else None
 
 
 def _one_by_one(
