@@ -136,7 +136,7 @@ class DelayedStage:
         buffer = self._versions.find(content)
         assert buffer is not None, content
         if own is not None:
-            self._storage.copy(buffer, own)
+            self._storage.copy(buffer.flat, own.flat)
             buffer = own
         if buffer is not self._storage.bound:
             self._storage.point(buffer)

@@ -32,7 +32,7 @@ Offload = Literal["activations"] | None
 def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module's children; for lists and dicts of modules, which are not called, theirs."""
     for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # which is not called itself
             yield from _called_in(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child

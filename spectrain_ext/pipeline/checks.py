@@ -93,7 +93,7 @@ class Checks(Loads):
         return (*gradients, self._origins[i]) if self._tells else gradients
 
     def check_gradient(self, i: int, j: int) -> None:
-        """Before a gradient is sent: note whether it and, at the last, the weights' are finite."""
+        """Before a gradient is sent: note whether it, and at last the weights', are finite."""
         assert self._outgoing is not None
         leaves, outgoing, _ = self._outgoing
         found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]

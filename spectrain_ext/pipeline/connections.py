@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from spectrain_ext.codecs import Codecs
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
@@ -25,10 +24,13 @@ from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
 from .phases import widest
 from .stage import Mode, Stage
-from .ties import Copy, TiedStages, Ties, ties_of
+from .ties import Copy, TiedStages, ties_of
 
 if TYPE_CHECKING:
+    from spectrain_ext.codecs import Codecs
+
     from .averaging import Averaged
+    from .tie_ends import Borrower, Lender
 
 _logger = logging.getLogger(__name__)
 
@@ -37,11 +39,7 @@ Ready = Callable[[int, int], bool]
 
 
 class Connections:
-    """The edges between stages, what all stages share, and the results for the caller.
-
-    Here all stages are in one process. The subclass for several processes defines which edges lead
-    to other ranks, and what else a rank does.
-    """
+    """The edges between the stages of one process, what they share, and the caller's results."""
 
     loss_fn: LossFn
     edges: dict[int, StageEdges]  # by stage
@@ -97,7 +95,7 @@ class Connections:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._postponed = places, postponed  # see put_off_by
         self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
-        # By the ranks at both ends; None: the caller's batches.
+        # By the replicas at both ends, numbered stage by stage; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -327,3 +325,90 @@ def _has(receivers: Sequence[Receiver]) -> Ready:
     if all(each is only for each in receivers):
         return only.has
     return lambda i, j: receivers[j].has(i, j)
+
+
+# Ties.
+
+
+class Ties:
+    """The ends of all ties in this process, and the edges between them."""
+
+    def __init__(
+        self,
+        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
+        copies: Sequence[Copy],
+        stages: Mapping[int, Stage],
+        depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
+        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
+    ) -> None:
+        self.edges: list[Edge] = []  # between two stages of this process
+        self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
+        self.borrowers: dict[int, list[Borrower]] = {k: [] for k in stages}
+        for n, tie in enumerate(ties):
+            from .tie_ends import Borrower, Lender
+
+            a, b = stages.get(tie.home), stages.get(tie.copy)
+            if a is not None and b is not None:
+                slots = depth(tie.home, tie.copy)
+                weights = self._edge(a, b, "weights", slots)
+                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
+            elif a is not None or b is not None:
+                weights, gradients = remote(n)
+            if a is not None:
+                self.lenders[tie.home].append(Lender(a, tie, weights, gradients))
+            if b is not None:
+                self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
+
+    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
+        name = f"edge {a.index} -> {b.index} of tied {what}"
+        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
+        return self.edges[-1]
+
+    def handlers(self, stage: int) -> dict[Kind, Handler]:
+        lend, borrow = self.lenders[stage], self.borrowers[stage]
+        return {
+            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
+            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
+            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
+            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
+            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
+            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
+        }
+
+    def gradients_are_there(self, stage: int) -> bool:
+        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
+        edges = [end.gradients for end in self.lenders[stage]]
+        return all(edge is None or edge.blocks or edge.has() for edge in edges)
+
+    # A run.
+
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        for lender in chain(*self.lenders.values()):
+            lender.begin(method, places)
+        for borrower in chain(*self.borrowers.values()):
+            borrower.begin(method, places)
+
+    def bring_true(self) -> None:
+        """Send the true weights to other processes: after the last instruction, or between runs."""
+        remote = [end for end in chain(*self.borrowers.values()) if end.home is None]
+        for borrower in remote:
+            if borrower.gradients is not None:
+                borrower.gradients.end()
+        for lender in chain(*self.lenders.values()):
+            if lender.weights not in self.edges:
+                lender.send_true()
+        for borrower in remote:
+            borrower.take_true()
+
+    def end(self) -> None:
+        """Forget the run; may be repeated."""
+        for borrower in chain(*self.borrowers.values()):
+            borrower.end()
+
+
+def _each(handlers: Sequence[Handler]) -> Handler:
+    def run_all(i: int, j: int) -> None:
+        for handler in handlers:
+            handler(i, j)
+
+    return run_all

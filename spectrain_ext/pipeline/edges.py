@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Microbatches, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender
 
 from .batch import (
     Microbatch,
@@ -23,7 +23,6 @@ from .batch import (
     send_batch,
     split,
 )
-from .tape import packed
 
 
 class Traffic(Enum):
@@ -53,11 +52,6 @@ class StageEdges:
 
     def microbatches_of(self, header: Header) -> int:
         return len(range(self.replica, header.parts, self.count))
-
-    def targets_of(self, slot: Slot) -> list[Any]:
-        """Return the targets of the microbatches here, from a received message."""
-        value = packed(slot.message, slot.message.tensors)
-        return value if isinstance(value, Microbatches) else [value]
 
     def end(self) -> None:
         for edge in dict.fromkeys(self.to_next):
@@ -186,7 +180,7 @@ class Source:
         return found
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
-        """Return each microbatch's share of the samples, or 1 / ``count(target)``."""
+        """Return each microbatch's share of its update's samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
             divisor = 0.0
             for one in microbatches_in(batch, "") or [batch]:

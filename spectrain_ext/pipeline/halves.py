@@ -118,11 +118,9 @@ def _nodes_on_path(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[N
 def _leaves(
     meetings: dict[Node | None, list[Node]],
 ) -> tuple[dict[Node | None, list[GradientEdge]], list[GradientEdge]]:
-    """Return the leaves below exactly one of the given nodes, by node, and those below several.
-
-    As edges of this graph, not as tensors: a tensor whose ``data`` has had another dtype since the
-    forward belongs to other graphs, and autograd would leave its gradient out without an error.
-    """
+    """Return the leaves below exactly one of the given nodes, by node, and those below several."""
+    # As edges of this graph, not as tensors: a tensor whose ``data`` has had another dtype since
+    # the forward belongs to other graphs, and autograd would leave its gradient out silently.
     several: Any = object()
     owners: dict[Node, Any] = {}
     for owner, below in meetings.items():

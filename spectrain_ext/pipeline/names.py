@@ -51,7 +51,7 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None:
-    """Make a pipeline, which may be ``whole``, save and load its state by the model's names."""
+    """Make a pipeline, with all stages or not, save and load its state under the model's names."""
     ends: list[Callable[[list[str]], None]] = []
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

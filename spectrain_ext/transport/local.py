@@ -151,13 +151,13 @@ class Edge:
         slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return the tensors, with copies in pinned memory of those that would block the CPU."""
-        large = tuple(
-            None
-            if t is None or t.is_cuda or t.nbytes <= PAGEABLE_COPY_LIMIT or t.is_pinned()
-            else t
-            for t in given
-        )
+        """Return the tensors, with copies in pinned memory of those that may block the CPU."""
+
+        def blocks(tensor: Tensor) -> bool:
+            pageable = tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_COPY_LIMIT
+            return pageable and not tensor.is_pinned()
+
+        large = tuple(tensor if tensor is not None and blocks(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
         # The last copy from there: the CPU is ahead of the device by all slots at most.

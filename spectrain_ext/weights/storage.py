@@ -32,7 +32,12 @@ class Flat:
     ) -> None:
         dtypes = [p.dtype if dtype_of is None else dtype_of(p) for p in params]
         offsets, sizes = _layout(params, dtypes)
-        buffers = {dtype: _aligned(size, dtype, params[0].device) for dtype, size in sizes.items()}
+        buffers = {}
+        for dtype, size in sizes.items():
+            spare = ALIGNMENT // dtype.itemsize
+            memory = torch.zeros(size + spare, dtype=dtype, device=params[0].device)
+            shift = -memory.data_ptr() % ALIGNMENT // dtype.itemsize
+            buffers[dtype] = memory[shift : shift + size]
         self.buffers = list(buffers.values())
         self.views: dict[Tensor, Tensor] = {}
         for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
@@ -61,13 +66,6 @@ def _layout(
         step = ALIGNMENT // dtype.itemsize
         sizes[dtype] = offset + -(-p.numel() // step) * step
     return offsets, sizes
-
-
-def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    spare = ALIGNMENT // dtype.itemsize
-    buffer = torch.zeros(size + spare, dtype=dtype, device=device)
-    shift = -buffer.data_ptr() % ALIGNMENT // dtype.itemsize
-    return buffer[shift : shift + size]
 
 
 def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:

@@ -154,12 +154,11 @@ class _Dealer:
                 "replicas, each of which needs one; leave such a minibatch out, or make it larger"
             )
         for c, queue in enumerate(self._dealt):
-            queue.append(Microbatches(map(_as_batch, parts[c::replicas])))
+            queue.append(Microbatches(_as_batch(part) for part in parts[c::replicas]))
         return True
 
 
 def _as_batch(part: Microbatch) -> object:
-    """Return it in the form in which a caller passes batches."""
     value = packed(part.input, part.input.tensors)
     if part.target is part.input:
         return value
