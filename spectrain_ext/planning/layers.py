@@ -21,7 +21,7 @@ from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import Profile
 from spectrain_ext.partitioning.profile import BlockProfile, Tie, check_number, made_of
 from spectrain_ext.partitioning.stages import profile_of
-from spectrain_ext.transport import Value, as_value, each, tensors_of
+from spectrain_ext.transport.message import Value, as_value, each, tensors_in
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
@@ -147,7 +147,7 @@ def measure_layers(
         ((2, 16), [80, 40])
     """
     example_input = as_value(example_input, "example_input")
-    samples = max(len(tensor) for tensor in tensors_of(example_input) if tensor.dim())
+    samples = max(len(tensor) for tensor in tensors_in(example_input) if tensor.dim())
     few = min(samples, max(2, samples // 8))  # BatchNorm needs more than one
     profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
     large = profile(example_input)
