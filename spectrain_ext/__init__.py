@@ -42,7 +42,6 @@ from spectrain_ext.operators import (
     Plan,
     adam_predict,
     adam_step_,
-    averaging,
     corrections,
     distance,
     extrapolate,
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from spectrain_ext import checkpoint, partitioning
     from spectrain_ext.distributed import DistributedPipeline, join_ranks
     from spectrain_ext.observation import Metrics, Trace
+    from spectrain_ext.operators import averaging
     from spectrain_ext.partitioning import materialize, partition
 
 # The library logs to configured handlers only.
@@ -115,21 +115,23 @@ __all__ = [
 ]
 
 
-# Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch.
+# Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch. A module
+# has its own name last.
 _LATER = {
     "DistributedPipeline": "distributed",
     "Metrics": "observation",
     "Trace": "observation",
-    "checkpoint": "",
+    "averaging": "operators.averaging",
+    "checkpoint": "checkpoint",
     "join_ranks": "distributed",
     "materialize": "partitioning",
     "partition": "partitioning",
-    "partitioning": "",
+    "partitioning": "partitioning",
 }
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = _import_module(f"{__name__}.{_LATER[name] or name}")
-    return getattr(room, name) if _LATER[name] else room
+    room = _import_module(f"{__name__}.{_LATER[name]}")
+    return room if _LATER[name].endswith(name) else getattr(room, name)

@@ -1,6 +1,6 @@
 """Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
 
-from . import averaging, corrections, laws
+from . import corrections, laws
 from .functions import (
     adam_predict,
     adam_step_,
@@ -20,7 +20,6 @@ __all__ = [
     "Plan",
     "adam_predict",
     "adam_step_",
-    "averaging",
     "corrections",
     "distance",
     "extrapolate",
