@@ -30,7 +30,7 @@ class Correction:
 class Late(NamedTuple):
     """Gradients before a step, and what to correct them by; lists with an entry per parameter."""
 
-    gradients: list[Tensor]  # unscaled, in the dtype of the weights; may be overwritten
+    gradients: list[Tensor]  # unscaled, in the dtype of the weights
     weights: list[Tensor]  # W; the step updates them
     gaps: list[Tensor]  # W - W_stale; may be overwritten
     state: list[list[Tensor]]  # the optimizer's buffers, its momentum first, then the correction's
@@ -40,13 +40,16 @@ class Late(NamedTuple):
 
 
 class StaleCorrection(Correction):
-    """A correction of the gradients before the step, by the weights they were computed with."""
+    """A correction of the gradients before the step, by the weights they were computed with.
+
+    By operations that round once, so that the bits are the same on every device.
+    """
 
     __slots__ = ()
     reads_stale: ClassVar[bool] = True
 
-    def corrected(self, late: Late) -> list[Tensor]:
-        """Return the gradients for the step, which adds the L2 penalty of W to them."""
+    def correct_(self, late: Late) -> None:
+        """Change the gradients for the step, which adds the L2 penalty of W to them."""
         raise NotImplementedError
 
     def average(self, late: Late, before: list[Tensor]) -> None:
@@ -77,12 +80,13 @@ class DelayCompensation(StaleCorrection):
     def __post_init__(self) -> None:
         object.__setattr__(self, "strength", non_negative("strength", self.strength))
 
-    def corrected(self, late: Late) -> list[Tensor]:
+    def correct_(self, late: Late) -> None:
         if self.strength:
             strength = -self.strength if late.numbers.maximize else self.strength
             torch._foreach_mul_(late.gaps, late.gradients)
-            torch._foreach_addcmul_(late.gradients, late.gaps, late.gradients, value=strength)
-        return late.gradients
+            torch._foreach_mul_(late.gaps, late.gradients)
+            torch._foreach_mul_(late.gaps, strength)
+            torch._foreach_add_(late.gradients, late.gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +118,35 @@ class GapAware(StaleCorrection):
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", fraction("decay", self.decay))
 
-    def corrected(self, late: Late) -> list[Tensor]:
+    def correct_(self, late: Late) -> None:
         numbers = late.numbers
         scale, eps = (late.largest_lr, 1e-8) if isinstance(numbers, Sgd) else (1.0, numbers.eps)
         if not late.averaged or not scale:
-            return late.gradients
+            return
         sizes = torch._foreach_sqrt(late.state[-1])  # C
         torch._foreach_mul_(sizes, scale * (1.0 - self.decay**late.averaged) ** -0.5)
         torch._foreach_add_(sizes, scale * eps)
         torch._foreach_abs_(late.gaps)
         torch._foreach_add_(late.gaps, sizes)
-        shares = torch._foreach_div(sizes, late.gaps)  # 1/(1 + gap/C), 1 without a gap
-        # The step adds the whole L2 penalty p again: share*(g + p) - p is between -p and g.
+        torch._foreach_div_(sizes, late.gaps)  # from here on C/(C + gap), 1 without a gap
+        torch._foreach_mul_(late.gradients, sizes)
+        # The step adds the whole L2 penalty p again: share*(g + p) - p = share*g + (share - 1)*p.
         sign, l2, *_ = numbers.setting()
-        penalties = torch._foreach_mul(late.weights, -sign * l2)
-        return list(torch._foreach_lerp(penalties, late.gradients, shares))
+        if l2:
+            torch._foreach_add_(sizes, -1.0)
+            torch._foreach_mul_(sizes, late.weights)
+            torch._foreach_mul_(sizes, sign * l2)
+            torch._foreach_add_(late.gradients, sizes)
 
     def average(self, late: Late, before: list[Tensor]) -> None:
         updates, averages = late.state[0], late.state[-1]
         if isinstance(late.numbers, Adam):
             torch._foreach_mul_(before, late.numbers.keep)
             updates = list(torch._foreach_sub(before, late.weights))
+        squares = torch._foreach_mul(updates, updates)
+        torch._foreach_mul_(squares, 1.0 - self.decay)
         torch._foreach_mul_(averages, self.decay)
-        torch._foreach_addcmul_(averages, updates, updates, value=1.0 - self.decay)
+        torch._foreach_add_(averages, squares)
 
 
 class StepCorrection(Correction):

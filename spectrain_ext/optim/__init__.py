@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from .base import PredictingOptimizer
 from .optimizers import SGD, Adam, AdamW, NAdam
-from .parameters import PredictionSink
 
 if TYPE_CHECKING:
     from .matrices import SOAP, Muon, hidden_matrices
@@ -17,7 +16,6 @@ __all__ = [
     "Muon",
     "NAdam",
     "PredictingOptimizer",
-    "PredictionSink",
     "hidden_matrices",
 ]
 

@@ -13,22 +13,23 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
-from spectrain_ext.operators.corrections import Late, StaleCorrection
+from spectrain_ext.operators.corrections import AdaptiveBraking, Late, StaleCorrection
+from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Kinds, Parameters, Views
-from .rule import Group, Rule, Scalars
-from .state import State, empty_like
+from .parameters import Parameters, Views
+from .state import Group, Rule, Scalars, State, empty_like
 
-_STILL = Linear(0)  # for weights that were never updated or are frozen
+_STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
 
 
 class _Plan(Plan):
     """The plan of a Launch, which itself keeps the memory alive and checks the addresses."""
 
+    # Checking them once more takes a tenth of the host time of a step.
     _watches = False
 
 
@@ -37,7 +38,6 @@ class Cohort(NamedTuple):
 
     group: int
     started: bool
-    moves: bool  # False: frozen; the momentum is kept for later
     rows: list[int]
 
 
@@ -88,7 +88,7 @@ class Launch:
         keys = [parameters.cohort(i) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
-        self.cohorts = [Cohort(*key[:3], []) for key in index]
+        self.cohorts = [Cohort(*key[:2], []) for key in index]
         for row, n in enumerate(self._assignment):
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
@@ -126,9 +126,6 @@ class Launch:
         if not self._all_active:
             self._active = [g is not None for g in grads]
 
-    def forget_gradients(self) -> None:
-        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
-
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
@@ -148,8 +145,32 @@ class Launch:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    def updated(self) -> tuple[Tensor, ...]:
-        return tuple(self.params if self._all_active else compress(self.params, self._active))
+    def updated(self) -> list[Tensor]:
+        return self.params if self._all_active else list(compress(self.params, self._active))
+
+    @torch.no_grad()
+    def brake(self, braking: AdaptiveBraking, templates: Sequence[Any]) -> None:
+        """Scale the gradients of rows that have momentum, in place."""
+        assert self._buffers is not None
+        for cohort in self.cohorts:
+            rows = cohort.rows if cohort.started else ()
+            pairs = [
+                (g, self._buffers[0][row])
+                for row in rows
+                if (g := self.params[row].grad) is not None
+            ]
+            if not pairs:
+                continue
+            gradients, momenta = zip(*pairs, strict=True)
+            laid_out = [
+                g
+                if g.dtype == v.dtype and g.stride() == v.stride()
+                else torch.empty_like(v).copy_(g)
+                for g, v in pairs
+            ]
+            each, _ = distance(momenta, [laid_out])
+            braking.brake_(gradients, momenta, each[0], templates[cohort.group].maximize)
+        self.read_gradients()  # again: those of another layout had been copied
 
     # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
@@ -167,6 +188,14 @@ class Launch:
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
         numbers: list[Any] = list(map(rule.at, groups, after))
+        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
+        starts = [
+            self._buffers is not None
+            and not cohort.started
+            and isinstance(n, Sgd)
+            and not n.smoothed
+            for cohort, n in zip(self.cohorts, numbers, strict=True)
+        ]
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             own = [laws[cohort.group] for cohort in self.cohorts]
@@ -175,8 +204,7 @@ class Launch:
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
-            elif not isinstance(numbers[0], Adam):
-                starts = self._starts(groups)
+            else:
                 own = [
                     after_first_step(law, n) if first else law
                     for law, n, first in zip(own, numbers, starts, strict=True)
@@ -188,13 +216,14 @@ class Launch:
         if isinstance(numbers[0], Adam):
             call = partial(self.native.adam_step_, settings, predictions, options, None)
         else:
-            first = self._first_step(groups)
+            same = all(starts) or not any(starts)
+            first = starts[0] if same else [starts[n] for n in self._assignment]
             more = predictions, options, None, rates
             call = partial(self.native.sgd_step_, settings, momentum, first, *more)
-        lasts = not options and self._lasts(laws)
+        lasts = not options and not rule.scalars and _last(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
-    def step(self, state: State, largest_rates: Sequence[float]) -> bool:
+    def step(self, state: State, groups: Sequence[Group]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
         step, correction = self._step, self.parameters.correction
         assert step is not None
@@ -202,13 +231,13 @@ class Launch:
         if self.rule.is_for_matrices:
             self._make_updates(step, state)
         elif isinstance(correction, StaleCorrection):
-            averaging = self._correct(correction, step.templates, largest_rates)
+            averaging = self._correct(correction, step.templates, groups)
         step.call()
         for average in averaging:
             average()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
-        self.forget_gradients()
+        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
     @torch.no_grad()
@@ -229,7 +258,7 @@ class Launch:
 
     @torch.no_grad()
     def _correct(
-        self, by: StaleCorrection, templates: Sequence[Any], largest_rates: Sequence[float]
+        self, by: StaleCorrection, templates: Sequence[Any], groups: Sequence[Group]
     ) -> list[Callable[[], None]]:
         """Pass corrected gradients to the plan; return the updates of averages after the step."""
         binding = self.parameters.binding
@@ -250,9 +279,10 @@ class Launch:
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
             own = [[column[row] for row in rows] for column in self._buffers or ()]
             averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
-            rate = largest_rates[cohort.group]
+            rate = groups[cohort.group].get("gap_rate", 0.0)
             late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
-            for row, gradient in zip(rows, by.corrected(late), strict=True):
+            by.correct_(late)
+            for row, gradient in zip(rows, gradients, strict=True):
                 corrected[row] = gradient
             if by.buffers:
                 before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
@@ -262,22 +292,6 @@ class Launch:
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
-
-    def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
-        return not self.rule.scalars and all(map(_is_plain, laws or ()))
-
-    def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
-        if self._buffers is None:
-            return False
-        starts = self._starts(groups)
-        if all(starts) or not any(starts):
-            return starts[0]
-        return [starts[n] for n in self._assignment]
-
-    def _starts(self, groups: Sequence[Sgd]) -> list[bool]:
-        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
-        pairs = zip(self.cohorts, groups, strict=True)
-        return [not cohort.started and not numbers.smoothed for cohort, numbers in pairs]
 
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that the step's kernel has not written."""
@@ -318,8 +332,8 @@ class Launch:
             if self._buffers is not None and any(map(terms_of, laws, templates)):
                 terms, eps, rates = self._prediction_now(templates, laws)
                 call = partial(self.native.predict, terms, eps, 0, None, rates)
-            known = _Prepared(templates, laws, self._lasts(laws), call)
-            self._prediction = known
+            lasts = not self.rule.scalars and _last(laws)
+            known = self._prediction = _Prepared(templates, laws, lasts, call)
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
@@ -336,7 +350,7 @@ class Launch:
         own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
-            rests = not (cohort.started and cohort.moves) or rule.rests(scalars)
+            rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])
@@ -355,9 +369,9 @@ class Launch:
         return True
 
 
-def _is_plain(law: Law) -> bool:
-    """Return whether equal laws of this type give equal predictions."""
-    return type(law) in (Linear, SecondOrder)
+def _last(laws: tuple[Law, ...] | None) -> bool:
+    """Return whether equal laws of these types give equal predictions."""
+    return all(type(law) in (Linear, SecondOrder) for law in laws or ())
 
 
 def _without_gradient(law: Law) -> Law:
@@ -367,7 +381,6 @@ def _without_gradient(law: Law) -> Law:
 
 class _Resolved(NamedTuple):
     of: tuple[object, ...]  # keys by address; kept alive so that no address is reused
-    kinds: Kinds
     version: int
     idle: list[Tensor]  # parameters that need no launch yet
     launches: list[Launch]
@@ -390,8 +403,7 @@ class Launches:
     ) -> list[Launch]:
         """Return the launches of a step, or of a prediction in place (`stash`)."""
         # Resolved at the first use: before it, the owner may move the parameters into a buffer.
-        parameters = self.parameters
-        kinds, binding = parameters.kinds, parameters.binding
+        parameters, binding = self.parameters, self.parameters.binding
         version = parameters.look(groups, state)
         places = (outs,) if binding is None else (outs, binding.weights)
         key = stash, *map(id, places)
@@ -408,7 +420,6 @@ class Launches:
             known is None
             or moved
             or known.version != version
-            or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
         ):
             if binding is None:
@@ -418,11 +429,11 @@ class Launches:
         return known.launches
 
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
-        parameters, kinds = self.parameters, self.parameters.kinds
+        parameters = self.parameters
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
-            kind = kinds[parameters.groups[i]]
+            kind = parameters.kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
@@ -433,30 +444,4 @@ class Launches:
             Launch(parameters, positions, kind, places[0], stash=stash)
             for (_, kind, _), positions in found.items()
         ]
-        return _Resolved(places, kinds, version, idle, launches)
-
-
-class Scaling(NamedTuple):
-    """Attributes that GradScaler sets on an optimizer during ``step``."""
-
-    grad_scale: Tensor | None  # divides gradients; None: they are already unscaled
-    found_inf: Tensor | None  # not 0: a gradient is not finite, skip the step
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
-
-    def skips(self, launches: Sequence[Launch]) -> bool:
-        """Return whether to skip the step; waits for the device only if the host must know."""
-        found = self.found_inf
-        if found is None:
-            return False
-        # Step counts and first steps are tracked on the host.
-        asks = any(each.parameters.rule.scalars or not each.started for each in launches)
-        return (asks or found.device.type == "cpu") and bool(found.item())
-
-    def on(self, device: torch.device) -> StepOptions:
-        there = [v if v is None else v.to(device, torch.float32, non_blocking=True) for v in self]
-        return {"grad_scale": there[0], "found_inf": there[1]}
+        return _Resolved(places, version, idle, launches)

@@ -18,9 +18,8 @@ from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, number
 
 from .base import PredictingOptimizer
-from .optimizers import AdamW
-from .rule import ADAM, Group, Rule, betas_of, plain, rate_of
-from .state import loose_dtype
+from .optimizers import ADAM, AdamW
+from .state import Group, Rule, betas_of, loose_dtype, plain, rate_of
 
 State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 
@@ -238,7 +237,6 @@ _SOAP = replace(
     _MUON,
     numbers=_soap_numbers,
     buffers=("update_buffer", "exp_avg"),
-    # In the order of ``Rotated.loose``.
     loose=("exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES)),
     kind="rotated",
 )

@@ -2,16 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import rule
+from spectrain_ext.operators.numbers import Adam as AdamNumbers
+from spectrain_ext.operators.numbers import Sgd, non_negative
+
 from .base import PredictingOptimizer
+from .state import Group, Rule, betas_of, plain, rate_of
 
 _EXTRAS = ("smoothed", "decoupled_weight_decay")  # options of SGD that torch's does not have
+
+
+def _sgd_numbers(group: Group) -> Sgd:
+    momentum = plain(group["momentum"], "momentum")
+    return Sgd(
+        rate_of(group["lr"]),
+        momentum,
+        group["dampening"],
+        plain(group["weight_decay"], "weight_decay"),
+        bool(group["nesterov"]) and momentum != 0,  # ignored without momentum, as in torch
+        bool(group["maximize"]),
+        bool(group.get("decoupled_weight_decay", False)),
+        bool(group.get("smoothed", False)),
+    )
+
+
+def _adam_numbers(group: Group) -> AdamNumbers:
+    return AdamNumbers(
+        rate_of(group["lr"]),
+        betas_of(group),
+        plain(group["eps"], "eps"),
+        plain(group["weight_decay"], "weight_decay"),
+        1,
+        bool(group["decoupled_weight_decay"]),
+        bool(group["maximize"]),
+    )
+
+
+def _nadam_numbers(group: Group) -> AdamNumbers:
+    decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
+    first = replace(_adam_numbers(group), momentum_decay=decay, mu_product=0.0)
+    return replace(first, mu_product=first.mu(1))
+
+
+_REFUSED = {"differentiable": "the step writes behind autograd's back"}
+_SGD = Rule(_sgd_numbers, ("momentum_buffer",), ("momentum_buffers",), {}, _REFUSED)
+ADAM = Rule(
+    _adam_numbers,
+    buffers=("exp_avg", "exp_avg_sq"),
+    columns=("exp_avgs", "exp_avg_sqs"),
+    scalars={"step": 0.0},
+    refused={
+        **_REFUSED,
+        "amsgrad": "no kernel keeps the maximum of the second moments",
+        "capturable": "the step count lives on the host",
+    },
+)
+_NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -33,9 +85,8 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         weight_decay: L2 penalty (>= 0).
         nesterov: Nesterov momentum; needs momentum and no dampening.
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility, without effect.
+        foreach, fused: accepted for compatibility, without effect.
         differentiable: must be False.
-        fused: accepted for compatibility, without effect.
         momentum_dtype: dtype of the momentum buffers; None means the parameter's. 16-bit parameters
             may have ``torch.float32`` momentum.
         smoothed: the momentum is the SpecTrain paper's smoothed gradient,
@@ -65,7 +116,7 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
         ...     optimizer.zero_grad()
     """
 
-    _rule = rule.SGD
+    _rule = _SGD
 
     def __init__(
         self,
@@ -131,12 +182,9 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
         betas: decay of the first and of the second moment, each in [0, 1).
         eps: added to the root of the second moment (>= 0).
         weight_decay: L2 penalty, or decoupled decay (>= 0).
-        amsgrad: must be False.
-        foreach: accepted for compatibility, without effect.
+        amsgrad, capturable, differentiable: must be False.
+        foreach, fused: accepted for compatibility, without effect.
         maximize: ascend instead of descend.
-        capturable: must be False.
-        differentiable: must be False.
-        fused: accepted for compatibility, without effect.
         decoupled_weight_decay: selects AdamW.
         momentum_dtype: dtype of the moments; None means the parameter's. 16-bit parameters may have
             ``torch.float32`` moments.
@@ -160,7 +208,7 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
         0.25
     """
 
-    _rule = rule.ADAM
+    _rule = ADAM
 
     def __init__(
         self,
@@ -207,7 +255,7 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
         >>> optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     """
 
-    _rule = rule.ADAM
+    _rule = ADAM
 
     def __init__(
         self,
@@ -251,7 +299,7 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
         >>> optimizer = st.optim.NAdam(nn.Linear(4, 2).parameters(), lr=2e-3, momentum_decay=4e-3)
     """
 
-    _rule = rule.NADAM
+    _rule = _NADAM
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class StageWeights:
         for p, master in self.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(self.updater, Foreign):  # it has no bound state
+        if not isinstance(self.updater, PredictingOptimizer):  # it has no bound state
             for p, kept in entries.items():
                 state[p].update(kept)
 
@@ -253,12 +253,11 @@ class StageWeights:
         storage, updater, room = self._bound, self.updater, update.room
         written = None if room is None else room.content
         if update.stale is not None:
-            stale = storage.sink_of(update.stale)
-            assert stale is not None, "what corrects also predicts"
-            updater.read_stale(stale)
+            assert isinstance(updater, PredictingOptimizer), "no other is corrected"
+            updater.read_stale(update.stale.flat.views)
         storage.before_update(update.kept)
         if written is not None and room is not None:
-            updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)
+            updater.write_with_next_step(room.flat.views, written.law or 0.0)
         updater.step()
         # A hook may have changed them. Asked only if needed: on a GPU it synchronizes.
         after = _rates(self.updater, self.optimizer) if storage.predicts else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +44,7 @@ class Stage:
         storage = Storage(self.params, self.optimizer, rules, master=True, master_dtype=dtype)
         storage.bind()
         storage.begin()
+        self.optimizer.read_stale(storage.home.flat.views)
         return storage
 
     def rebind(self, correction: Any) -> None:
@@ -53,8 +53,8 @@ class Stage:
         self.storage = self.stored(correction)
 
     @property
-    def sink(self) -> Any:
-        return self.storage.sink_of(self.storage.home)
+    def outs(self) -> dict[Tensor, Tensor]:
+        return self.storage.home.flat.views
 
     @property
     def weights(self) -> list[Tensor]:
@@ -139,13 +139,12 @@ class TestSteps:
             stage.optimizer.param_groups[0]["lr"] *= (1.0, 2.0, 0.25)[t % 3]
             stale = stage.stale()
             if t % 2:
-                stage.optimizer.write_with_next_step(stage.sink, 2.0)
+                stage.optimizer.write_with_next_step(stage.outs, 2.0)
             definition.step(stage.step(none=(1, 5) if t in (0, 3) else ()), stale)
             _close(name, stage.weights, definition.w)
-            assert stage.sink is not None
             if t % 2:  # written in a separate pass
                 written = [p.detach().clone() for p in stage.params]
-                stage.sink.write(2.0)
+                stage.optimizer.write_prediction(stage.outs, 2.0)
                 assert_bits(stage.params, written)
         if correction.buffers:
             state = [stage.optimizer.state[p] for p in stage.params]
@@ -274,7 +273,7 @@ def test_second_order_predictions_have_the_corrected_gradient() -> None:
             assert p.grad is not None
             p.grad += 0.3 * p.grad**2 * (w - s)
         for each in (stage, plain):
-            each.optimizer.write_with_next_step(each.sink, st.laws.SecondOrder(2))
+            each.optimizer.write_with_next_step(each.outs, st.laws.SecondOrder(2))
             each.optimizer.step()
     for a, b in zip(stage.params, plain.params, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
@@ -336,31 +335,22 @@ class TestValues:
             GapAware(decay)
 
 
-@pytest.fixture
-def bound() -> Iterator[tuple[st.optim.SGD, st.optim.PredictionSink]]:
-    """An optimizer bound by hand, without a buffer for an average."""
-    p = nn.Parameter(torch.ones(3))
-    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
-    optimizer.bind({p: torch.ones(3)}, {p: torch.zeros(3)})
-    yield optimizer, optimizer.prediction_sink({p: p})
-    optimizer.unbind()
-
-
 class TestRefusals:
     def test_unbound(self) -> None:
-        optimizer = st.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+        stage = Stage("SGD", DelayCompensation(1))
+        stage.storage.end()
+        stage.storage.unbind()
         with pytest.raises(RuntimeError, match="not bound"):
-            optimizer.correct(DelayCompensation(1))
+            stage.optimizer.read_stale(stage.outs)
 
-    def test_bad_arguments(self, bound: Any) -> None:
-        optimizer, sink = bound
-        with pytest.raises(ValueError, match="reads stale weights, give the sink"):
-            optimizer.correct(DelayCompensation(1))
+    def test_bad_arguments(self) -> None:
+        p = nn.Parameter(torch.ones(3))
+        optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
+        views: dict[str, Any] = {"momentum_buffer": {p: torch.zeros(3)}}
         with pytest.raises(TypeError, match="correction: expected"):
-            optimizer.correct(0.3, sink)
+            optimizer.bind(None, views, 0.3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="gap_average"):
-            optimizer.correct(GapAware(), sink)
-        p = optimizer.param_groups[0]["params"][0]
+            optimizer.bind(None, views, GapAware())
         p.grad = torch.ones(3)
         optimizer.step()  # nothing has changed
         assert optimizer.state[p].keys() == {"momentum_buffer"}
@@ -389,9 +379,9 @@ class TestRefusals:
 
     def test_foreign(self) -> None:
         foreign = Foreign(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
-        foreign.correct(None)
+        foreign.bind(None, {})
         with pytest.raises(TypeError, match=r"SGD cannot be corrected by GapAware"):
-            foreign.correct(GapAware())
+            foreign.bind(None, {}, GapAware())
 
 
 def test_braking_has_gradients_of_another_layout_as_well() -> None:
@@ -399,8 +389,8 @@ def test_braking_has_gradients_of_another_layout_as_well() -> None:
     for transposed in (False, True):
         p = nn.Parameter(torch.ones(3, 2))
         optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
-        optimizer.bind(None, {p: torch.zeros(3, 2)})
-        optimizer.correct(AdaptiveBraking(0.5))
+        views = {"momentum_buffer": {p: torch.zeros(3, 2)}}
+        optimizer.bind(None, views, AdaptiveBraking(0.5))
         for step in range(3):
             grad = torch.arange(6.0).reshape(3, 2) - step
             p.grad = grad.T.contiguous().T if transposed else grad

@@ -165,11 +165,10 @@ def test_a_bound_step_writes_predictions() -> None:
     master = {p: p.detach().clone() for p in params}
     momentum = {p: torch.empty_like(p.detach()) for p in params}
     outs = {p: torch.empty_like(p.detach()) for p in params}
-    optimizer.bind(master, momentum)
-    sink = optimizer.prediction_sink(outs)
+    optimizer.bind(master, {"momentum_buffer": momentum})
     for none in ([], [2], []):
         give_gradients(params, none=none)
-        optimizer.write_with_next_step(sink, 3)
+        optimizer.write_with_next_step(outs, 3)
         optimizer.step()
         expected = [st.predict(master[p], momentum[p], lr=0.1, steps=3) for p in params]
         assert_bits(list(outs.values()), expected)

@@ -215,7 +215,7 @@ def test_misuse_of_prediction_raises_and_changes_nothing() -> None:
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         lambda: copy.deepcopy(optimizer),
         lambda: pickle.dumps(optimizer),
-        lambda: optimizer.bind(None, {p: torch.empty_like(p) for p in params}),
+        lambda: optimizer.bind(None, {"momentum_buffer": {p: torch.empty_like(p) for p in params}}),
     ):
         with pytest.raises(RuntimeError, match="predicted"):
             misuse()

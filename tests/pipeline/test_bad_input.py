@@ -467,7 +467,7 @@ def test_an_optimizer_that_is_bound_already():
     def optimizer(params):
         made.append(sgd()(params))
         if len(made) == 2:
-            made[-1].bind(None, {p: torch.zeros_like(p) for p in params})
+            made[-1].bind(None, {"momentum_buffer": {p: torch.zeros_like(p) for p in params}})
         return made[-1]
 
     before = [p.detach().clone() for stage in stages for p in stage.parameters()]
