@@ -38,11 +38,16 @@ struct StreamList {
 template <class Rule, int I>
 using stream_t = typename Rule::Streams::template at<I>;
 
-// Calls f with the constants 0, 1, ..., N - 1, whose types tell their values.
+template <int I>
+struct Index {
+  SPECTRAIN_HD constexpr operator int() const { return I; }
+};
+
+// Calls f with Index<0>, Index<1>, ...: a loop with a constant index.
 template <int N, int I = 0, class F>
 SPECTRAIN_HD void unroll(F&& f) {
   if constexpr (I < N) {
-    f(std::integral_constant<int, I>{});
+    f(Index<I>{});
     unroll<N, I + 1>(f);
   }
 }

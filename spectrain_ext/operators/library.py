@@ -11,7 +11,7 @@ tensors and plain numbers:
   "second_order" [delay, lead].
 - Outputs are called `outs`, because torch.compile treats the name `out` specially.
 - The predictions of a step are `horizons` and `outs`, prediction after prediction. `laws` gives
-  each a law, "name/count" if it takes `count` entries of `horizons` instead of one.
+  each a law, whose numbers are the next ones of `horizons`.
 - There is no `zero_grad`, because a schema cannot mark an argument as written in some calls only.
   It becomes a separate operation in a graph.
 - The `others` of `distance` are `count` concatenated lists. Its result has a row per list and a
@@ -126,7 +126,7 @@ def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
     return {
         "outs": [t for _, out in predict for t in _list(out)],
         "horizons": [number for _, numbers in laws for number in numbers],
-        "laws": [f"{law}/{len(numbers)}" for law, numbers in laws],
+        "laws": [law for law, _ in laws],
     }
 
 
@@ -180,9 +180,8 @@ def _predictions(
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
     for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
-        name, _, count = law.partition("/")
-        end = at + int(count or 1)
-        predict.append((_decoded(name, horizons[at:end]), outs[j * n : (j + 1) * n]))
+        end = at + len(_LAWS[law][1]) if law in _LAWS else at
+        predict.append((_decoded(law, horizons[at:end]), outs[j * n : (j + 1) * n]))
         at = end
     if at != len(horizons) or n * len(predict) != len(outs):
         raise ValueError(

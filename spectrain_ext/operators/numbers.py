@@ -27,12 +27,10 @@ class Term(NamedTuple):
 
     def split(self) -> Term:
         """Return the term with each coefficient a + b*lr as the two numbers a and b."""
-        parts = [
-            (x.constant, x.per_lr) if isinstance(x, Rate) else (x, 0.0)
-            for x in (self.keep, self.momentum, self.gradient)
-        ]
-        constants, per_lr = zip(*parts, strict=True)
-        return Term(*constants, self.root, *per_lr)
+        (keep, keep_lr), (momentum, momentum_lr), (gradient, gradient_lr) = (
+            (x.constant, x.per_lr) if isinstance(x, Rate) else (x, 0.0) for x in self[:3]
+        )
+        return Term(keep, momentum, gradient, self.root, keep_lr, momentum_lr, gradient_lr)
 
 
 class Rate:

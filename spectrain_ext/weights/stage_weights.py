@@ -103,7 +103,7 @@ class StageWeights:
         for p, master in self.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(self.updater, Foreign):  # it has no bound state
+        if not isinstance(self.updater, PredictingOptimizer):  # it has no bound state
             for p, kept in entries.items():
                 state[p].update(kept)
 

@@ -51,7 +51,7 @@ _ARGUMENTS: dict[str, Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]]] 
             "momentum": 0.9,
             "outs": _list() + _list(),
             "horizons": [1.0, 2.0, 1.0],
-            "laws": ["linear", "second_order/2"],
+            "laws": ["linear", "second_order"],
             "first_step": [True, False],
         },
     ),
