@@ -93,7 +93,10 @@ class Metrics(Observer):
             mine = folder if self._rank is None else folder / f"rank{self._rank}"
             self._sinks.append(TensorBoard(mine, self._labels))
         if path is not None:
-            self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
+            file = Path(path)
+            if self._rank is not None:
+                file = file.with_name(f"{file.stem}-rank{self._rank}{file.suffix}")
+            self._sinks.append(JsonLines(file))
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
         for meter in self._meters.values():
@@ -172,10 +175,6 @@ class Metrics(Observer):
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
             "loss": sum(losses) / len(losses) if losses else None,
         }
-
-
-def _of_rank(path: Path, rank: int | None) -> Path:
-    return path if rank is None else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
 
 
 class JsonLines:

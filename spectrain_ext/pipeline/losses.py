@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,10 +71,6 @@ class Result:
     def has_loss(self) -> bool:
         """Whether this process knows the ``loss``."""
         return self._loss is not None
-
-    def renumbered(self, index: int) -> Result:
-        """Return the same result with another index."""
-        return replace(self, index=index)
 
     def __repr__(self) -> str:
         loss = "loss on the last rank" if self._loss is None else f"loss={self._loss}"

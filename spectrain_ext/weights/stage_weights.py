@@ -189,7 +189,9 @@ class StageWeights:
                 or p.dtype != view.dtype
                 or p.stride() != view.stride()
             ):
-                if any(each is not self and each._holds(p) for each in _made):
+                others = (each.storage for each in _made if each is not self and each.storage)
+                theirs = (each.bound.flat.views.get(p) for each in others)
+                if any(v is not None and v.data_ptr() == p.data_ptr() for v in theirs):
                     raise RuntimeError(
                         f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
                         "in its flat buffer; release() one before you build or run the other"
@@ -199,10 +201,6 @@ class StageWeights:
                     ".to() or load_state_dict(assign=True); change parameters in place, or call "
                     "release() first and build a new Pipeline afterwards"
                 )
-
-    def _holds(self, p: Tensor) -> bool:
-        views = {} if self.storage is None else self.storage.bound.flat.views
-        return p in views and views[p].data_ptr() == p.data_ptr()
 
     # A run.
 
