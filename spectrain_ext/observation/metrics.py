@@ -108,19 +108,16 @@ class Metrics(Observer):
             late = int(stage.device.type == "cuda")
             meter = Meter(stage, self._every, self._start, lambda meter: self._write(meter, late))
             self._meters[stage.index] = meter
-        return meter.handlers(handlers, self._probe_of(stage))
-
-    def _probe_of(self, stage: Stage) -> Probe | None:
-        schedule = self._pipe.method.schedule
-        if stage.weights is None or self._errors_every is None or flushes(schedule):
-            return None
-        delay = delay_under(schedule, self._place_of(stage))
-        return Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
+        probe, schedule = None, self._pipe.method.schedule
+        if stage.weights is not None and self._errors_every and not flushes(schedule):
+            delay = delay_under(schedule, self._place_of(stage))
+            probe = Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
+        return meter.handlers(handlers, probe)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
             if meter.stage.edges.targets:
-                meter.loss(result.loss)
+                meter.window.losses.append(result.loss)
 
     def end(self) -> None:
         for meter in self._meters.values():
@@ -149,8 +146,7 @@ class Metrics(Observer):
 
     def _record(self, stage: Stage, window: Window) -> Record:
         seconds = max(window.ended - window.began, 1e-9)
-        busy, delays = window.busy(), [*window.delays.elements()]
-        losses = [loss.item() for loss in window.losses]  # on CUDA: waits until they are computed
+        busy = window.busy()
         place = self._place_of(stage)
         return {
             **self._labels,
@@ -167,14 +163,18 @@ class Metrics(Observer):
             "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
                 "scheduled": delay_under(self._pipe.method.schedule, place),
-                "mean": sum(delays) / len(delays) if delays else None,
-                "max": max(delays, default=None),
+                "mean": _mean(window.delays),
+                "max": max(window.delays, default=None),
             },
             "prediction_error": window.errors and window.errors.prediction,
             "staleness_error": window.errors and window.errors.staleness,
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
-            "loss": sum(losses) / len(losses) if losses else None,
+            "loss": _mean([loss.item() for loss in window.losses]),
         }
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 class JsonLines:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -75,20 +75,21 @@ class Connections:
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         check_hidden([hidden_use(stage.weights for stage in stages)])
         self._losses = Losses(stages[-1], loss_fn, self.results)
-        self._ties_between(ties_of(each.member for each in copies), copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties_of(each.member for each in copies), copies, method, places)
 
     # Edges.
 
-    @property
-    def _by_index(self) -> dict[int, Stage]:
-        return {stage.index: stage for stage in self._stages}
-
-    def _ties_between(
-        self, ties: Sequence[TiedStages], copies: Sequence[Copy], method: Method
+    def _open(
+        self,
+        ties: Sequence[TiedStages],
+        copies: Sequence[Copy],
+        method: Method,
+        places: list[Place],
     ) -> None:
+        self._by_index = {stage.index: stage for stage in self._stages}
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+        self._join(places, put_off_by(method, places))
 
     def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
@@ -210,8 +211,8 @@ class Connections:
         return Duties(
             evaluates=self.evaluates,
             recomputes=stage.recomputes,
-            lends=self._ties.lends(k),
-            borrows=self._ties.borrows(k),
+            lends=bool(self._ties.lenders[k]),
+            borrows=bool(self._ties.borrowers[k]),
             divides=True,  # only a computed loss shows whether it is a sum
             clips=stage.max_norm is not None,
             checks=stage.on_nonfinite is not None,
@@ -235,14 +236,11 @@ class Connections:
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
         """Return what a stage's instructions wait for; others wait for nothing, or block."""
         edges, k, found = self.edges[stage.index], stage.index, {}
-        for kind, receivers in (
-            (Kind.RECEIVE_ACTIVATION, edges.inputs),
-            (Kind.RECEIVE_GRADIENT, edges.gradients),
-            (Kind.RECEIVE_WORD, edges.gradients),
-        ):
-            if receivers and not receivers[0].blocks:
-                found[kind] = _has(receivers)
-        if self._ties.lends(k):
+        if not edges.inputs[0].blocks:
+            found[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
+        if edges.gradients and not edges.gradients[0].blocks:
+            found[Kind.RECEIVE_GRADIENT] = found[Kind.RECEIVE_WORD] = _has(edges.gradients)
+        if self._ties.lenders[k]:
             found[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self._ties.gradients_are_there(k)
         if stage.global_norm is not None:
             norm = stage.global_norm
@@ -250,13 +248,13 @@ class Connections:
         return found
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        """Return what is called with each instruction that begins; None: nothing."""
+        """Return what is called with each instruction that begins."""
         return None
 
     # A run.
 
     def run(self) -> AbstractContextManager[None]:
-        """Return a context in which a run takes place."""
+        """Return a context for a run."""
         return nullcontext()
 
     def order(
@@ -272,9 +270,8 @@ class Connections:
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:
-                batches = map(
-                    partial(without_dropped_columns, columns, self.evaluates), batches, count()
-                )
+                keep_columns = partial(without_dropped_columns, columns, self.evaluates)
+                batches = map(keep_columns, batches, count())
             self._source.begin(batches, self._stages[0].pass_on_end)
         if self._losses is not None:
             self._losses.begin(keep)
@@ -292,7 +289,7 @@ class Connections:
         """Called before the caller gets a result."""
 
     def leave(self) -> None:
-        """The caller has left the run: begin no further minibatch."""
+        """Begin no further minibatch, since the caller has left the run."""
         if self._source is not None:
             self._source.left = True
 
@@ -303,8 +300,6 @@ class Connections:
         if self.norm is not None:
             self.norm.reset()
         self.results.clear()
-        if self._losses is not None:
-            self._losses.end()
         self._ties.end()
 
 
@@ -347,8 +342,8 @@ class Ties:
         remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
     ) -> None:
         self.edges: list[Edge] = []  # between two stages of this process
-        self._lenders: list[Lender] = []
-        self._borrowers: list[Borrower] = []
+        self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
+        self.borrowers: dict[int, list[Borrower]] = {k: [] for k in stages}
         for n, tie in enumerate(ties):
             from .tie_ends import Borrower, Lender
 
@@ -360,24 +355,17 @@ class Ties:
             elif a is not None or b is not None:
                 weights, gradients = remote(n)
             if a is not None:
-                self._lenders.append(Lender(a, tie, weights, gradients))
+                self.lenders[tie.home].append(Lender(a, tie, weights, gradients))
             if b is not None:
-                self._borrowers.append(Borrower(b, a, tie, copies, weights, gradients))
+                self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
 
     def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
         name = f"edge {a.index} -> {b.index} of tied {what}"
         self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
         return self.edges[-1]
 
-    def lends(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._lenders)
-
-    def borrows(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._borrowers)
-
     def handlers(self, stage: int) -> dict[Kind, Handler]:
-        lend = [end for end in self._lenders if end.stage.index == stage]
-        borrow = [end for end in self._borrowers if end.stage.index == stage]
+        lend, borrow = self.lenders[stage], self.borrowers[stage]
         return {
             Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
             Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
@@ -389,24 +377,24 @@ class Ties:
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients; a copy may put off those of its weights."""
-        edges = [end.gradients for end in self._lenders if end.stage.index == stage]
+        edges = [end.gradients for end in self.lenders[stage]]
         return all(edge is None or edge.blocks or edge.has() for edge in edges)
 
     # A run.
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        for lender in self._lenders:
+        for lender in chain(*self.lenders.values()):
             lender.begin(method, places)
-        for borrower in self._borrowers:
+        for borrower in chain(*self.borrowers.values()):
             borrower.begin(method, places)
 
     def bring_true(self) -> None:
         """Send the true weights to other processes: after the last instruction, or between runs."""
-        remote = [end for end in self._borrowers if end.home is None]
+        remote = [end for end in chain(*self.borrowers.values()) if end.home is None]
         for borrower in remote:
             if borrower.gradients is not None:
                 borrower.gradients.end()
-        for lender in self._lenders:
+        for lender in chain(*self.lenders.values()):
             if lender.weights not in self.edges:
                 lender.send_true()
         for borrower in remote:
@@ -414,14 +402,11 @@ class Ties:
 
     def end(self) -> None:
         """Forget the run; may be repeated."""
-        for borrower in self._borrowers:
+        for borrower in chain(*self.borrowers.values()):
             borrower.end()
 
 
 def _each(handlers: Sequence[Handler]) -> Handler:
-    if len(handlers) == 1:
-        return handlers[0]
-
     def run_all(i: int, j: int) -> None:
         for handler in handlers:
             handler(i, j)

@@ -17,7 +17,8 @@ from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.threads import warn_of_threads
-from spectrain_ext.transport import callers_stream, each
+from spectrain_ext.transport import callers_stream
+from spectrain_ext.transport.message import each
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import (

@@ -198,7 +198,7 @@ class Stage(Checks):
         from .coding import unpacked_message
 
         codec, message = self.codecs[backward], slot.message
-        assert codec is not None and message is not None
+        assert codec is not None
         with self.computing(reads=(slot.buffer,)):
             slot.message = unpacked_message(codec, message, backward)
 
@@ -234,7 +234,6 @@ class Stage(Checks):
     def forward(self, i: int, j: int) -> None:
         slot = self._received
         message = slot.message
-        assert message is not None
         tape = Tape(slot, self._untracked or Buffer("activations"))
         if self._on_host is not None:
             self._on_host.lent = message.tensors
@@ -319,10 +318,8 @@ class Stage(Checks):
         targets = self._targets.get(i)
         if targets is None:
             slot = self._receive_target(j)
-            message = slot.message
-            assert message is not None
             with self.computing(reads=(slot.buffer,)):
-                value = packed(message, message.tensors)
+                value = packed(slot.message, slot.message.tensors)
             parts = value if isinstance(value, Microbatches) else [value]
             targets = self._targets[i] = Targets(slot, parts)
         tape.arrived, tape.target = targets.slot, targets.parts[j]
@@ -361,7 +358,6 @@ class Stage(Checks):
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
         message = slot.message
-        assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
             copies = [None if t is None else t.clone() for t in message.tensors]
@@ -392,7 +388,6 @@ class Stage(Checks):
     def recompute(self, i: int, j: int) -> None:
         tape = self._tapes[i, j]
         message = tape.slot.message
-        assert message is not None
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
             writes.append(tape.arrived.buffer)
@@ -465,7 +460,6 @@ class Stage(Checks):
             on_compute = self.compute.using(reads=reads, writes=writes)
         with on_compute, RNG_LOCK:  # a hook may draw random numbers
             if self.edges.gradients:
-                assert tape.arrived.message is not None
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
                 loss = tape.output

@@ -51,8 +51,9 @@ class Copy:
 
     def unbind(self) -> None:
         """Share one parameter again, if they did and are on one device."""
-        if self._shared and self.original is not None and self.held.device == self.original.device:
-            self._put(self.original)
+        original = self.original
+        if self._shared and original is not None and self.held.device == original.device:
+            self._put(original)
 
     def _put(self, held: nn.Parameter) -> None:
         for name in self.names:

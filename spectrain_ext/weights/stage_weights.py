@@ -123,7 +123,7 @@ class StageWeights:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
+        return self.measured(0).weight_bytes
 
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
@@ -132,7 +132,7 @@ class StageWeights:
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
-        return StageMemory(len(flats), self.nbytes, microbatches)
+        return StageMemory(len(flats), sum(flat.nbytes for flat in flats), microbatches)
 
     def predicted(
         self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator
@@ -183,24 +183,23 @@ class StageWeights:
         now = dict(self.module.named_parameters())
         for p, view in self.storage.bound.flat.views.items():
             name = self._names[p]
-            if (
-                now.get(name) is not p
-                or p.data_ptr() != view.data_ptr()
-                or p.dtype != view.dtype
-                or p.stride() != view.stride()
-            ):
-                others = (each.storage for each in _made if each is not self and each.storage)
-                theirs = (each.bound.flat.views.get(p) for each in others)
-                if any(v is not None and v.data_ptr() == p.data_ptr() for v in theirs):
-                    raise RuntimeError(
-                        f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
-                        "in its flat buffer; release() one before you build or run the other"
-                    )
+            looks = [(each.data_ptr(), each.dtype, each.stride()) for each in (p, view)]
+            if now.get(name) is p and looks[0] == looks[1]:
+                continue
+            if any(each is not self and each._holds(p) for each in _made):
                 raise RuntimeError(
-                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
-                    ".to() or load_state_dict(assign=True); change parameters in place, or call "
-                    "release() first and build a new Pipeline afterwards"
+                    f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
+                    "in its flat buffer; release() one before you build or run the other"
                 )
+            raise RuntimeError(
+                f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
+                ".to() or load_state_dict(assign=True); change parameters in place, or call "
+                "release() first and build a new Pipeline afterwards"
+            )
+
+    def _holds(self, p: Tensor) -> bool:
+        views = {} if self.storage is None else self.storage.bound.flat.views
+        return p in views and views[p].data_ptr() == p.data_ptr()
 
     # A run.
 
@@ -228,7 +227,6 @@ class StageWeights:
             p.grad = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Return the true weights by parameter; do not write them."""
         return self._bound.true_weights()
 
     def newest(self) -> list[Tensor]:
@@ -251,9 +249,7 @@ class StageWeights:
 
     def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
-        storage, updater = self.storage, self.updater
-        assert storage is not None
-        room = update.room
+        storage, updater, room = self._bound, self.updater, update.room
         written = None if room is None else room.content
         if update.stale is not None:
             stale = storage.sink_of(update.stale)
@@ -284,7 +280,7 @@ class StageWeights:
                 assert isinstance(law, SecondOrder)
                 storage.write(Content(0, Linear(law.delay + law.lead)), room)
             elif before is not room:
-                storage.copy(before, room)
+                storage.copy(before.flat, room.flat)
         if update.kept is not None:
             storage.keep_true(update.kept)
         self.minibatches += 1
