@@ -34,62 +34,19 @@ namespace {
 int failures = 0;
 long comparisons = 0;
 
-// The vectors of a row that mixes widths which its CUDA kernel does not have: the other policy's.
-struct ByNarrowest : LaunchPolicy {
-  static constexpr VectorOf vector_of = VectorOf::narrowest;
-};
-
-// A kernel's body, every thread of every block in turn. Null where both policies are the same.
-struct HostBody {
-  void (*run)(const TableView&, Settings) = nullptr;
-  int vector = 0;
-};
-template <class Rule>
-struct Narrow {
-  static void run(const TableView& table, Settings settings) {
-    constexpr uint32_t kBlocks = 3;
-    std::vector<typename Rule::Args> args(settings.size);
-    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
-    for (uint32_t block = 0; block < kBlocks; ++block) {
-      for (uint32_t thread = 0; thread < LaunchPolicy::threads; ++thread) {
-        Body<Rule, ByNarrowest>::run(args.data(), table,
-                                     {block, thread, kBlocks, LaunchPolicy::threads});
-      }
-    }
-  }
-  static HostBody kernel() {
-    if constexpr (mixed<Rule>) {
-      return {&run, Body<Rule, ByNarrowest>::vector};
-    } else {
-      return {};
-    }
-  }
-};
-
-HostBody find_narrow(KernelKey key) {
-  HostBody found = find_copy_family<HostBody, Narrow>(key);
-  if (found.run == nullptr) found = find_sgd_family<HostBody, Narrow>(key);
-  if (found.run == nullptr) found = find_adam_family<HostBody, Narrow>(key);
-  return found;
-}
-
 struct Engine {
   const char* name;
   FindCpuKernel cpu;  // null: CUDA
   CpuOptions options = {};
   bool resident = false;
-  bool narrow = false;  // the body alone
 
-  int vector(KernelKey key) const {
-    return cpu != nullptr ? 8 : narrow ? find_narrow(key).vector : find_cuda_kernel(key).vector;
-  }
+  int vector(KernelKey key) const { return cpu != nullptr ? 8 : find_cuda_kernel(key).vector; }
 };
 
 std::vector<Engine> engines() {
   std::vector<Engine> list = {
       {"CUDA", nullptr},
       {"CUDA, resident table", nullptr, {}, true},
-      {"CUDA, by the narrowest", nullptr, {}, false, true},
       {"baseline", find_kernel_baseline, {false, false}},
       {"baseline, streamed", find_kernel_baseline, {false, true}},
       {"chosen, threads", find_cpu_kernel, {true, false}},
@@ -345,7 +302,6 @@ void check(const Case& c, uint64_t seed) {
   Memory reference;
   const char* reference_name = nullptr;
   for (const Engine& engine : engines()) {
-    if (engine.narrow && find_narrow(c.key).run == nullptr) continue;
     Memory memory = copy_of(before, c);
     uint32_t n_chunks = 0;
     const std::vector<Row> rows = make_rows(c, memory, engine.vector(c.key), &n_chunks);
@@ -357,9 +313,7 @@ void check(const Case& c, uint64_t seed) {
                          0,
                          n_chunks,
                          c.options};
-    if (engine.narrow) {
-      find_narrow(c.key).run(view, settings);
-    } else if (engine.cpu == nullptr) {
+    if (engine.cpu == nullptr) {
       run_on_device(engine, c, memory, view, seed);
     } else {
       engine.cpu(c.key)(view, settings, engine.options);
@@ -485,7 +439,13 @@ void check_all() {
           if (op == Operation::sgd_momentum && n_outs > 2) {
             for (Setting& setting : c.settings) setting.out_end[2] = setting.out_end[1] + 1;
           }
-          c.key = {op, w, g, s, o};
+          // As a plan makes it: unused roles repeat the parameters' type.
+          const std::string role = roles(op);
+          const auto used = [&](char r, DType t) {
+            return role.find(r) != std::string::npos ? t : w;
+          };
+          const bool has_outs = streams.size() > role.size();
+          c.key = {op, w, used('g', g), used('s', s), has_outs ? o : used('o', o)};
           c.streams = std::move(streams);
           c.options.gate = scaling[variant];
           c.options.zero_grad = variant == 1 && roles(op)[1] == 'g';
@@ -555,17 +515,17 @@ TEST(Table, RowsAreAlignedToWhatTheirVectorsTake) {
 
 // A launch and the body have the same policy, and the test above sees both.
 TEST(Kernels, WhatMixesWidthsTakesFourElements) {
-  const auto vectors = [](Operation operation, DType w, DType g, DType s, DType o) {
+  const auto vector = [](Operation operation, DType w, DType g, DType s, DType o) {
     const KernelKey key{operation, w, g, s, o};
-    return std::make_pair(find_cuda_kernel(key).vector, find_narrow(key).vector);
+    return find_cuda_kernel(key).vector;
   };
   constexpr auto bf16 = DType::bfloat16, f32 = DType::float32, f64 = DType::float64;
-  EXPECT_EQ(vectors(Operation::adam_step, f32, bf16, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::sgd_momentum, bf16, bf16, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::cast, f32, f32, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::adam_step, f32, f32, f32, f32), std::make_pair(4, 0));
-  EXPECT_EQ(vectors(Operation::copy, bf16, bf16, bf16, bf16), std::make_pair(8, 0));
-  EXPECT_EQ(vectors(Operation::swap, f64, f64, f64, f64), std::make_pair(2, 0));
+  EXPECT_EQ(vector(Operation::adam_step, f32, bf16, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::sgd_momentum, bf16, bf16, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::cast, f32, f32, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::adam_step, f32, f32, f32, f32), 4);
+  EXPECT_EQ(vector(Operation::copy, bf16, bf16, bf16, bf16), 8);
+  EXPECT_EQ(vector(Operation::swap, f64, f64, f64, f64), 2);
 }
 
 TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
