@@ -267,8 +267,7 @@ class RankConnections(Connections):
             before = f"stage {stage.index}, {before}"
 
         def begins(kind: Kind, i: int, j: int) -> None:
-            if board.cause is not None:
-                board.check()
+            board.check()
             microbatch = replica + j * count  # j counts this replica's microbatches
             board.set_action(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 

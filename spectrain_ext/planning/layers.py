@@ -159,14 +159,9 @@ def measure_layers(
         )
         small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
-    device = next(
-        (
-            p.device
-            for m in ([model] if isinstance(model, nn.Module) else model)
-            for p in m.parameters()
-        ),
-        torch.device("cpu"),
-    )
+    modules = [model] if isinstance(model, nn.Module) else model
+    places = (p.device for module in modules for p in module.parameters())
+    device = next(places, torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     where = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
     about = {"model": type(model).__name__, **where}
