@@ -14,7 +14,6 @@ from spectrain_ext.optim import hidden_matrices
 from .data.sources import load_cifar10, load_digits, load_text
 from .data.split import Batches, Split
 from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
-from .models.building import cut_evenly
 from .optimizers import make_any_optimizer, make_scheduler
 from .settings import TrainSettings
 from .workload import Maker, Workload, mean_loss, own
@@ -82,7 +81,6 @@ def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -
         context=settings.context,
         features=data.features,
         classes=data.classes,
-        images=data.kind == "images",
         rank=settings.rank,
         seed=seed,
     )
@@ -97,32 +95,19 @@ def build_model(
     context: int,  # tokens per sample of text
     features: int,  # numbers per sample of other data
     classes: int,  # or characters of a text
-    images: bool,  # whether samples are images, which a residual MLP flattens
     rank: int | None = None,  # of the subspace of speedrun's edges; None: dense edges
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return a model of ``presets.MODELS``, cut into ``stages``."""
-    if model == "residual-mlp":
-        blocks = 6 if depth is None else depth
-        layers = residual_mlp(
-            blocks + 2, features=features, width=width, depth=blocks, classes=classes, seed=seed
-        )
-        if images:
-            layers[0] = nn.Sequential(nn.Flatten(), layers[0])
-        return cut_evenly(layers, stages)
-    if model == "inception-v4":
-        return inception_v4(stages, width=width, classes=classes, seed=seed)
-    make: Callable[..., list[nn.Module]]
-    if model == "vgg16":
-        make = partial(vgg, depth=depth or 16, classes=classes, pool=1)
-    elif model == "resnet":
-        make = partial(resnet, depth=depth or 18, classes=classes, small_images=True)
-    elif model == "snn":
-        make = partial(snn, depth=depth or 7, features=features, classes=classes)
-    elif model == "speedrun":
-        make = partial(speedrun, depth=depth or 8, vocabulary=classes, rank=rank)
-    elif model == "lstm":
-        make = partial(residual_lstm, depth=depth or 6, vocabulary=classes)
-    else:
-        make = partial(gpt, depth=depth or 6, vocabulary=classes, context=context)
-    return make(stages, width=width, seed=seed)
+    """Return a model of ``settings.MODELS``, cut into ``stages``."""
+    makers: dict[str, Callable[..., list[nn.Module]]] = {
+        "residual-mlp": partial(residual_mlp, features=features, classes=classes),
+        "vgg16": partial(vgg, classes=classes),
+        "resnet": partial(resnet, classes=classes),
+        "inception-v4": partial(inception_v4, classes=classes),
+        "snn": partial(snn, features=features, classes=classes),
+        "gpt": partial(gpt, vocabulary=classes, context=context),
+        "lstm": partial(residual_lstm, vocabulary=classes),
+        "speedrun": partial(speedrun, vocabulary=classes, rank=rank),
+    }
+    own_depth = {} if depth is None else {"depth": depth}
+    return makers[model](stages, width=width, seed=seed, **own_depth)

@@ -21,7 +21,7 @@ _SAMPLES = 16  # size of the measured microbatch
 
 
 def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]:
-    """Return a model of ``presets.MODELS`` with one block per layer, and a batch for it.
+    """Return a model of ``settings.MODELS`` with one block per layer, and a batch for it.
 
     A model that fits several data sets gets the sizes of the one that it is the default of.
     """
@@ -30,16 +30,16 @@ def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]
         next(data for data in DATA_SETS if model in models_for(data)),
     )
     sizes = preset(data, model, quick=False)
-    sample = _SAMPLE.get(data, (sizes.context,))
+    depth = sizes.get("depth")
+    sample = _SAMPLE.get(data, (sizes.get("context"),))
     blocks = build_model(
         model,
-        _LAYERS.get(model, (sizes.depth or _DEPTH) + 2),
-        width=sizes.width,
-        depth=sizes.depth,
-        context=sizes.context,
+        _LAYERS.get(model, (depth or _DEPTH) + 2),
+        width=sizes["width"],
+        depth=depth,
+        context=sizes.get("context", 0),
         features=math.prod(sample),
         classes=_CLASSES[data],
-        images=data == "cifar10",
     )
     if data == "text":
         return blocks, torch.randint(_CLASSES[data], (samples, *sample))

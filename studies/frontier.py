@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +197,6 @@ def write_rows(path: Path, rows: Iterable[Any], about: Mapping[str, Any]) -> Non
     """Write rows as JSON; numbers that are not finite become null."""
     document = {**about, "rows": [finite(row) for row in rows]}
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
-
-
-def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
-    write_rows(path, map(asdict, rows), about)
 
 
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:

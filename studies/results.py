@@ -5,15 +5,16 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from spectrain_ext.files import finite, read_json, replace_file
 
 from .looks import REFERENCE
 
+T = TypeVar("T")
 _LARGEST_LOSS = 700.0  # the exponential of more is not a float64
 _LARGEST = 1 << 28  # bytes of a run's file; a million losses take 20 million
 
@@ -174,50 +175,61 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
     }
 
 
+class RunFile(Generic[T]):
+    """The JSON file of a run, found by its name and all that it depends on."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, object]) -> None:
+        text = json.dumps(dict(about), sort_keys=True)
+        self._about = json.loads(text)
+        key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = folder / f"{name}-{key}.json"
+
+    def read(self, convert: Callable[[Any], T]) -> T | None:
+        """Return the finished run, or None if it does not exist or its file is damaged."""
+        try:
+            document = read_json(self.path, _LARGEST)
+            return convert(document["run"]) if document["settings"] == self._about else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return None
+
+    def write(self, run: Mapping[str, object]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"settings": self._about, "run": run}
+        replace_file(self.path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+
+
 class RunStore:
-    """One JSON file per run, identified by method, seed and all else that the run depends on."""
+    """The runs of a comparison by method and seed."""
 
     def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
-        self._folder = folder
-        self._settings = json.loads(json.dumps(dict(settings), sort_keys=True))
-        text = json.dumps(self._settings, sort_keys=True)
-        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._folder, self._settings = folder, settings
+
+    def _file(self, method: str, seed: int) -> RunFile[Run]:
+        return RunFile(self._folder, f"{method}-seed{seed}", self._settings)
 
     def path(self, method: str, seed: int) -> Path:
-        """Return the path of a run's file."""
-        return self._folder / f"{method}-seed{seed}-{self._key}.json"
+        return self._file(method, seed).path
 
     def find(self, method: str, seed: int) -> Run | None:
         """Return the finished run, or None if it does not exist or its file is damaged."""
-        try:
-            document = read_json(self.path(method, seed), _LARGEST)
-            values = document["run"]
-            losses = tuple(float(loss) for loss in values.pop("losses"))
-            run = Run(
-                method=str(values.pop("method")),
-                seed=int(values.pop("seed")),
-                weight_version_bytes=int(values.pop("weight_version_bytes")),
-                losses=losses,
-                **{name: float(value) for name, value in values.items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return None
-        same = document.get("settings") == self._settings
-        sound = (
-            (0 <= run.test_accuracy <= 1 or math.isnan(run.test_accuracy))
-            and 0 <= run.minibatches_per_second < math.inf
-            and run.weight_version_bytes >= 0
-        )
-        return run if same and sound and (run.method, run.seed) == (method, seed) else None
+        run = self._file(method, seed).read(_run_of)
+        return run if run and (run.method, run.seed) == (method, seed) else None
 
     def save(self, run: Run) -> None:
-        """Write a finished run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         values = dataclasses.asdict(run)
         values["losses"] = [as_json(loss) for loss in run.losses]
         values |= {name: as_json(values[name]) for name in ("test_loss", "test_accuracy")}
-        text = json.dumps({"settings": self._settings, "run": values}, indent=1, allow_nan=False)
-        replace_file(self.path(run.method, run.seed), f"{text}\n".encode())
+        self._file(run.method, run.seed).write(values)
+
+
+def _run_of(values: dict[str, Any]) -> Run:
+    return Run(
+        method=str(values.pop("method")),
+        seed=int(values.pop("seed")),
+        weight_version_bytes=int(values.pop("weight_version_bytes")),
+        losses=tuple(float(loss) for loss in values.pop("losses")),
+        **{name: float(value) for name, value in values.items()},
+    )
 
 
 def as_json(value: float) -> float | str:

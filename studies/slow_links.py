@@ -33,11 +33,10 @@ from spectrain_ext.timelines import simulate_method
 from . import REMEDY
 from .frontier import Interval, least, updates_to, write_rows
 from .looks import looks
-from .options import data_dir
+from .options import command_errors, data_dir
 from .report import versions
 from .settings import settle
 from .study import Cell, Curve, maker_in, prepare, run_one, runs_of, search
-from .world import World, agreed
 
 STAGES = 8
 #: From the benchmark: tokens per step, bytes of a token's activation in bfloat16, and a stage's
@@ -110,7 +109,7 @@ class Way(NamedTuple):
     def cell(self, data: Path | None) -> Cell:
         asked = {**TEXT, **SETTINGS[self.setting], "data_dir": data, "codec": self.codec}
         asked |= {"microbatches": self.microbatches, "rank": self.rank}
-        settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
+        settings = settle({**asked, "methods": ["sync"]})
         return Cell(self.method, settings, UPDATES[self.setting], LENGTH)
 
 
@@ -294,7 +293,7 @@ def slow_links(
     require("scipy", "confidence intervals come from SciPy", REMEDY)
     console = plain_console()
     chains = [ways for setting in dict.fromkeys(settings) for ways in chains_of(setting)]
-    with agreed(World()):
+    with command_errors():
         cell = chains[0][0].cell(data_dir)
         prepare(cell, cell.settings.lr, 0, maker_in(cell.settings, out))
         out.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,6 @@ options.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +22,6 @@ from typing import Any
 import torch
 
 from spectrain_ext.codecs import NAMES
-from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
 
@@ -32,7 +29,7 @@ from .builtin import maker_of
 from .contenders import Study, contender
 from .delayed import Delayed, Replicated
 from .options import OptionError
-from .results import as_json
+from .results import RunFile, as_json
 from .settings import TrainSettings, microbatches_in, settle
 from .workload import (
     Maker,
@@ -45,9 +42,7 @@ from .workload import (
     start_rate,
     tested,
 )
-from .world import World
 
-_LARGEST = 1 << 24  # bytes of a run's file
 _POINTS = 20  # points of a curve per synchronous run
 _SMOOTHED = 4  # points that are averaged
 _ENDLESS = 1000  # upper bound of epochs; the cell sets the length of a run
@@ -114,7 +109,7 @@ def cells_of(
                 flushing = all(flushes(phase.schedule) for phase in phases_of(method))
                 parts = changes.get("microbatches", 1 if flushing else m)
                 asked = {**usual, "data_dir": data_dir, "stages": n, "microbatches": parts}
-                settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
+                settings = settle({**asked, "methods": ["sync"]})
                 try:
                     check(method, n, microbatches=parts // replicas)
                 except ValueError as error:
@@ -219,11 +214,11 @@ class Curves:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def _path(self, cell: Cell, lr: float, seed: int) -> tuple[Path, dict[str, Any]]:
+    def _file(self, cell: Cell, lr: float, seed: int) -> RunFile[Curve]:
         settings = dataclasses.asdict(cell.with_rate(lr))
         for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
             del settings[name]
-        asked = {
+        about = {
             "contender": cell.contender,
             "updates": cell.updates,
             "length": cell.length,
@@ -231,34 +226,25 @@ class Curves:
             "settings": settings,
             **source_of_method(cell.contender),
         }
-        if cell.settings.workload is not None:
-            asked |= source_of_workload(cell.settings.workload)
-        asked = json.loads(json.dumps(asked, sort_keys=True))
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
+        if s.workload is not None:
+            about |= source_of_workload(s.workload)
         folder = self._folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
-        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json"
-        return folder / name, asked
+        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}"
+        return RunFile(folder, name, about)
 
     def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
         """Return the finished run, or None if it does not exist or its file is damaged."""
-        path, asked = self._path(cell, lr, seed)
-        try:
-            document = read_json(path, _LARGEST)
-            if {key: document.get(key) for key in asked} != asked:
-                return None
-            points = tuple((int(u), float(loss), float(a)) for u, loss, a in document["points"])
-            return Curve(points, float(document["seconds"])) if points else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return self._file(cell, lr, seed).read(_curve_of)
 
     def save(self, cell: Cell, lr: float, seed: int, curve: Curve) -> None:
-        """Write a finished run."""
-        path, asked = self._path(cell, lr, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
         points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
-        text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
-        replace_file(path, f"{text}\n".encode())
+        self._file(cell, lr, seed).write({"points": points, "seconds": curve.seconds})
+
+
+def _curve_of(run: dict[str, Any]) -> Curve:
+    points = tuple((int(u), float(loss), float(a)) for u, loss, a in run["points"])
+    return Curve(points, float(run["seconds"]))
 
 
 def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[int, Curve]:
@@ -286,7 +272,7 @@ def own_study(workload: str, epochs: int) -> Study:
             "there on",
         )
     asked = {"workload": workload, "epochs": epochs}
-    settings = settle({**asked, "stages": 1, "methods": ["sync"]}, World())
+    settings = settle({**asked, "stages": 1, "methods": ["sync"]})
     first = own(settings, find_method("sync"), 1, 0)
     return Study(asked, epochs * len(first.train), stages=(4,))
 
@@ -309,15 +295,13 @@ def search(
     seeds: Sequence[int],
     first: int,
     *,
-    fine: bool = False,
     reach: int = 2,
 ) -> float:
     """Return the learning rate with the lowest loss, among ``start`` times powers of two.
 
     The search descends from the start until ``reach`` rates on either side are worse, judged by the
     ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
-    start is the result. ``fine`` also tries the best rate times and divided by the square root of
-    two at the end. With only one neighbour on either side the search missed lower losses of
+    start is the result. With only one neighbour on either side the search missed lower losses of
     ``vanilla`` and ``pipemare-t2`` (digits, eight stages): the loss has several minima over the
     rate.
     """
@@ -337,8 +321,6 @@ def search(
         if better == best or abs(better) > 6:
             break
         best = better
-    if first and fine:
-        best = min((best, best + 0.5, best - 0.5), key=loss)
     for seed in seeds:
         run_one(folder, cell, rate(best), seed)
     return rate(best)
@@ -350,7 +332,6 @@ def search_all(
     seeds: Sequence[int],
     first: int,
     *,
-    fine: bool = False,
     jobs: int = 1,
 ) -> Iterator[tuple[Cell, float]]:
     """Search every cell, starting at its settings' learning rate; yield each result when done.
@@ -359,11 +340,9 @@ def search_all(
     """
     if jobs == 1:
         for cell in cells:
-            yield cell, search(folder, cell, cell.settings.lr, seeds, first, fine=fine)
+            yield cell, search(folder, cell, cell.settings.lr, seeds, first)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        todo = {
-            pool.submit(search, folder, c, c.settings.lr, seeds, first, fine=fine): c for c in cells
-        }
+        todo = {pool.submit(search, folder, c, c.settings.lr, seeds, first): c for c in cells}
         for done in as_completed(todo):
             yield todo[done], done.result()

@@ -87,18 +87,15 @@ def tested(
     test: Iterable[Batch],
     loss: Callable[[Any, Any], Tensor] = mean_loss,
     device: torch.device | str = "cpu",
-    told: Callable[..., None] = lambda *words: None,
 ) -> tuple[float, float]:
     """Return accuracy and mean loss over all targets; leave the model in evaluation mode.
 
-    The accuracy is nan if targets are not classes. ``told`` is called with the progress from time
-    to time.
+    The accuracy is nan if targets are not classes.
     """
     model.eval()
     total, correct, count = 0.0, 0.0, 0
     with torch.no_grad():
-        for number, (inputs, targets) in enumerate(test):
-            told("testing with minibatch", number)
+        for inputs, targets in test:
             outputs = model(inputs.to(device)).cpu()
             total += loss(outputs, targets).item() * targets.numel()
             count += targets.numel()

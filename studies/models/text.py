@@ -264,7 +264,7 @@ class LSTMBlock(nn.Module):
 
 
 def residual_lstm(
-    stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
+    stages: int, *, vocabulary: int, width: int = 128, depth: int = 6, seed: int = 0
 ) -> list[nn.Module]:
     """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 

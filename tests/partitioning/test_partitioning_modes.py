@@ -126,7 +126,7 @@ class Net(nn.Module):
 
     def __init__(self, blocks):
         super().__init__()
-        layers = resnet(10, width=4, small_images=True, seed=1)
+        layers = resnet(10, width=4, seed=1)
         self.body = nn.Sequential(*layers[:blocks], nn.AdaptiveAvgPool2d(2), nn.Flatten())
 
     def forward(self, x):

@@ -23,7 +23,6 @@ from studies.builtin import maker_of
 from studies.report import describe, versions
 from studies.results import Run, RunStore, summarize, write_results
 from studies.settings import TrainSettings, settle
-from studies.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
@@ -53,9 +52,9 @@ def opening(document: str, heading: str) -> str:
 @pytest.fixture
 def about(tmp_path: Path) -> dict[str, object]:
     pytest.importorskip("sklearn")
-    settings = settle({"methods": ["sync"]}, World(), quick=True)
+    settings = settle({"methods": ["sync"]}, quick=True)
     workload = maker_of(settings, tmp_path)(settings, find_method("sync"), 1, 0)
-    return describe(settings, workload, World())
+    return describe(settings, workload)
 
 
 def test_results(tmp_path: Path, about: dict[str, Any]) -> None:

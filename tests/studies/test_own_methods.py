@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers import cli_programs
 from helpers.cli_programs import undrawn
-from helpers.ranks import free_port, run_ranks
 
 from spectrain_ext.cli import options
 from spectrain_ext.cli.__main__ import main
@@ -207,21 +205,3 @@ def test_all_and_ones_own(module: str) -> None:
 
     assert choose_methods([f"{module}:mine", "all"]) == (*methods(), f"{module}:mine")
     assert options.method_of("auto") is find_method("auto")
-
-
-@pytest.mark.processes
-def test_over_processes(module: str, tmp_path: Path) -> None:
-    """The ranks find the module in their working directory, which is this process's."""
-    asked = (*FAST, "-m", f"{module}:whole", "--out")
-    ends = run_ranks(cli_programs.train, 2, free_port(), *asked, "together")
-    assert [code for code, _ in ends] == [0, 0], ends
-    alone = _spectrain("train", *asked, "alone")
-    assert alone.exit_code == 0, alone.output
-    assert _losses(tmp_path / "together") == _losses(tmp_path / "alone")
-    assert list(_losses(tmp_path / "alone")) == ["whole"]
-    (code, told), (other, silent) = run_ranks(
-        cli_programs.train, 2, free_port(), *FAST, "-m", f"{module}:number"
-    )
-    assert code == other == 2
-    assert " ".join(told.split()).count("is of type int, expected a") == 1
-    assert silent == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
-from studies.frontier import Interval, Row, frontier_table, rows_of, write_frontier
+from studies.frontier import Interval, Row, frontier_table, rows_of, write_rows
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
 from studies.workload import stages_in
 
@@ -94,26 +94,6 @@ def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(study, "train", train)
     (cell,) = _cells("vanilla", microbatches=("1",))
     assert search(tmp_path, cell, 0.05, range(2), first=2) == pytest.approx(0.0125)
-
-
-@pytest.mark.parametrize(("best", "power"), [(0.11, 1.0), (0.135, 1.5), (0.075, 0.5)])
-def test_finer_rates_lie_half_a_factor_of_two_beside_the_best(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, best: float, power: float
-) -> None:
-    asked = []
-
-    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
-        asked.append((round(math.log2(lr / 0.05), 6), seed))
-        return Curve(((20, 1.0 + abs(math.log(lr / best)), 0.5),), 1.0)
-
-    monkeypatch.setattr(study, "train", train)
-    (cell,) = _cells("vanilla", microbatches=("1",))
-    search(tmp_path, cell, 0.05, range(3), first=2)
-    before = len(asked)
-    found = search(tmp_path, cell, 0.05, range(3), first=2, fine=True)
-    assert found == pytest.approx(0.05 * 2**power)
-    last = {(power, 2)} - {(1.0, 2)}  # trained by the first search
-    assert sorted(asked[before:]) == sorted({(0.5, 0), (0.5, 1), (1.5, 0), (1.5, 1)} | last)
 
 
 def test_uniform_delays_are_those_of_the_first_stage(tmp_path: Path) -> None:
@@ -268,7 +248,7 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
     assert second.gap.mean == pytest.approx((2.76667 / 2.15 + 3.76667 / 3.15) / 2 - 1, rel=1e-4)
     assert second.gap.low < second.gap.mean < second.gap.high
     assert first.time > second.time, "a flush has its bubble"
-    write_frontier(tmp_path / "f.json", [first, second], {"data": "digits"})
+    write_rows(tmp_path / "f.json", map(asdict, [first, second]), {"data": "digits"})
     document = json.loads((tmp_path / "f.json").read_text())
     assert document["rows"][1]["updates"]["1.0"] == pytest.approx(second.updates[1.0])
 
@@ -306,7 +286,7 @@ def test_the_command_trains_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(study, "train", train)
     otherwise = "--optimizer adamw --lr-schedule cosine --updates 10 --length 1.5"
     options = ["--stages", "3", "--microbatches", "1", "-m", "auto,auto-rotation", "--seeds", "1"]
-    arguments = ["study", *options, *otherwise.split(), "--fine", "--out", str(tmp_path)]
+    arguments = ["study", *options, *otherwise.split(), "--out", str(tmp_path)]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     assert dict.fromkeys(asked) == {
@@ -315,14 +295,14 @@ def test_the_command_trains_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("auto-rotation", "basis-rotation", "cosine", 15): None,
     }
     document = json.loads((tmp_path / "frontier.json").read_text())
-    assert f" {otherwise} --seeds 1 --fine" in document["command"]
+    assert f" {otherwise} --seeds 1" in document["command"]
     assert document["settings"]["optimizer"] == "adamw"
-    assert {round(row["lr"], 3) for row in document["rows"]} == {0.071}
+    assert {round(row["lr"], 3) for row in document["rows"]} == {0.05}
     own = ["--workload", "examples.own_workload:digits_mlp"]
     for bad, said in (
         ([*own, "--lr-schedule", "cosine"], "makes its own"),
         ([*own, "--epochs", "1", "--updates", "9"], "not both"),
-        (["--data", "paper-snn", "--fine"], "seek learning rates"),
+        (["--data", "paper-snn", "--optimizer", "sgd"], "seek learning rates"),
         (["--length", "0.5"], "--length"),
     ):
         refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])
