@@ -12,7 +12,7 @@ from spectrain_ext.method import Method
 from spectrain_ext.optim import hidden_matrices
 
 from .data.sources import load_cifar10, load_digits, load_text
-from .data.split import Batches, Split
+from .data.split import Batches, Split, Tests
 from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
 from .optimizers import make_any_optimizer, make_scheduler
 from .settings import TrainSettings
@@ -29,7 +29,6 @@ def maker_of(settings: TrainSettings, cache: Path) -> Maker:
 def builtin(
     data: Split, settings: TrainSettings, method: Method, stages: int, seed: int
 ) -> Workload:
-    """Return the workload of the settings on a data set."""
     modules = build_stages(settings, stages, seed, data)
     # between the embedding and the head
     hidden: set[Tensor] = {
@@ -45,7 +44,7 @@ def builtin(
         scheduler=make_scheduler(settings, settings.updates or settings.epochs * len(train)),
         loss=mean_loss,
         train=train,
-        test=data.tests(),
+        test=Tests(data),
         judged="perplexity" if data.kind == "text" else "accuracy",
         about={
             "data_name": data.name,
@@ -98,7 +97,6 @@ def build_model(
     rank: int | None = None,  # of the subspace of speedrun's edges; None: dense edges
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return a model of ``settings.MODELS``, cut into ``stages``."""
     makers: dict[str, Callable[..., list[nn.Module]]] = {
         "residual-mlp": partial(residual_mlp, features=features, classes=classes),
         "vgg16": partial(vgg, classes=classes),

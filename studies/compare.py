@@ -24,7 +24,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import Comparison, describe, versions
-from .results import Run, RunStore, as_json
+from .results import Run, RunFile, as_json
 from .settings import TrainSettings, stages_of
 from .workload import epochs_of, source_of_method, stages_in, tested
 
@@ -39,16 +39,9 @@ _KEPT = 2  # checkpoints: the newest, and another in case it is damaged
 
 
 def train_all(asked: Comparison) -> list[Run]:
-    """Train every method with every seed; read finished runs and save new ones.
-
-    Earlier runs are kept after any error.
-    """
+    """Train every method with every seed; read finished runs and save new ones."""
     settings = asked.settings
     about = {**describe(settings, asked.first), **versions()}
-    stores = {
-        name: RunStore(asked.folder / "runs", {**about, **source_of_method(name)})
-        for name in settings.methods
-    }
     per_run = settings.epochs * len(asked.first.train)
     count = len(settings.seeds) * len(settings.methods)
     runs = []
@@ -56,14 +49,16 @@ def train_all(asked: Comparison) -> list[Run]:
     with threads(settings.threads), Progress(asked.console, per_run, count) as progress:
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
-            for name, store in stores.items():
+            for name in settings.methods:
                 method = method_of(name)
                 progress.begin(method.name, f"{number}/{len(settings.seeds)}")
-                run = store.find(method.name, seed)
-                folder = asked.folder / "checkpoints" / store.path(method.name, seed).stem
+                mine = {**about, **source_of_method(name)}
+                file = RunFile(asked.folder / "runs", f"{method.name}-seed{seed}", mine, Run)
+                run = file.read()
+                folder = asked.folder / "checkpoints" / file.path.stem
                 if run is None:
                     run = train_once(settings, name, seed, asked, progress, folder)
-                    store.save(run)
+                    file.write(run)
                 else:
                     found += 1
                     progress.skip(per_run)
@@ -84,11 +79,7 @@ def train_once(
     progress: Progress,
     folder: Path,
 ) -> Run:
-    """Train the method ``name`` with the weights and batch order of ``seed``, then test it.
-
-    Weights and order depend only on ``seed`` and ``settings``, so that methods are comparable.
-    ``folder`` is for this run's checkpoints.
-    """
+    """Train a method with the weights and batch order of ``seed``, then test it."""
     torch.manual_seed(seed)
     method = method_of(name)
     count = stages_of(method, settings)
@@ -156,7 +147,6 @@ class _Log:
         self._began: float | None = None
 
     def restore(self, manager: CheckpointManager) -> None:
-        """Continue from the newest checkpoint, if there is one."""
         loaded = manager.restore()
         if loaded is None:
             return
@@ -178,7 +168,6 @@ class _Log:
             yield batch
 
     def add(self, result: Result) -> None:
-        """Count a minibatch, and record its loss."""
         self.minibatches += 1
         self._fresh.append(result.loss)
 

@@ -91,11 +91,7 @@ class DelayedStage:
         self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
 
     def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
-        """Return what the next minibatch's forwards and backwards compute with.
-
-        Reads the schedule up to that minibatch's update, and holds the weights that are named
-        there.
-        """
+        """Hold and return what the forwards and backwards up to the next update compute with."""
         if self.weights is None:
             return [(None, None)] * len(self._microbatches)
         versions, backwards = self._versions, []
@@ -199,11 +195,7 @@ class DelayedStage:
 
 
 def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]:
-    """Return the places, in each phase, of stages that are all late by ``delay`` updates.
-
-    Each has the place of the first of delay + 1 stages with one microbatch. Phases that flush have
-    no delay.
-    """
+    """Return the places, by phase, of stages that are all like the first of delay + 1 stages."""
     late = [Place(0, delay + 1, delay + 1, latest=delay)] * stages
     return [
         places_of(phase, stages, 1) if flushes(phase.schedule) else late

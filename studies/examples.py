@@ -13,7 +13,7 @@ from .builtin import build_model
 from .settings import DATA_SETS, DEFAULT_MODEL, models_for, preset
 
 _CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # text: the characters of tiny Shakespeare
-_SAMPLE = {"digits": (64,), "cifar10": (3, 32, 32)}
+_SAMPLE: dict[str, tuple[int, ...]] = {"digits": (64,), "cifar10": (3, 32, 32)}
 # other models: the depth plus two
 _LAYERS = {"vgg16": 16, "resnet": 10, "inception-v4": 21, "snn": 8}
 _DEPTH = 6
@@ -21,17 +21,14 @@ _SAMPLES = 16  # size of the measured microbatch
 
 
 def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]:
-    """Return a model of ``settings.MODELS`` with one block per layer, and a batch for it.
-
-    A model that fits several data sets gets the sizes of the one that it is the default of.
-    """
+    """Return a model of ``settings.MODELS`` with one block per layer, and a batch for it."""
     data = next(
         (data for data, usual in DEFAULT_MODEL.items() if usual == model),
         next(data for data in DATA_SETS if model in models_for(data)),
     )
     sizes = preset(data, model, quick=False)
     depth = sizes.get("depth")
-    sample = _SAMPLE.get(data, (sizes.get("context"),))
+    sample = _SAMPLE.get(data, (sizes.get("context", 0),))
     blocks = build_model(
         model,
         _LAYERS.get(model, (depth or _DEPTH) + 2),
@@ -47,7 +44,6 @@ def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]
 
 
 def _example(model: str) -> Callable[[], tuple[list[nn.Module], Tensor]]:
-    """Return what ``spectrain plan --model studies.examples:NAME`` needs."""
     return partial(blocks_and_batch, model, _SAMPLES)
 
 

@@ -73,7 +73,6 @@ class Row:
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
-    """Compare the finished runs of every cell at its best learning rate."""
     runs = {cell: runs_of(folder, cell, lr, seeds) for cell, lr in found.items()}
     reference = {c.settings.stages: runs[c] for c in found if c.contender == "sync"}
     rows: list[Row] = []
@@ -121,7 +120,6 @@ def _at(curve: Curve, updates: int) -> tuple[float, float]:
 
 
 def least(curve: Curve, updates: float) -> float:
-    """Return the lowest loss within the first ``updates`` updates."""
     return min(loss for update, loss, _ in curve.points if update <= updates)
 
 
@@ -167,7 +165,6 @@ def _delay(cell: Cell) -> int:
 
 
 def frontier_table(rows: Sequence[Row]) -> Table:
-    """Return a table with one row per cell."""
     table = plain_table(
         f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
@@ -200,7 +197,6 @@ def write_rows(path: Path, rows: Iterable[Any], about: Mapping[str, Any]) -> Non
 
 
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw the gap of every contender over the delay."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         axes.axhline(0.0, color="black", linewidth=1.0)

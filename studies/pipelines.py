@@ -33,7 +33,6 @@ def build_pipeline(
     *,
     devices: Sequence[str] | None = None,
 ) -> Pipeline:
-    """Return the pipeline of a method with all options of the settings."""
     return Pipeline(
         list(stages),
         workload.optimizer,

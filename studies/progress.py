@@ -71,7 +71,6 @@ class Progress:
         self._left -= minibatches
 
     def advance(self, loss: Tensor) -> None:
-        """Count one minibatch with this loss."""
         if self._console.is_terminal:
             self._bar.advance(self._task)
             return
@@ -97,5 +96,4 @@ class Progress:
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Return the rate, empty until it is known."""
         return Text("" if task.speed is None else f"{task.speed:.0f}/s")

@@ -60,7 +60,6 @@ def describe(settings: TrainSettings, workload: Workload) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run depends on."""
     return {
         "spectrain_ext": build_info()["version"],
         "python": platform.python_version(),
@@ -120,10 +119,7 @@ def _setting(settings: TrainSettings) -> str:
 def comparison_table(
     results: Sequence[MethodResult], test_samples: int | None, metric: Metric = ACCURACY
 ) -> Table:
-    """Return one row per method; with several seeds, mean and standard deviation.
-
-    ``test_samples``, if known, gives the worth of one sample in the accuracy column.
-    """
+    """Return one row per method; with several seeds, mean and standard deviation."""
     seeds = len(results[0].runs) if results else 0
     several = f"{seeds} seed{'s' * (seeds != 1)}"
     table = Table(

@@ -5,16 +5,15 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from spectrain_ext.files import finite, read_json, replace_file
 
 from .looks import REFERENCE
 
-T = TypeVar("T")
 _LARGEST_LOSS = 700.0  # the exponential of more is not a float64
 _LARGEST = 1 << 28  # bytes of a run's file; a million losses take 20 million
 
@@ -38,8 +37,22 @@ class Run:
 
     @property
     def perplexity(self) -> float:
-        """Return ``exp(test_loss)``."""
         return math.exp(self.test_loss) if self.test_loss < _LARGEST_LOSS else math.inf
+
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self:
+        return cls(
+            method=str(run.pop("method")),
+            seed=int(run.pop("seed")),
+            weight_version_bytes=int(run.pop("weight_version_bytes")),
+            losses=tuple(float(loss) for loss in run.pop("losses")),
+            **{name: float(value) for name, value in run.items()},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        values["losses"] = [as_json(loss) for loss in self.losses]
+        return values | {key: as_json(values[key]) for key in ("test_loss", "test_accuracy")}
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,6 @@ class MethodResult:
 
 
 def summarize(runs: Sequence[Run]) -> list[MethodResult]:
-    """Group ``runs`` by method, in order of first appearance."""
     methods = dict.fromkeys(run.method for run in runs)
     return [
         MethodResult(method, tuple(run for run in runs if run.method == method))
@@ -175,61 +187,40 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
     }
 
 
-class RunFile(Generic[T]):
+class Kept(Protocol):
+    """A run that a file keeps."""
+
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class RunFile(Generic[K]):
     """The JSON file of a run, found by its name and all that it depends on."""
 
-    def __init__(self, folder: Path, name: str, about: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, name: str, about: Mapping[str, object], kind: type[K]) -> None:
         text = json.dumps(dict(about), sort_keys=True)
-        self._about = json.loads(text)
+        self._about, self._kind = json.loads(text), kind
         key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
         self.path = folder / f"{name}-{key}.json"
 
-    def read(self, convert: Callable[[Any], T]) -> T | None:
+    def read(self) -> K | None:
         """Return the finished run, or None if it does not exist or its file is damaged."""
         try:
             document = read_json(self.path, _LARGEST)
-            return convert(document["run"]) if document["settings"] == self._about else None
+            same = document["settings"] == self._about
+            return self._kind.of_json(document["run"]) if same else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
 
-    def write(self, run: Mapping[str, object]) -> None:
+    def write(self, run: K) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        document = {"settings": self._about, "run": run}
+        document = {"settings": self._about, "run": run.to_json()}
         replace_file(self.path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
-
-
-class RunStore:
-    """The runs of a comparison by method and seed."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
-        self._folder, self._settings = folder, settings
-
-    def _file(self, method: str, seed: int) -> RunFile[Run]:
-        return RunFile(self._folder, f"{method}-seed{seed}", self._settings)
-
-    def path(self, method: str, seed: int) -> Path:
-        return self._file(method, seed).path
-
-    def find(self, method: str, seed: int) -> Run | None:
-        """Return the finished run, or None if it does not exist or its file is damaged."""
-        run = self._file(method, seed).read(_run_of)
-        return run if run and (run.method, run.seed) == (method, seed) else None
-
-    def save(self, run: Run) -> None:
-        values = dataclasses.asdict(run)
-        values["losses"] = [as_json(loss) for loss in run.losses]
-        values |= {name: as_json(values[name]) for name in ("test_loss", "test_accuracy")}
-        self._file(run.method, run.seed).write(values)
-
-
-def _run_of(values: dict[str, Any]) -> Run:
-    return Run(
-        method=str(values.pop("method")),
-        seed=int(values.pop("seed")),
-        weight_version_bytes=int(values.pop("weight_version_bytes")),
-        losses=tuple(float(loss) for loss in values.pop("losses")),
-        **{name: float(value) for name, value in values.items()},
-    )
 
 
 def as_json(value: float) -> float | str:

@@ -62,12 +62,10 @@ DEFAULT_MODEL = {"digits": "residual-mlp", "cifar10": "resnet", "text": "gpt"}
 
 
 def models_for(data: str) -> tuple[str, ...]:
-    """Return the models that can be trained on a data set."""
     return tuple(model for known, model in _PRESETS if known == data)
 
 
 def preset(data: str, model: str, *, quick: bool) -> dict[str, Any]:
-    """Return the default options for a data set and one of its models."""
     changes = {**_QUICK[data], **_QUICK_MODEL.get((data, model), {})} if quick else {}
     return {**_PRESETS[data, model], **changes}
 
@@ -82,10 +80,7 @@ AUTO = "auto"  # the method that reports its choice
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings shared by all methods and seeds of a comparison.
-
-    Settings that a workload of ``module:function`` decides itself are empty or 0.
-    """
+    """Settings of a comparison; those that the function of --workload decides are empty or 0."""
 
     workload: str | None = None  # module:function
     given: tuple[tuple[str, Any], ...] = ()  # what it is called with as well
@@ -198,7 +193,6 @@ def _fill_own(options: dict[str, Any], quick: bool) -> None:
 
 
 def choose_devices(names: Sequence[str], stages: int) -> tuple[str, ...]:
-    """Return one device name per stage from at most ``stages`` names."""
     if not 1 <= len(names) <= stages:
         raise OptionError(
             "devices", f"expected 1 to {stages} devices for {stages} stages, got {len(names)}"

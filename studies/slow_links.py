@@ -96,7 +96,6 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the edge format."""
         return self.codec if self.rank is None else "subspace"
 
     @property
@@ -204,7 +203,6 @@ def _stands_for(way: Way, method: str, m: int) -> bool:
 
 
 def best_of(rows: Iterable[Row]) -> list[Row]:
-    """Return the fastest row for each setting, method and codec."""
     found: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.way.setting, row.method, row.way.name
@@ -222,7 +220,6 @@ _DASHES: Mapping[str, Any] = {
 
 
 def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
-    """Draw mean test losses over the time on these links, one line per row."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         drawn = looks(row.method for row in curves)
@@ -243,7 +240,6 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
 
 
 def table_of(rows: Iterable[Row]) -> Table:
-    """Return the rows as a table for the terminal."""
     table = plain_table(
         "Against 1f1b in bfloat16 with its best M",
         *("", "method", "codec", "M", "lr", "steps", "seeds", "s per step", "time"),

@@ -17,7 +17,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -50,19 +50,15 @@ _ENDLESS = 1000  # upper bound of epochs; the cell sets the length of a run
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender with one number of stages and of microbatches.
-
-    ``length`` is in synchronous runs of ``updates`` updates each.
-    """
+    """One contender with one number of stages and of microbatches."""
 
     contender: str
     settings: TrainSettings
-    updates: int
-    length: float
+    updates: int  # of a synchronous run
+    length: float  # of a run, in synchronous ones
 
     @property
     def total(self) -> int:
-        """Updates of a run."""
         return round(self.updates * self.length)
 
     @property
@@ -142,8 +138,16 @@ class Curve:
 
     @property
     def loss(self) -> float:
-        """Loss at the end."""
         return self.points[-1][1]
+
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self:
+        points = tuple((int(u), float(loss), float(a)) for u, loss, a in run["points"])
+        return cls(points, float(run["seconds"]))
+
+    def to_json(self) -> dict[str, Any]:
+        points = [(u, as_json(loss), as_json(a)) for u, loss, a in self.points]
+        return {"points": points, "seconds": self.seconds}
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -187,7 +191,6 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
 
 
 def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
-    """Train one cell with one learning rate and seed."""
     workload, replicas = prepare(cell, lr, seed, make)
     training: Delayed | Replicated = replicas[0]
     averaging = contender(cell.contender).averaging
@@ -208,48 +211,29 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     return Curve(tuple(points), time.perf_counter() - began)
 
 
-class Curves:
-    """The finished runs of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _file(self, cell: Cell, lr: float, seed: int) -> RunFile[Curve]:
-        settings = dataclasses.asdict(cell.with_rate(lr))
-        for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
-            del settings[name]
-        about = {
-            "contender": cell.contender,
-            "updates": cell.updates,
-            "length": cell.length,
-            "seed": seed,
-            "settings": settings,
-            **source_of_method(cell.contender),
-        }
-        s = cell.settings
-        if s.workload is not None:
-            about |= source_of_workload(s.workload)
-        folder = self._folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
-        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}"
-        return RunFile(folder, name, about)
-
-    def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
-        """Return the finished run, or None if it does not exist or its file is damaged."""
-        return self._file(cell, lr, seed).read(_curve_of)
-
-    def save(self, cell: Cell, lr: float, seed: int, curve: Curve) -> None:
-        points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
-        self._file(cell, lr, seed).write({"points": points, "seconds": curve.seconds})
-
-
-def _curve_of(run: dict[str, Any]) -> Curve:
-    points = tuple((int(u), float(loss), float(a)) for u, loss, a in run["points"])
-    return Curve(points, float(run["seconds"]))
+def run_file(folder: Path, cell: Cell, lr: float, seed: int) -> RunFile[Curve]:
+    settings = dataclasses.asdict(cell.with_rate(lr))
+    for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
+        del settings[name]
+    about = {
+        "contender": cell.contender,
+        "updates": cell.updates,
+        "length": cell.length,
+        "seed": seed,
+        "settings": settings,
+        **source_of_method(cell.contender),
+    }
+    s = cell.settings
+    if s.workload is not None:
+        about |= source_of_workload(s.workload)
+    below = folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
+    name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}"
+    return RunFile(below, name, about, Curve)
 
 
 def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[int, Curve]:
     """Return the finished runs, with the tests that they are judged by, by seed."""
-    read = {seed: Curves(folder).find(cell, lr, seed) for seed in seeds}
+    read = {seed: run_file(folder, cell, lr, seed).read() for seed in seeds}
     return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
 
 
@@ -264,7 +248,6 @@ def maker_in(settings: TrainSettings, folder: Path) -> Maker:
 
 
 def own_study(workload: str, epochs: int) -> Study:
-    """Return the study of a workload made by ``module:function``."""
     if start_rate(workload) is None:
         raise OptionError(
             "workload",
@@ -279,12 +262,12 @@ def own_study(workload: str, epochs: int) -> Study:
 
 def run_one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
     """Return the run of a cell with this rate and seed; train it if the folder does not have it."""
-    curves = Curves(folder)
-    found = curves.find(cell, lr, seed)
+    file = run_file(folder, cell, lr, seed)
+    found = file.read()
     if found is None:
         torch.set_num_threads(1)
         found = train(cell, lr, seed, maker_in(cell.settings, folder))
-        curves.save(cell, lr, seed, found)
+        file.write(found)
     return found
 
 
@@ -334,10 +317,7 @@ def search_all(
     *,
     jobs: int = 1,
 ) -> Iterator[tuple[Cell, float]]:
-    """Search every cell, starting at its settings' learning rate; yield each result when done.
-
-    With several ``jobs``, each is a process with one thread.
-    """
+    """Search every cell in ``jobs`` processes of one thread; yield each result when done."""
     if jobs == 1:
         for cell in cells:
             yield cell, search(folder, cell, cell.settings.lr, seeds, first)

@@ -214,7 +214,6 @@ def _work(data: str | None, workload: str | None, epochs: int | None, updates: i
 
 
 def _otherwise(work: Study, **chosen: str | None) -> Study:
-    """Return the study with the settings that are not None."""
     settings = {name: value for name, value in chosen.items() if value is not None}
     if "workload" in work.settings and "lr_schedule" in settings:
         raise OptionError("lr-schedule", "is of --data; the function of --workload makes its own")

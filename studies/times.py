@@ -100,10 +100,7 @@ def minibatch_time(method: Method, microbatches: int, work: Work) -> float:
 
 
 def relative_times(settings: TrainSettings, make: Maker) -> dict[str, float]:
-    """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble.
-
-    If a device has several stages, the work of as many stages counts.
-    """
+    """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble."""
     works: dict[int, Work] = {}
 
     def work_of(stages: int) -> Work:

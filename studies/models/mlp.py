@@ -33,10 +33,7 @@ def residual_mlp(
     classes: int = 10,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model in ``stages`` modules on samples of ``features`` values.
-
-    Its layers are a Linear, ``depth`` residual blocks, and a LayerNorm with a Linear.
-    """
+    """Return a Linear, ``depth`` residual blocks, and a norm with a Linear, in ``stages``."""
     with seeded(seed):
         layers: list[nn.Module] = [nn.Sequential(nn.Flatten(), nn.Linear(features, width))]
         layers += [ResidualBlock(width) for _ in range(depth)]

@@ -266,11 +266,7 @@ class LSTMBlock(nn.Module):
 def residual_lstm(
     stages: int, *, vocabulary: int, width: int = 128, depth: int = 6, seed: int = 0
 ) -> list[nn.Module]:
-    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
-
-    It can be cut between its layers: an embedding, ``depth`` LSTM blocks, and a LayerNorm with a
-    Linear. The initial weights are torch's defaults, except for smaller embedding weights.
-    """
+    """Return an embedding, ``depth`` blocks, and a norm with a Linear in ``stages`` modules."""
     with seeded(seed):
         embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(embedding.weight, 0.0, 0.1)

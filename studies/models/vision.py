@@ -24,11 +24,7 @@ _EXPANSION = 4  # output channels of a bottleneck per channel inside
 
 
 class Block(nn.Module):
-    """A residual block of convolutions.
-
-    Maps ``(batch, channels, H, W)`` to the last convolution's channels; its stride reduces height
-    and width.
-    """
+    """A residual block of convolutions; its stride reduces height and width."""
 
     def __init__(self, channels: int, convolutions: list[tuple[int, int, int]]) -> None:
         super().__init__()
@@ -106,10 +102,7 @@ _HIDDEN = 64  # units of the head per unit of width; 4,096 in the original
 def vgg(
     stages: int, *, depth: int = 16, width: int = 64, classes: int = 10, seed: int = 0
 ) -> list[nn.Module]:
-    """Return VGG in ``stages`` modules.
-
-    Its ``depth`` layers are a convolution or a Linear each, with the modules that follow it.
-    """
+    """Return VGG in ``stages`` modules; ``depth`` layers have a convolution or a Linear each."""
     if depth not in _GROUPS:
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
     with seeded(seed):

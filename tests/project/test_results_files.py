@@ -21,7 +21,7 @@ from studies import frontier
 from studies.__main__ import main
 from studies.builtin import maker_of
 from studies.report import describe, versions
-from studies.results import Run, RunStore, summarize, write_results
+from studies.results import Run, RunFile, summarize, write_results
 from studies.settings import TrainSettings, settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,8 +77,7 @@ def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
 
 
 def test_single_runs(tmp_path: Path, about: dict[str, object]) -> None:
-    store = RunStore(tmp_path, about)
-    store.save(RUN)
+    RunFile(tmp_path, "sync-seed0", about, Run).write(RUN)
     (path,) = tmp_path.glob("sync-seed0-*.json")
     document = json.loads(path.read_text())
     (names,) = tables("bench/results/FILES.md", "Single runs")

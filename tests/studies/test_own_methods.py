@@ -152,15 +152,14 @@ def test_a_correction_of_ones_own(module: str, profile: str, name: str, said: st
 
 def test_a_study_finds_it_by_its_module(module: str) -> None:
     from studies.contenders import STUDIES, contender
-    from studies.study import Curves, cells_of
+    from studies.study import cells_of, run_file
 
     (cell,) = cells_of(STUDIES["digits"], None, [2], ["1"], [f"{module}:mine"])
     assert contender(cell.contender).method.name == "mine"
-    path, asked = Curves(Path())._path(cell, 0.1, 0)
+    path = run_file(Path(), cell, 0.1, 0).path
     assert ":" not in path.name
-    assert asked["method"] == f"{module}:mine"
     (Path.cwd() / f"{module}.py").write_text(MODULE.format(ahead=3))
-    assert Curves(Path())._path(cell, 0.1, 0)[0] != path
+    assert run_file(Path(), cell, 0.1, 0).path != path
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
 from studies.frontier import Interval, Row, frontier_table, rows_of, write_rows
-from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
+from studies.study import Cell, Curve, cells_of, run_file, search, smoothed
 from studies.workload import stages_in
 
 SMALL = contenders.Study(
@@ -135,7 +135,7 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
     assert [cell.length for cell in cells_of(decaying, None, [3], ["1"], ("auto",))] == [1.0]
     cells = cells_of(decaying, None, [3], ["1"], ("sync", "auto"), 1.5)
     assert [cell.total for cell in cells] == [20, 30]
-    make, curves = study.maker_in(cells[0].settings, tmp_path), Curves(tmp_path)
+    make = study.maker_in(cells[0].settings, tmp_path)
     for cell, loss in zip(cells, (2.0, 1.0), strict=True):
         scheduler = make(cell.with_rate(0.1), find_method("sync"), 3, 0).scheduler
         assert scheduler is not None
@@ -143,7 +143,7 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
         assert factor(cell.total // 2) == pytest.approx(0.5)
         assert factor(cell.total) == pytest.approx(0.0)
         tests = tuple((u, loss if u == cell.total else 5.0, 0.5) for u in range(1, cell.total + 1))
-        curves.save(cell, 0.1, 0, Curve(tests, 1.0))
+        run_file(tmp_path, cell, 0.1, 0).write(Curve(tests, 1.0))
     first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
     assert second.gap.mean == pytest.approx(-0.5)
@@ -216,26 +216,24 @@ def test_hybrids_change_after_their_share_of_the_updates() -> None:
 def test_a_run_is_found_again_and_nothing_else(tmp_path: Path) -> None:
     (cell,) = _cells("auto", microbatches=("N",))
     curve = Curve(((10, 2.0, 0.25), (20, math.inf, 0.0)), 1.5)
-    curves = Curves(tmp_path)
-    assert curves.find(cell, 0.1, 3) is None
-    curves.save(cell, 0.1, 3, curve)
-    assert curves.find(cell, 0.1, 3) == curve
+    assert run_file(tmp_path, cell, 0.1, 3).read() is None
+    run_file(tmp_path, cell, 0.1, 3).write(curve)
+    assert run_file(tmp_path, cell, 0.1, 3).read() == curve
     for other in ((cell, 0.2, 3), (cell, 0.1, 4), (_cells("vanilla")[0], 0.1, 3)):
-        assert curves.find(*other) is None
+        assert run_file(tmp_path, *other).read() is None
     (path,) = tmp_path.glob("*/*.json")
     for content in (b"", b"[]", b'{"points": []}', path.read_bytes()[:-20]):
         path.write_bytes(content)
-        assert curves.find(cell, 0.1, 3) is None
+        assert run_file(tmp_path, cell, 0.1, 3).read() is None
 
 
 def test_rows_compare_by_seed(tmp_path: Path) -> None:
     cells = _cells("sync", "vanilla", microbatches=("1",))
-    curves = Curves(tmp_path)
     for seed in (0, 1):
         sync = tuple((u, 4.0 - u / 10 + seed, 0.5) for u in range(1, 21))
         late = tuple((u, (4.0 - u / 15 + seed), 0.4) for u in range(1, 31))
-        curves.save(cells[0], 0.1, seed, Curve(sync, 1.0))
-        curves.save(cells[1], 0.2, seed, Curve(late, 1.0))
+        run_file(tmp_path, cells[0], 0.1, seed).write(Curve(sync, 1.0))
+        run_file(tmp_path, cells[1], 0.2, seed).write(Curve(late, 1.0))
     data = study.maker_in(cells[0].settings, tmp_path)
     first, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, range(2), data)
     assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
@@ -256,10 +254,9 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
 def test_longer_runs_show_more_updates(tmp_path: Path) -> None:
     cells = cells_of(SMALL, None, [3], ["1", "N"], ("sync", "auto"), 3.0)
     assert [(c.settings.microbatches, c.total) for c in cells] == [(1, 20), (1, 60), (3, 60)]
-    curves = Curves(tmp_path)
     for cell, slope in zip(cells, (1 / 10, 1 / 22, 1 / 35), strict=True):
         points = tuple((u, 4.0 - u * slope, 0.5) for u in range(1, cell.total + 1))
-        curves.save(cell, 0.1, 0, Curve(points, 1.0))
+        run_file(tmp_path, cell, 0.1, 0).write(Curve(points, 1.0))
     make = study.maker_in(cells[0].settings, tmp_path)
     rows = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     found = {(row.microbatches, row.delay): row.updates[1.0] for row in rows}
