@@ -13,7 +13,9 @@ from spectrain_ext.optim import hidden_matrices
 
 from .data.sources import load_cifar10, load_digits, load_text
 from .data.split import Batches, Split, Tests
-from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
+from .models.mlp import residual_mlp, snn
+from .models.text import gpt, residual_lstm, speedrun
+from .models.vision import inception_v4, resnet, vgg
 from .optimizers import make_any_optimizer, make_scheduler
 from .settings import TrainSettings
 from .workload import Maker, Workload, mean_loss, own
@@ -29,7 +31,7 @@ def maker_of(settings: TrainSettings, cache: Path) -> Maker:
 def builtin(
     data: Split, settings: TrainSettings, method: Method, stages: int, seed: int
 ) -> Workload:
-    modules = build_stages(settings, stages, seed, data)
+    modules = build_stages(settings, stages, seed, data.features, data.classes)
     # between the embedding and the head
     hidden: set[Tensor] = {
         p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2
@@ -66,46 +68,26 @@ def load_data(settings: TrainSettings, cache: Path) -> Split:
     return data.first(settings.train_samples, settings.test_samples)
 
 
-def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -> list[nn.Module]:
-    """Return the model cut into ``stages``; its weights do not depend on the cut."""
-    depth = settings.depth
-    if settings.model == "residual-mlp" and depth is None:
+def build_stages(
+    settings: TrainSettings, stages: int, seed: int, features: int, classes: int
+) -> list[nn.Module]:
+    """Return the model cut into ``stages``; its weights do not depend on the cut.
+
+    ``features`` are the numbers per sample, ``classes`` those of the targets, or of characters.
+    """
+    model, depth = settings.model, settings.depth
+    if model == "residual-mlp" and depth is None:
         # one block per stage beyond eight, for every method
         depth = max(6, settings.stages - 2)
-    return build_model(
-        settings.model,
-        stages,
-        width=settings.width,
-        depth=depth,
-        context=settings.context,
-        features=data.features,
-        classes=data.classes,
-        rank=settings.rank,
-        seed=seed,
-    )
-
-
-def build_model(
-    model: str,
-    stages: int,
-    *,
-    width: int,
-    depth: int | None,  # None: the model's default
-    context: int,  # tokens per sample of text
-    features: int,  # numbers per sample of other data
-    classes: int,  # or characters of a text
-    rank: int | None = None,  # of the subspace of speedrun's edges; None: dense edges
-    seed: int = 0,
-) -> list[nn.Module]:
     makers: dict[str, Callable[..., list[nn.Module]]] = {
         "residual-mlp": partial(residual_mlp, features=features, classes=classes),
         "vgg16": partial(vgg, classes=classes),
         "resnet": partial(resnet, classes=classes),
         "inception-v4": partial(inception_v4, classes=classes),
         "snn": partial(snn, features=features, classes=classes),
-        "gpt": partial(gpt, vocabulary=classes, context=context),
+        "gpt": partial(gpt, vocabulary=classes, context=settings.context),
         "lstm": partial(residual_lstm, vocabulary=classes),
-        "speedrun": partial(speedrun, vocabulary=classes, rank=rank),
+        "speedrun": partial(speedrun, vocabulary=classes, rank=settings.rank),
     }
     own_depth = {} if depth is None else {"depth": depth}
-    return makers[model](stages, width=width, seed=seed, **own_depth)
+    return makers[model](stages, width=settings.width, seed=seed, **own_depth)

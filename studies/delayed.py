@@ -206,15 +206,11 @@ def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]
 class Delayed:
     """Trains stages on one device with the gradients and predictions of a pipeline.
 
-    Losses and weights are those of ``Pipeline`` with these arguments, up to the order of sums, in
-    a fraction of its calls. Call ``train_on`` for one minibatch after another. Each stage maps a
-    tensor to a tensor, with the samples along dimension 0. Between two calls the modules hold their
-    true weights, as views of flat buffers. Random numbers come from torch's generators.
+    Losses and weights are those of ``Pipeline`` with these arguments, up to the order of sums; the
+    loss is a mean over the samples. Each stage maps a tensor to a tensor, with the samples along
+    dimension 0. Between two calls the modules hold their true weights, as views of flat buffers.
 
     Args:
-        stages: one module each.
-        optimizer, scheduler, loss_fn, method, microbatches, codec: as for ``Pipeline``; the loss is
-            a mean over the samples.
         delay: updates by which the gradients of all stages are late, with one microbatch; None: the
             delays of the pipeline.
         clip_norm: the largest 2-norm of a stage's gradient, or of all stages' if the method

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .builtin import build_model
-from .settings import DATA_SETS, DEFAULT_MODEL, models_for, preset
+from .builtin import build_stages
+from .settings import DATA_SETS, DEFAULT_MODEL, models_for, settle
 
 _CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # text: the characters of tiny Shakespeare
 _SAMPLE: dict[str, tuple[int, ...]] = {"digits": (64,), "cifar10": (3, 32, 32)}
@@ -26,18 +27,11 @@ def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]
         (data for data, usual in DEFAULT_MODEL.items() if usual == model),
         next(data for data in DATA_SETS if model in models_for(data)),
     )
-    sizes = preset(data, model, quick=False)
-    depth = sizes.get("depth")
-    sample = _SAMPLE.get(data, (sizes.get("context", 0),))
-    blocks = build_model(
-        model,
-        _LAYERS.get(model, (depth or _DEPTH) + 2),
-        width=sizes["width"],
-        depth=depth,
-        context=sizes.get("context", 0),
-        features=math.prod(sample),
-        classes=_CLASSES[data],
-    )
+    folder = None if data == "digits" else Path()  # not read
+    settings = settle({"data": data, "model": model, "data_dir": folder})
+    sample = _SAMPLE.get(data, (settings.context,))
+    layers = _LAYERS.get(model, (settings.depth or _DEPTH) + 2)
+    blocks = build_stages(settings, layers, 0, math.prod(sample), _CLASSES[data])
     if data == "text":
         return blocks, torch.randint(_CLASSES[data], (samples, *sample))
     return blocks, torch.randn(samples, *sample)

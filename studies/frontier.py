@@ -97,18 +97,17 @@ def rows_of(
                 tuple(loss for loss, _ in ends),
                 tuple(accuracy for _, accuracy in ends),
                 Interval.of([_at(a, end)[0] / b.loss - 1.0 for a, b in pairs]),
-                {
-                    share: None if cell.decays else _updates(pairs, share * cell.updates)
-                    for share in _SHARES
-                },
+                {share: _updates(cell, pairs, share) for share in _SHARES},
                 _time_of(cell, work[n]),
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
 
 
-def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
-    """Return the updates of a pair's first to its second's lowest loss, over ``until``."""
+def _updates(cell: Cell, pairs: Sequence[tuple[Curve, Curve]], share: float) -> float | None:
+    if cell.decays:
+        return None
+    until = share * cell.updates
     return statistics.median(updates_to(a, least(b, until)) / until for a, b in pairs)
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from spectrain_ext.cli.options import is_imported, method_of
-from spectrain_ext.method import Method, find_method, methods, microbatches_of
+from spectrain_ext.cli.options import method_of
+from spectrain_ext.method import Method, methods, microbatches_of
 
 from .options import OptionError
 from .workload import OFFERED, parameters_of, start_rate
@@ -219,19 +219,16 @@ def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
     known = methods()
     called: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        if is_imported(name):
-            try:
-                other = called.setdefault(method_of(name).name, name)
-            except ValueError as error:
-                raise OptionError("method", str(error)) from error
-            if other != name:
-                both = f"{other!r} and {name!r} are both called {method_of(name).name!r}"
-                raise OptionError("method", f"{both}; expected another name for each")
-        elif name not in (*known, ALL):
-            try:
-                called[find_method(name).name] = name
-            except ValueError as error:
-                raise OptionError("method", str(error)) from error
+        if name in (*known, ALL):
+            continue
+        try:
+            method = method_of(name)
+        except ValueError as error:
+            raise OptionError("method", str(error)) from error
+        other = called.setdefault(method.name, name)
+        if other != name:
+            both = f"{other!r} and {name!r} are both called {method.name!r}"
+            raise OptionError("method", f"{both}; expected another name for each")
     return (*known, *called.values()) if ALL in names else tuple(dict.fromkeys(names))
 
 

@@ -45,11 +45,7 @@ class Work(NamedTuple):
 def measured_work(
     settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
-    """Measure each stage's work for a minibatch in turn, with the settings' threads.
-
-    ``partitioning.measure`` empties the caches before every run, as other stages on the device
-    would; here every stage has its own.
-    """
+    """Measure each stage's work for a minibatch in turn, with warm caches."""
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
     value, target = next(iter(workload.train))
@@ -132,8 +128,7 @@ def draw_methods_together(
     """Draw the start of the schedules of methods, each with the colour of its name, into ``path``.
 
     A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
-    share. Updates and predictions take no time. Each name is followed by the number of finished
-    minibatches and the idle share of its stages.
+    share. Updates and predictions take no time.
     """
     until = 6.0 * max(stages, 4)  # two minibatches without any overlap
     runs = []

@@ -73,8 +73,6 @@ class Batches:
     """
 
     def __init__(self, data: Split, *, batch_size: int, seed: int, augmented: bool = False) -> None:
-        if augmented and data.kind != "images":
-            raise ValueError(f"augmented: {data.name} has no images, but {data.kind}")
         self._data, self._size, self._augmented = data, batch_size, augmented
         self._orders = torch.Generator().manual_seed(seed)
         self._variations = torch.Generator().manual_seed(seed)

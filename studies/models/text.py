@@ -83,9 +83,7 @@ def gpt(
 ) -> list[nn.Module]:
     """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 
-    It can be cut between its layers: the embedding, every block, and the head. Weights are drawn as
-    in GPT-2: a normal distribution of standard deviation 0.02, less for layers that add to the
-    residual.
+    Weights are drawn as in GPT-2, normal, with a smaller deviation for layers that add.
     """
     heads = _heads_of(width)
     with seeded(seed):

@@ -168,10 +168,8 @@ def inception_v4(
 ) -> list[nn.Module]:
     """Return Inception-v4 in ``stages`` modules.
 
-    Its 21 layers are the stem's convolutions, its three branched blocks, the sixteen units, and the
-    head. With width 32 it has the parameters of pytorchcv's ``inceptionv4``
-    in the same order, so that its weights fit; other widths scale all channels. The head averages
-    over the units' output, 8 by 8 in the original.
+    Its layers are the stem's convolutions, its three branched blocks, the sixteen units, and the
+    head. With width 32 it has the parameters of pytorchcv's in the same order.
     """
     library = require(
         "pytorchcv.models.inceptionv4", "Inception-v4 comes with pytorchcv", "pip install pytorchcv"

@@ -18,7 +18,7 @@ import spectrain_ext as st
 from spectrain_ext.partitioning import Profile, TracedStage
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.partitioning.traced import split
-from studies.models import resnet
+from studies.models.vision import resnet
 
 LOSS = nn.functional.mse_loss
 

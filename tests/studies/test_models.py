@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from studies.models import residual_mlp
 from studies.models.building import cut_evenly
-from studies.models.mlp import ResidualBlock
+from studies.models.mlp import ResidualBlock, residual_mlp
 
 
 def _weights(stages: list[nn.Module]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.models import inception_v4, resnet, vgg
+from studies.models.vision import inception_v4, resnet, vgg
 
 Build = Callable[..., list[nn.Module]]
 

@@ -74,6 +74,11 @@ def _split(kind: Any) -> Split:
     return Split("name", kind, inputs, targets, inputs, targets, classes=10)
 
 
+def _sizes(data: str) -> tuple[int, int]:
+    split = _split(KINDS[data])
+    return split.features, split.classes
+
+
 KINDS = {"digits": "features", "cifar10": "images", "text": "text"}
 _LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
 PAIRS = [
@@ -95,7 +100,7 @@ def test_every_pair_has_sizes_that_make_a_model(data: str, model: str) -> None:
             # any width makes an MLP or a convolution
             **{"width": found["width"] if data == "text" else 4, "depth": found.get("depth")},
         )
-        stages = build_stages(settings, 8, 0, _split(KINDS[data]))
+        stages = build_stages(settings, 8, 0, *_sizes(data))
         assert len(stages) == 8
         usual = {"gpt": "adamw", "speedrun": "muon", "inception-v4": "adam" if quick else "sgd"}
         assert found["optimizer"] == usual.get(model, "sgd")
@@ -110,17 +115,17 @@ def test_every_pair_has_sizes_that_make_a_model(data: str, model: str) -> None:
 @pytest.mark.parametrize(("data", "model"), PAIRS)
 def test_the_weights_do_not_depend_on_the_cut(data: str, model: str) -> None:
     settings = _with(data=data, model=model, stages=5)
-    split = _split(KINDS[data])
 
     def weights(stages: int) -> torch.Tensor:
-        cut = build_stages(settings, stages, 3, split)
+        cut = build_stages(settings, stages, 3, *_sizes(data))
         assert len(cut) == stages
         return nn.utils.parameters_to_vector(nn.Sequential(*cut).parameters()).detach()
 
     whole = weights(1)
     assert torch.equal(weights(5), whole)
     assert torch.equal(weights(2), whole)
-    outputs = nn.Sequential(*build_stages(settings, 2, 0, split)).eval()(
+    split = _split(KINDS[data])
+    outputs = nn.Sequential(*build_stages(settings, 2, 0, *_sizes(data))).eval()(
         split.train_inputs if data == "text" else split.train_inputs.float()
     )
     assert outputs.shape == (*split.train_targets.shape, 10)
@@ -129,8 +134,8 @@ def test_the_weights_do_not_depend_on_the_cut(data: str, model: str) -> None:
 
 def test_more_than_eight_stages_make_the_mlp_deeper_for_every_method() -> None:
     settings = _with(stages=11)
-    deep = build_stages(settings, 11, 0, _split("features"))
-    uncut = build_stages(settings, 1, 0, _split("features"))
+    deep = build_stages(settings, 11, 0, *_sizes("digits"))
+    uncut = build_stages(settings, 1, 0, *_sizes("digits"))
     assert len(list(nn.Sequential(*uncut).parameters())) == len(
         list(nn.Sequential(*deep).parameters())
     )
