@@ -34,7 +34,8 @@ from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, tak
 from spectrain_ext.pipeline.coding import packed_message, unpacked_message
 from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
-from spectrain_ext.transport import TENSOR, Buffer, Message
+from spectrain_ext.transport import Buffer, Message
+from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 
@@ -131,7 +132,7 @@ class DelayedStage:
         buffer = self._versions.find(content)
         assert buffer is not None, content
         if own is not None:
-            self._storage.copy(buffer, own)
+            self._storage.copy(buffer.flat, own.flat)
             buffer = own
         if buffer is not self._storage.bound:
             self._storage.point(buffer)

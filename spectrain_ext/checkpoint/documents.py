@@ -330,7 +330,4 @@ def _check_entry(where: str, entry: Json, files: Json) -> None:
         )
     ):
         raise ValueError(f"{where}: bad file, shape or order")
-    try:
-        dtype_of(entry["dtype"])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    decode_at(where, {"$dtype": entry["dtype"]})

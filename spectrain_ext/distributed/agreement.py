@@ -56,7 +56,6 @@ def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> di
         own, then = replace(phase, then=None), phase.then
         factors = [factor_of([(own, place)]) for place in places]
         said: dict[str, list[Any]] = {
-            "schedule": [phase.schedule],
             "otherwise": [phase.otherwise],
             "clip": [*max_norms_of(phase, places, None)],
             # Functions are compared by their results.

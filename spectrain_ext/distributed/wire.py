@@ -37,8 +37,6 @@ TAG_NEVER = 2**16  # of no message; above all others
 # So the board keeps the deadlines, and breaks the connections after a failure.
 ENDLESS = timedelta(days=365)
 
-_CPU = torch.device("cpu")
-
 
 class Frame(FlatMemory):
     """CPU memory for a header and the body after it."""
@@ -46,21 +44,15 @@ class Frame(FlatMemory):
     def __init__(self) -> None:
         super().__init__(HEAD)
 
-    def fit(self, nbytes: int, device: torch.device = _CPU, pinned: bool = False) -> bool:
-        new = super().fit(nbytes, device, pinned)
-        if new:
-            self._numbers: Any = self.whole[: _HEADER.size].numpy()
-        return new
-
     def write(
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
         """Write the header of a message, or of the end of a run (None)."""
         kind, fields = (_END, NO_HEADER) if header is None else (_DATA, header)
-        _HEADER.pack_into(self._numbers, 0, sequence, kind, *fields, number, text, nbytes)
+        _HEADER.pack_into(self.whole.numpy().data, 0, sequence, kind, *fields, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(self._numbers)
+        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(self.whole.numpy().data)
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
