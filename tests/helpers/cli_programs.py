@@ -1,4 +1,4 @@
-"""Programs that ranks run in the tests of the command line."""
+"""What several tests of commands share: pictures undrawn, and the addresses that a process has."""
 
 from __future__ import annotations
 
