@@ -192,7 +192,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 BEHIND_FACES = {
     *("method.formulas", "observation.metrics", "operators.averaging"),
     *("pipeline.coding", "pipeline.loads", "pipeline.losses"),
-    *("pipeline.pipeline", "timelines.timeline", "weights.storage"),
+    *("pipeline.pipeline", "timelines.timeline", "transport.message", "weights.storage"),
 }
 
 
