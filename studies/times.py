@@ -97,18 +97,15 @@ def minibatch_time(method: Method, microbatches: int, work: Work) -> float:
 
 def relative_times(settings: TrainSettings, make: Maker) -> dict[str, float]:
     """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble."""
-    works: dict[int, Work] = {}
-
-    def work_of(stages: int) -> Work:
-        if stages not in works:
-            works[stages] = measured_work(settings, make, stages, settings.devices[:stages])
-        return works[stages]
-
-    slowest = work_of(settings.stages).slowest
+    counted = [(m, stages_of(m, settings)) for m in map(method_of, settings.methods)]
+    work = {
+        n: measured_work(settings, make, n, settings.devices[:n])
+        for n in {settings.stages, *(n for _, n in counted)}
+    }
+    slowest = work[settings.stages].slowest
     found = {}
-    for method in map(method_of, settings.methods):
-        work = work_of(stages_of(method, settings))
-        period = minibatch_time(method, microbatches_in(method, settings), work)
+    for method, n in counted:
+        period = minibatch_time(method, microbatches_in(method, settings), work[n])
         found[method.name] = period / slowest / method.chunks
     return found
 
