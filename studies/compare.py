@@ -42,6 +42,8 @@ def train_all(asked: Comparison) -> list[Run]:
     """Train every method with every seed; read finished runs and save new ones."""
     settings = asked.settings
     about = {**describe(settings, asked.first), **versions()}
+    # before training: the files may change
+    abouts = {name: {**about, **source_of_method(name)} for name in settings.methods}
     per_run = settings.epochs * len(asked.first.train)
     count = len(settings.seeds) * len(settings.methods)
     runs = []
@@ -49,10 +51,9 @@ def train_all(asked: Comparison) -> list[Run]:
     with threads(settings.threads), Progress(asked.console, per_run, count) as progress:
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
-            for name in settings.methods:
+            for name, mine in abouts.items():
                 method = method_of(name)
                 progress.begin(method.name, f"{number}/{len(settings.seeds)}")
-                mine = {**about, **source_of_method(name)}
                 file = RunFile(asked.folder / "runs", f"{method.name}-seed{seed}", mine, Run)
                 run = file.read()
                 folder = asked.folder / "checkpoints" / file.path.stem
