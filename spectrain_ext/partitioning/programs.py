@@ -65,28 +65,22 @@ class Program:
         self._module = module
         self._form = form
         self._guards = guards
-        self._single_sample_error: str | None = None
+        #: why a single sample has no program, if this one is not for it
+        self.single_sample_error: str | None = None
         self._dtypes = [t.dtype for t in tensors]
-        constants = list(_constants(module))
+        nodes = [node for part in _graphs(module) for node in part.graph.nodes]
+        constants: list[Any] = []
+        map_aggregate([(node.args, node.kwargs) for node in nodes], constants.append)
         # whether the graph names dtypes, so that it holds for these only
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
-        nodes = (node for part in _graphs(module) for node in part.graph.nodes)
         if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
             self._moved = {self._device: module}
 
     @property
     def code(self) -> str:
         return str(self._module.code)
-
-    @property
-    def names(self) -> set[str]:
-        return {port.name for port in self.inputs}
-
-    def reject_single_sample(self, why: str) -> None:
-        """Record why a single sample has no program, if this one is not for it."""
-        self._single_sample_error = why
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -110,19 +104,20 @@ class Program:
         return None
 
     def branch_error(self, given: Sequence[Tensor]) -> str | None:
-        if self._guards is not None:
-            try:
-                self._guards(*given)
-            except AssertionError as error:
-                if self._single_sample_error is not None and given[0].shape[:1] == (1,):
-                    return (
-                        f"a single sample: {self._single_sample_error}; leave such a batch out "
-                        "(drop_last=True), or have fewer microbatches"
-                    )
+        if self._guards is None:
+            return None
+        try:
+            self._guards(*given)
+        except AssertionError as error:
+            if self.single_sample_error is not None and given[0].shape[:1] == (1,):
                 return (
-                    f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
-                    "something else there than with example_input: cut it with one of such sizes"
+                    f"a single sample: {self.single_sample_error}; leave such a batch out "
+                    "(drop_last=True), or have fewer microbatches"
                 )
+            return (
+                f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                "something else there than with example_input: cut it with one of such sizes"
+            )
         return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
@@ -358,11 +353,3 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 def _enters_autocast(node: fx.Node) -> bool:
     return str(node.target) == "wrap_with_autocast"
-
-
-def _constants(module: fx.GraphModule) -> Iterator[Any]:
-    for part in _graphs(module):
-        for node in part.graph.nodes:
-            found: list[Any] = []
-            map_aggregate((node.args, node.kwargs), lambda c, found=found: found.append(c))  # type: ignore[misc]
-            yield from found

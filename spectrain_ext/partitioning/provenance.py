@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -28,19 +28,21 @@ def is_valueless(*modules: nn.Module) -> bool:
     return any(p.is_meta for module in modules for p in module.parameters())
 
 
-def without_values(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+def slots_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Yield a module's parameters and buffers: owner, attribute, full name, tensor."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for key, tensor in chain(owner._parameters.items(), owner._buffers.items()):
+            if tensor is not None:
+                yield owner, key, f"{path}.{key}" if path else key, tensor
 
 
 class Provenance:
     """Records how tensors are made, inside ``with provenance.kept()``, on tensors without values.
 
     The tensors appear to be on the CPU, so a model behaves as it does there. Two tensors are the
-    same if the same operations made them in the same order from the same tensors of the model and
-    the batch. This is a stronger test than equal values for an example.
-
-    Args:
-        model: its tensors are identified by their names, so copies of them count as the same.
+    same if the same operations made them in the same order from the same tensors of the model,
+    which are identified by their names, and of the batch. This is a stronger test than equal values
+    for an example.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,16 +56,15 @@ class Provenance:
 
     def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
         """Identify a module's tensors by the model's names."""
-        for path, part in module.named_modules():
-            for key, tensor in chain(part._parameters.items(), part._buffers.items()):
-                if tensor is None or (id(part), key) in self._known:
-                    continue
-                self._maker.know(tensor, full_name(f"{path}.{key}" if path else key))
-                with self._fake:
-                    found = self._maker.taken(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        found = nn.Parameter(found, tensor.requires_grad)
-                self._known[id(part), key] = (part, key, tensor, found)
+        for part, key, name, tensor in slots_of(module):
+            if (id(part), key) in self._known:
+                continue
+            self._maker.know(tensor, full_name(name))
+            with self._fake:
+                found = self._maker.taken(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(found, tensor.requires_grad)
+            self._known[id(part), key] = (part, key, tensor, found)
 
     def given(self, value: Any) -> Any:
         """Return stand-ins for a batch; each of its tensors is distinct, even with equal values."""
@@ -93,6 +94,11 @@ class Provenance:
         return {storage_of(t) for _, _, t, stand_in in known if storage_of(stand_in) in storages}
 
 
+def running(provenance: Provenance | None) -> AbstractContextManager[None]:
+    """Return a context in which to run a model; without values if there is a provenance."""
+    return nullcontext() if provenance is None else provenance.kept()
+
+
 class Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,8 +109,7 @@ class Writes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Normalizations do not declare that they write their running statistics.
-        written = _written(func, args, kwargs, undeclared="running_")
-        self.storages.update(storage_of(leaf) for leaf in tree_leaves(written) if _is_tensor(leaf))
+        self.storages.update(map(storage_of, _written(func, args, kwargs, undeclared="running_")))
         return func(*args, **kwargs)
 
 
@@ -164,11 +169,10 @@ class _Maker(TorchDispatchMode):
         name = str(func)
         looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
-        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        given = set(map(storage_of, _tensors((args, kwargs))))
         made = func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        fresh = [t for t in tree_leaves(made) if _is_tensor(t) and storage_of(t) not in given]
-        for index, tensor in enumerate(chain(filter(_is_tensor, tree_leaves(written)), fresh)):
+        fresh = [tensor for tensor in _tensors(made) if storage_of(tensor) not in given]
+        for index, tensor in enumerate([*_written(func, args, kwargs), *fresh]):
             self._set(tensor, self._number((number, index)))
         return made
 
@@ -188,18 +192,19 @@ class _Maker(TorchDispatchMode):
 
 def _written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], undeclared: str | None = None
-) -> list[Any]:
-    """Return the arguments that an operation writes to, also those whose names begin so."""
-    return [
+) -> list[Tensor]:
+    """Return the tensors that an operation writes to, also arguments whose names begin so."""
+    arguments = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (undeclared is not None and argument.name.startswith(undeclared))
     ]
+    return _tensors(arguments)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -7,34 +7,24 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value, tensors_in
+from spectrain_ext.transport import Value, each, tensors_in
 
-from .blocks import (
-    block_names,
-    blocks_of,
-    calls_in,
-    finest_cut,
-    mark,
-    shared_of,
-    slices_of,
-    ties_of,
-)
-from .columns import BY_POSITION, Columns, columns_in
-from .cut import (
-    REMEDY,
-    Cut,
-    HasDocument,
-    PlannedCut,
-    cut,
-    planned_cut,
-)
+from .blocks import blocks_of, mark, slices_of, ties_of
+from .cut import REMEDY, Cut, HasDocument, PlannedCut, cut, planned_cut
 from .decoders import Decoder
-from .outline import adapted, is_pretrained, outline_columns, takes_ids
+from .outline import (
+    BY_POSITION,
+    Columns,
+    adapted,
+    columns_in,
+    is_pretrained,
+    outline_columns,
+)
 from .own_loss import OwnLoss, own_loss
 from .profile import (
     Profile,
@@ -44,8 +34,8 @@ from .profile import (
     profile_by_parameters,
     written_buffers,
 )
-from .provenance import is_valueless, storage_of, without_values
-from .traced import TracedStage, split
+from .provenance import is_valueless, storage_of
+from .traced import TracedStage, block_names, calls_in, finest_cut, split
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -238,12 +228,12 @@ def partition(
     _check_stages(n_stages, len(blocks))
     ties = source.ties(blocks)
     if isinstance(profile, Profile):
-        if len(profile.blocks) != len(blocks):
+        count = len(profile.blocks)
+        if count != len(blocks):
             raise ValueError(
-                f"profile: expected {len(blocks)} blocks, as the model has, got "
-                f"{len(profile.blocks)}"
+                f"profile: expected {len(blocks)} blocks, as the model has, got {count}"
             )
-        named = source.with_block_names(profile).blocks
+        named = source.with_block_names(profile)
     else:
         if profile == "parameters":
             measured = profile_by_parameters(blocks)
@@ -251,17 +241,11 @@ def partition(
             measured = Profile(planned.blocks)
         else:
             measured = measure_on_rank_0(source.measure, blocks)
-        named = source.with_block_names(measured).blocks
-        profile = Profile(named, ties)
+        profile = named = replace(source.with_block_names(measured), ties=ties)
+    options: Any = {"speeds": speeds, "bandwidth": bandwidth, "memory_limit": memory_limit}
 
     def best(ties: tuple[Tie, ...]) -> Cut:
-        return cut(
-            Profile(named, ties),
-            n_stages,
-            speeds=speeds,
-            bandwidth=bandwidth,
-            memory_limit=memory_limit,
-        )
+        return cut(replace(named, ties=ties), n_stages, **options)
 
     found = best(ties if planned is None else planned.closed)
     if ties and planned is None:
@@ -276,11 +260,10 @@ def partition(
     mark(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
-    if planned is None:
-        return Partition(stages, found, profile, source.finish(stages))
-    if shared := source.ties(stages, "stages"):
+    if planned is not None and (shared := source.ties(stages, "stages")):
         raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
-    return Partition(stages, found, profile, source.finish(stages), planned.settings)
+    settings = {} if planned is None else planned.settings
+    return Partition(stages, found, profile, source.finish(stages), settings)
 
 
 def _log_ties(ties: Sequence[Tie], found: Cut, free: Cut) -> None:
@@ -310,8 +293,8 @@ def profile_of(
     """Measure the blocks between which ``partition`` would cut a model."""
     source = _source(model, 1, example_input, None, before, after)
     measured = source.with_block_names(source.measure(repeats=repeats))
-    ties, shared = source.ties(source.blocks), shared_of(source.blocks)
-    return Profile(measured.blocks, ties, shared)
+    shared = ties_of(source.blocks, parameters=True)
+    return replace(measured, ties=source.ties(source.blocks), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -331,11 +314,10 @@ class _Source:
 
     def ties(self, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
         """Return what blocks or stages share and cannot have copies of."""
-        written: list[set[int]] = []
+        written = cache(lambda: self.written(parts))  # takes two forwards, and is seldom needed
 
         def is_constant(buffer: Tensor) -> bool:
-            written[:] = written or [self.written(parts)]
-            return storage_of(buffer) not in written[0]
+            return storage_of(buffer) not in written()
 
         return ties_of(parts, kinds, is_constant=is_constant)
 
@@ -350,22 +332,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "wrapped in DistributedDataParallel; cut its .module, and give "
     "DistributedPipeline replicas=",
 }
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if (why := _WRAPPERS.get(type(module).__name__)) is not None:
-            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
-
-
-def _check_values(model: nn.Module | Sequence[nn.Module], example: object) -> None:
-    blocks = [model] if isinstance(model, nn.Module) else model
-    for tensor in tensors_in(example):
-        if tensor.is_meta and not is_valueless(*blocks):
-            raise ValueError(
-                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
-                "has no values; the model has, and needs some"
-            )
 
 
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
@@ -386,12 +352,21 @@ def _source(
         raise ValueError(
             f"before, after: for a list of blocks only, model is a {type(model).__name__}"
         )
-    _check_values(model, example)
-    if isinstance(model, nn.Module) and not listed:
-        _check_unwrapped(model)
+    for tensor in tensors_in(example):
+        if tensor.is_meta and not is_valueless(
+            *([model] if isinstance(model, nn.Module) else model)
+        ):
+            raise ValueError(
+                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
+                "has no values; the model has, and needs some"
+            )
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if not listed and (why := _WRAPPERS.get(type(module).__name__)) is not None:
+            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
     pretrained = is_pretrained(model)
     base = adapted(model)[0] if isinstance(model, nn.Module) else model
-    if is_pretrained(base) and split_points is None and takes_ids(base):
+    takes_ids = getattr(base, "main_input_name", None) == "input_ids"
+    if is_pretrained(base) and split_points is None and takes_ids:
         assert isinstance(model, nn.Module)
         decoder = Decoder(model, example, more)
 
@@ -426,18 +401,14 @@ def _source(
                 f"dropped; got {list(more)}"
             )
         measured: Callable[..., Profile] = partial(measure, parts, value)
-        if bare:
-
-            def measured(repeats: int = 0) -> Profile:
-                return profile_by_parameters(parts)
-
+        measured = (lambda **_: profile_by_parameters(parts)) if bare else measured
         in_turn = partial(reduce, lambda value, block: block(value), parts)
         written = partial(written_buffers, nn.ModuleList(parts), in_turn, example)
         return _Source(list(own), parts, partial(slices_of, own), measured, written)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if is_valueless(model):
-        value = example = without_values(example)
+        value = example = each(value, lambda tensor: tensor.to("meta"))
         for name, buffer in model.named_buffers():
             if not buffer.is_meta:
                 raise ValueError(
