@@ -60,35 +60,23 @@ def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class BlockProfile:
-    """The cost of one block for one microbatch.
+    """The cost of one block for one microbatch."""
 
-    Attributes:
-        seconds: time of one forward and backward.
-        output_bytes: size of the tensors passed to the next block.
-        parameter_bytes: size of the parameters, each counted once.
-        saved_bytes: size of the tensors that autograd saves for the backward, without parameters.
-        name: the model's name of the block or of its first submodule, for messages.
-        forward_seconds: time of the forward; None: a third of ``seconds``.
-    """
-
-    seconds: float
-    output_bytes: int = 0
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-    name: str = ""
-    forward_seconds: float | None = None
+    seconds: float  # of one forward and backward
+    output_bytes: int = 0  # of the tensors passed to the next block
+    parameter_bytes: int = 0  # each parameter counted once
+    saved_bytes: int = 0  # of what autograd saves for the backward, without parameters
+    name: str = ""  # of the block or of its first submodule in the model, for messages
+    forward_seconds: float | None = None  # None: a third of ``seconds``
 
     def __post_init__(self) -> None:
         for field in ("seconds", "output_bytes", "parameter_bytes", "saved_bytes"):
             check_number(field, getattr(self, field))
-        if self.forward_seconds is None:
-            return
-        check_number("forward_seconds", self.forward_seconds)
-        if self.forward_seconds > self.seconds:
-            raise ValueError(
-                f"forward_seconds: expected 0 to all of the {self.seconds} seconds, got "
-                f"{self.forward_seconds}"
-            )
+        if (forward := self.forward_seconds) is not None:
+            check_number("forward_seconds", forward)
+            if forward > self.seconds:
+                most = f"all of the {self.seconds} seconds"
+                raise ValueError(f"forward_seconds: expected 0 to {most}, got {forward}")
 
     @property
     def parts(self) -> tuple[float, float]:
@@ -98,17 +86,11 @@ class BlockProfile:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Something that two blocks share, so that they must be on one stage.
+    """Something that two blocks share, so that they must be on one stage."""
 
-    Attributes:
-        first: index of the earlier block.
-        last: index of the later block.
-        what: description of both places, for messages.
-    """
-
-    first: int
+    first: int  # index of the earlier block
     last: int
-    what: str
+    what: str  # both places, for messages
 
     def __post_init__(self) -> None:
         check_number("first", self.first)

@@ -36,7 +36,7 @@ def slots_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
                 yield owner, key, f"{path}.{key}" if path else key, tensor
 
 
-class Provenance:
+class Provenance(TorchDispatchMode):
     """Records how tensors are made, inside ``with provenance.kept()``, on tensors without values.
 
     The tensors appear to be on the CPU, so a model behaves as it does there. Two tensors are the
@@ -46,12 +46,17 @@ class Provenance:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from torch._subclasses import FakeTensorMode
+        from torch._subclasses import FakeTensor, FakeTensorMode
 
+        super().__init__()  # type: ignore[no-untyped-call]
         # transformers treats fake tensors as traced ones, and does not read their values.
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._maker = _Maker()
+        self._fake, self._inside = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
         self._known: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
+        # Each storage has a number for the operations that made its contents.
+        self._numbers: dict[Any, int] = {}  # by description
+        self._contents: dict[int, int] = {}  # by storage
+        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
+        self._alive: list[Tensor] = []  # keeps a recorded storage's address from being reused
         self.know(model, str)
 
     def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
@@ -59,9 +64,9 @@ class Provenance:
         for part, key, name, tensor in slots_of(module):
             if (id(part), key) in self._known:
                 continue
-            self._maker.know(tensor, full_name(name))
+            self._name(tensor, full_name(name))
             with self._fake:
-                found = self._maker.taken(tensor)
+                found = self._taken(tensor)
                 if isinstance(tensor, nn.Parameter):
                     found = nn.Parameter(found, tensor.requires_grad)
             self._known[id(part), key] = (part, key, tensor, found)
@@ -70,28 +75,91 @@ class Provenance:
         """Return stand-ins for a batch; each of its tensors is distinct, even with equal values."""
         for index, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, Tensor):
-                self._maker.know(leaf, f"given {index}")
+                self._name(leaf, f"given {index}")
         with self._fake:
-            return tree_map(self._maker.taken, value)
+            return tree_map(self._taken, value)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         try:
             for module, key, _, stand_in in self._known.values():
                 setattr(module, key, stand_in)
-            with self._fake, self._maker:
+            with self._fake, self:
                 yield
         finally:
             for module, key, tensor, _ in self._known.values():
                 setattr(module, key, tensor)
 
     def same(self, a: Tensor, b: Tensor) -> bool:
-        return self._maker.origin(a) == self._maker.origin(b)
+        return self._origin(a) == self._origin(b)
 
     def originals(self, storages: Container[int]) -> set[int]:
         """Return the storages of the model's tensors whose stand-ins have these storages."""
         known = self._known.values()
         return {storage_of(t) for _, _, t, stand_in in known if storage_of(stand_in) in storages}
+
+    def _origin(self, tensor: Tensor) -> int:
+        storage = storage_of(tensor)
+        if storage not in self._contents:
+            # A small tensor from outside, such as 2.0, is identified by its values.
+            content: Any = ("given", storage)
+            if tensor.device.type == "cpu" and not isinstance(tensor, self._inside):
+                with _disable_current_modes():
+                    content = repr(tensor.tolist()) if tensor.numel() < 100 else content
+            self._set(tensor, self._number(content))
+        look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return self._number((self._contents[storage], look))
+
+    def _number(self, what: Any) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def _set(self, tensor: Tensor, number: int) -> None:
+        self._alive.append(tensor)
+        self._contents[storage_of(tensor)] = number
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        if storage_of(tensor) not in self._contents:
+            self._set(tensor, self._number(name))
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """Return the fake tensor that replaces a tensor from outside."""
+        key = id(tensor)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = found = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
+            )
+            self._alive.append(tensor)
+            self._set(found, self._origin(tensor))
+        return self._stand_ins[key]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(self._taken, (args, dict(kwargs or {})))
+        if "device" in kwargs:
+            kwargs["device"] = _CPU
+        name = str(func)
+        looks = name.startswith(_METADATA_OPS)
+        number = self._number((name, self._described((args, kwargs), looks)))
+        given = set(map(storage_of, _tensors((args, kwargs))))
+        made = func(*args, **kwargs)
+        fresh = [tensor for tensor in _tensors(made) if storage_of(tensor) not in given]
+        for index, tensor in enumerate([*_written(func, args, kwargs), *fresh]):
+            self._set(tensor, self._number((number, index)))
+        return made
+
+    def _taken(self, leaf: Any) -> Any:
+        outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
+        return self._stand_in(leaf) if outside else leaf
+
+    def _described(self, value: Any, looks: bool) -> Any:
+        if isinstance(value, Tensor):
+            return (tuple(value.shape), value.dtype) if looks else self._origin(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._described(each, looks) for each in value)
+        if isinstance(value, Mapping):
+            return tuple((key, self._described(each, looks)) for key, each in value.items())
+        return repr(value)
 
 
 def running(provenance: Provenance | None) -> AbstractContextManager[None]:
@@ -111,83 +179,6 @@ class Writes(TorchDispatchMode):
         # Normalizations do not declare that they write their running statistics.
         self.storages.update(map(storage_of, _written(func, args, kwargs, undeclared="running_")))
         return func(*args, **kwargs)
-
-
-class _Maker(TorchDispatchMode):
-    """Gives each storage a number for the operations that made its contents."""
-
-    def __init__(self) -> None:
-        from torch._subclasses import FakeTensor
-
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = FakeTensor
-        self._numbers: dict[Any, int] = {}  # by description
-        self._contents: dict[int, int] = {}  # by storage
-        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
-        self._alive: list[Tensor] = []  # keeps a recorded storage's address from being reused
-
-    def know(self, tensor: Tensor, name: str) -> None:
-        self._set(tensor, self._number(name), first=True)
-
-    def origin(self, tensor: Tensor) -> int:
-        storage = storage_of(tensor)
-        if storage not in self._contents:
-            # A small tensor from outside, such as 2.0, is identified by its values.
-            content: Any = ("given", storage)
-            if tensor.device.type == "cpu" and not isinstance(tensor, self._inside):
-                with _disable_current_modes():
-                    content = repr(tensor.tolist()) if tensor.numel() < 100 else content
-            self._set(tensor, self._number(content))
-        look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        return self._number((self._contents[storage], look))
-
-    def _number(self, what: Any) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
-
-    def _set(self, tensor: Tensor, number: int, first: bool = False) -> None:
-        self._alive.append(tensor)
-        if not first or storage_of(tensor) not in self._contents:
-            self._contents[storage_of(tensor)] = number
-
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the fake tensor that replaces a tensor from outside."""
-        key = id(tensor)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = found = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
-            )
-            self._alive.append(tensor)
-            self._set(found, self.origin(tensor))
-        return self._stand_ins[key]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map(self.taken, (args, dict(kwargs or {})))
-        if "device" in kwargs:
-            kwargs["device"] = _CPU
-        name = str(func)
-        looks = name.startswith(_METADATA_OPS)
-        number = self._number((name, self._described((args, kwargs), looks)))
-        given = set(map(storage_of, _tensors((args, kwargs))))
-        made = func(*args, **kwargs)
-        fresh = [tensor for tensor in _tensors(made) if storage_of(tensor) not in given]
-        for index, tensor in enumerate([*_written(func, args, kwargs), *fresh]):
-            self._set(tensor, self._number((number, index)))
-        return made
-
-    def taken(self, leaf: Any) -> Any:
-        outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
-        return self._stand_in(leaf) if outside else leaf
-
-    def _described(self, value: Any, looks: bool) -> Any:
-        if isinstance(value, Tensor):
-            return (tuple(value.shape), value.dtype) if looks else self.origin(value)
-        if isinstance(value, (tuple, list)):
-            return tuple(self._described(each, looks) for each in value)
-        if isinstance(value, Mapping):
-            return tuple((key, self._described(each, looks)) for key, each in value.items())
-        return repr(value)
 
 
 def _written(

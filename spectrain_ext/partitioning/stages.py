@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value, each, tensors_in
 
 from .blocks import blocks_of, mark, slices_of, ties_of
-from .cut import REMEDY, Cut, HasDocument, PlannedCut, cut, planned_cut
+from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
 from .decoders import Decoder
 from .outline import (
     BY_POSITION,
@@ -68,13 +68,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
     """
     named = blocks_of(model)
     blocks = list(named.values())
-    starts = [0, *ends[:-1]]
-    ascending = all(start < end for start, end in zip(starts, ends, strict=False))
-    if not ends or not ascending or ends[-1] != len(blocks):
-        raise ValueError(
-            f"ends: expected ascending numbers, the last of them {len(blocks)} (the blocks), got "
-            f"{list(ends)}"
-        )
+    check_ends(ends, len(blocks))
     for tie in ties_of(blocks):
         for end in ends[:-1]:
             if tie.first < end <= tie.last:
@@ -225,7 +219,7 @@ def partition(
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
-    _check_stages(n_stages, len(blocks))
+    check_stages(n_stages, len(blocks))
     ties = source.ties(blocks)
     if isinstance(profile, Profile):
         count = len(profile.blocks)
@@ -443,7 +437,7 @@ def _source(
             points = [names[end] for end in ends[:-1]]
             return [*split(model, value, points, call=call)]  # each stage traced as one graph
     else:
-        _check_stages(n_stages, len(split_points) + 1)
+        check_stages(n_stages, len(split_points) + 1)
         names = [str(index) for index in range(len(split_points) + 1)]
         blocks = split(model, value, split_points, call=call)
         make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
@@ -457,8 +451,3 @@ def _source(
     written = partial(written_buffers, model, partial(call.run, model), value)
     own_names = block_names(names)
     return _Source(own_names, blocks, make, measured, written, narrow, finish_traced, taken)
-
-
-def _check_stages(n_stages: int, most: int) -> None:
-    if not 1 <= n_stages <= most:
-        raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}")

@@ -77,12 +77,7 @@ class TracedStage(nn.Module):
         return name.removeprefix("part.")
 
     def train(self, mode: bool = True) -> TracedStage:
-        """Select the training or evaluation graph.
-
-        Raises:
-            RuntimeError: the model could not be traced in that mode, or its cut differs there; the
-                stage is unchanged.
-        """
+        """Select the training or evaluation graph; RuntimeError if there is none."""
         why = self._modes[mode, True]
         if isinstance(why, str) and isinstance(self._modes[mode, False], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
@@ -95,13 +90,7 @@ class TracedStage(nn.Module):
             module.training = mode
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        """Return the tensors that later stages need, or the model's output.
-
-        Raises:
-            RuntimeError: the mode has no graph.
-            ValueError: the model would treat these sizes differently from the traced ones.
-            TypeError: the stage was converted to another dtype, and the graph names the old one.
-        """
+        """Return the tensors that later stages need, or the model's output."""
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         given = value if isinstance(value, tuple) else (value,)

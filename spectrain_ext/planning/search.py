@@ -11,6 +11,7 @@ from math import comb, lcm
 
 from spectrain_ext.method import Method, Window
 from spectrain_ext.partitioning import Profile, cut
+from spectrain_ext.partitioning.cut import open_places
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import takes_window
 
@@ -137,11 +138,7 @@ class Search:
 
     def _divisions(self, replicas: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
         profile, stages = self._work(microbatches), len(replicas)
-        places = [
-            place
-            for place in range(1, len(profile.blocks))
-            if not any(tie.first < place <= tie.last for tie in profile.ties)
-        ]
+        places = open_places(profile)
         if len(places) < stages - 1:
             return
         if comb(len(places), stages - 1) <= _FEW:
