@@ -47,12 +47,7 @@ class _Inbox:
 
 
 class _EndOfStage(BaseException):
-    """Leaves a model's forward after the stage's last block."""
-
-    def __init__(self, hand: _Inbox, hidden: Tensor) -> None:
-        super().__init__()
-        self.hand = hand
-        self.hidden = hidden
+    """Leaves a model's forward, with the hidden state, after the stage's last block."""
 
 
 # Forwards of stand-ins, the valueless copies of other stages' modules
@@ -64,7 +59,7 @@ def _pass_hidden_on(
     """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
     if leaves:
-        raise _EndOfStage(hand, hidden)
+        raise _EndOfStage(hidden)
     if enters:
         hidden = hand.take()
     return (hidden, *[None] * (members - 1)) if members else hidden
@@ -178,7 +173,7 @@ class DecoderStage(nn.Module):
                 if enters:
                     block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
                 if leaves:
-                    block.register_forward_hook(partial(_leave, hand))
+                    block.register_forward_hook(_leave)
                 yield name, block
 
     def forward(self, value: Any) -> Any:
@@ -191,9 +186,7 @@ class DecoderStage(nn.Module):
             output = self.model(**given, **outline.fixed)
             left = self._last
         except _EndOfStage as leaving:
-            if leaving.hand is not hand:
-                raise
-            output, left = leaving.hidden, True
+            (output,), left = leaving.args, True
         finally:
             hand.hidden = None
         if not hand.taken or not left:
@@ -232,8 +225,8 @@ def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return args, {**kwargs, "hidden_states": hand.take()}
 
 
-def _leave(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
-    raise _EndOfStage(hand, output[0] if isinstance(output, (tuple, list)) else output)
+def _leave(_: nn.Module, args: object, output: Any) -> Any:
+    raise _EndOfStage(output[0] if isinstance(output, (tuple, list)) else output)
 
 
 def copy_sharing(

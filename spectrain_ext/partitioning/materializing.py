@@ -409,20 +409,42 @@ def sources_of(
     pretrained: Any,
 ) -> tuple[dict[str, Source], list[str]]:
     """Return the source for each of a model's names, and the stored tensors that match no name."""
+    renamings: list[Any] = []
+    converters: dict[str, Any] = {}  # by the pattern of a stored name
+    if pretrained is not None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        for each in get_model_conversion_mapping(pretrained):
+            if isinstance(each, WeightConverter):
+                converters.update(dict.fromkeys(each.source_patterns, each))
+            else:
+                renamings.append(each)
+    distinct = list(dict.fromkeys(converters.values()))
     found: dict[str, Source] = {}
     pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
     left: list[str] = []
-    conversions = _Conversions(pretrained)
     prefix = f"{getattr(pretrained, 'base_model_prefix', '')}."
 
     def own(name: str) -> str | None:
         ways = (name, prefix + name, name.removeprefix(prefix))
         return next((way for way in ways if way in known), None)
 
+    def combined(names: tuple[str, ...], given: list[tuple[str, str]], name: str) -> Tensor:
+        converter = deepcopy(converters[given[0][1]])
+        for key, pattern in given:
+            converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
+        made = converter.convert(names[0], model=pretrained, config=pretrained.config)[name]
+        tensor: Tensor = made[0] if isinstance(made, list) else made
+        return tensor
+
     for key in sorted(stored.files, key=_by_numbers):
-        renamed, pattern = conversions.renamed(key)
+        renamed, pattern = key, None
+        if pretrained is not None:
+            renamed, pattern = rename_source_key(key, renamings, distinct)
         if pattern is not None:
-            names = tuple(own(target) or "" for target in conversions.targets(renamed, pattern))
+            first, *_ = targets = converters[pattern].target_patterns
+            names = tuple(own(renamed.replace(first, target)) or "" for target in targets)
             if all(names):
                 pieces.setdefault(names, []).append((key, pattern))
                 continue
@@ -434,50 +456,9 @@ def sources_of(
     for names, given in pieces.items():
         keys = tuple(key for key, _ in given)
         for name in names:
-            found[name] = Source(keys, partial(conversions.made, stored, names, given, name))
+            found[name] = Source(keys, partial(combined, names, given, name))
     ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
     return found, [key for key in left if not any(re.search(way, key) for way in ignored)]
-
-
-class _Conversions:
-    """Applies transformers' own table of renamings and conversions."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._renamings: list[Any] = []
-        self._converters: dict[str, Any] = {}  # by the pattern of a stored name
-        if model is not None:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter
-
-            for each in get_model_conversion_mapping(model):
-                if isinstance(each, WeightConverter):
-                    self._converters.update(dict.fromkeys(each.source_patterns, each))
-                else:
-                    self._renamings.append(each)
-
-    def renamed(self, key: str) -> tuple[str, str | None]:
-        if self._model is None:
-            return key, None
-        from transformers.core_model_loading import rename_source_key
-
-        converters = list(dict.fromkeys(self._converters.values()))
-        found: tuple[str, str | None] = rename_source_key(key, self._renamings, converters)
-        return found
-
-    def targets(self, first: str, pattern: str) -> list[str]:
-        patterns = self._converters[pattern].target_patterns
-        return [first.replace(patterns[0], each) for each in patterns]
-
-    def made(
-        self, stored: Stored, names: tuple[str, ...], given: list[tuple[str, str]], name: str
-    ) -> Tensor:
-        converter = deepcopy(self._converters[given[0][1]])
-        for key, pattern in given:
-            converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
-        made = converter.convert(names[0], model=self._model, config=self._model.config)
-        found: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
-        return found
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
