@@ -111,12 +111,12 @@ class Source(NamedTuple):
 @dataclass(eq=False)
 class _StageTensor:
     old: Tensor
+    new: Tensor
     shown: str  # description for errors
     names: list[str] = field(default_factory=list)  # in the uncut model, earliest stage's first
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     saved: bool = False
     source: Source | None = None
-    new: Tensor | None = None
 
     def put(self, tensor: Tensor) -> None:
         self.new = tensor
@@ -128,9 +128,7 @@ class _Filler:
     def __init__(
         self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
     ) -> None:
-        self._stages = stages
-        self._device = device
-        self._init = init
+        self._stages, self._device, self._init = stages, device, init
         self._tensors: dict[int, _StageTensor] = {}
         self._own: dict[nn.Module, list[_StageTensor]] = {}
         self._where: object = None
@@ -145,7 +143,7 @@ class _Filler:
             for module, key, name, tensor in slots_of(stage):
                 kind = "parameter" if key in module._parameters else "buffer"
                 shown = f"{called}: {kind} {name!r}"
-                held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, shown))
+                held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, tensor, shown))
                 held.names += tied.get(name) or [_full_name(stage, name)]
                 held.places.append((module, key))
                 if (origin := _origin(module)) is not module:
@@ -172,9 +170,8 @@ class _Filler:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
                 dtype = held.old.dtype
-                if source is not first and not first.make().to(dtype).equal(
-                    source.make().to(dtype)
-                ):
+                same = source is first or first.make().to(dtype).equal(source.make().to(dtype))
+                if not same:
                     raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
             if held.source is None and held.saved and self._init is None:
                 raise CheckpointError(
@@ -208,7 +205,7 @@ class _Filler:
 
     def read(self) -> None:
         for held in self._tensors.values():
-            if held.source is not None and held.new is not None:
+            if held.source is not None:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
                 _check(held, self._where, names, value.shape, kind_of(value.dtype))
@@ -287,16 +284,14 @@ class _Filler:
                 now = getattr(module, key)
                 if now is not held.new and not now.is_meta:
                     held.put(now)  # replaced by the initializer: use it in all places
-            if not self._is_empty(held):
+            if _is_marked_by_nan(held.new):
+                is_empty = bool(held.new.sum().isnan())
+            else:
+                is_empty = held.new._version == self._empty[held]
+            if not is_empty:
                 del self._empty[held]
                 found.append(held)
         return found
-
-    def _is_empty(self, held: _StageTensor) -> bool:
-        assert held.new is not None
-        if _is_marked_by_nan(held.new):
-            return bool(held.new.sum().isnan())
-        return held.new._version == self._empty[held]
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:

@@ -163,13 +163,8 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
-            with (
-                counter,
-                _counting(block, saved),
-                blaming_example(f"block {index} ({type(block).__name__})", value),
-            ):
-                output = block(_entered(value, index))
-            output = _checked(output, index, index == len(blocks) - 1)
+            with counter, _counting(block, saved):
+                output = _output(block, _entered(value, index), index, index == len(blocks) - 1)
             value = each(output, Tensor.detach)
             seconds = 3e-12 * counter.get_total_flops()
             yield _profile(index, block, seconds, value, sum(saved.values()))
@@ -261,12 +256,11 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
     ]
     numbers = torch.tensor(sent, dtype=torch.float64, device=device)
     dist.broadcast(numbers, 0)
-    blocks_of_rank_0 = []
+    told = []
     for (seconds, *sizes, forward), block in zip(numbers.tolist(), profile.blocks, strict=True):
         output, parameters, saved = map(int, sizes)
-        told = BlockProfile(seconds, output, parameters, saved, block.name, forward)
-        blocks_of_rank_0.append(told)
-    return Profile(tuple(blocks_of_rank_0))
+        told.append(BlockProfile(seconds, output, parameters, saved, block.name, forward))
+    return Profile(tuple(told))
 
 
 def _measured(
@@ -293,9 +287,7 @@ def _forward_backward(
     with torch.enable_grad():
         _forget(given)
         start = time.perf_counter()
-        with blaming_example(f"block {index} ({type(block).__name__})", value):
-            output = block(given)
-        output = _checked(output, index, last)
+        output = _output(block, given, index, last)
         _wait(output)
         forward = time.perf_counter() - start
         roots = [t for t in tensors_of(output) if t.requires_grad]
@@ -393,8 +385,8 @@ def _wait(value: Value) -> None:
             torch.cuda.synchronize(device)
 
 
-def _checked(output: object, index: int, last: bool) -> Value:
-    """Return the value for the next block, or the tensors in the last block's output."""
-    if last:
-        return tuple(tensors_in(output))
-    return as_value(output, f"block {index}", refused)
+def _output(block: nn.Module, given: Value, index: int, last: bool) -> Value:
+    """Run a block; return the value for the next one, or the tensors in the last one's output."""
+    with blaming_example(f"block {index} ({type(block).__name__})", given):
+        output = block(given)
+    return tuple(tensors_in(output)) if last else as_value(output, f"block {index}", refused)

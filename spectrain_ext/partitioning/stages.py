@@ -371,16 +371,14 @@ def _source(
             )
 
         columns, fixed = decoder.outline.columns, decoder.outline.fixed
-
-        def whole(given: Mapping[str, Any]) -> object:
-            return decoder.model(**given, **fixed)
-
-        return _Source(
-            *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
-            partial(written_buffers, decoder.model, whole, columns.of(decoder.example)),
-            finish=finish,
-            columns=columns,
+        written: Callable[[Sequence[nn.Module]], set[int]] = partial(
+            written_buffers,
+            decoder.model,
+            lambda given: decoder.model(**given, **fixed),
+            columns.of(decoder.example),
         )
+        ways = decoder.names, decoder.blocks, decoder.stages, decoder.measure
+        return _Source(*ways, written, finish=finish, columns=columns)
     in_order = listed and split_points is None
     own = blocks_of(model, before, after) if in_order else {}
     parts = list(own.values())
