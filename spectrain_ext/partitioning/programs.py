@@ -160,12 +160,10 @@ class Program:
 
 
 def programs_of(
-    exported: ExportedProgram, carried: Sequence[Set[str]] = ()
+    exported: ExportedProgram,
+    carried: Sequence[Set[str]],  # by stage, inputs of the model that arrive there even if unused
 ) -> list[tuple[Program, dict[str, Tensor]]]:
-    """Cut an exported model at its marks; return each stage's program and state.
-
-    ``carried`` names, by stage, inputs of the model that arrive there even if unused.
-    """
+    """Cut an exported model at its marks; return each stage's program and state."""
     cutter = _Cutter(exported, carried)
     return [cutter.program(k) for k in range(cutter.stages)]
 
@@ -228,7 +226,7 @@ class _Cutter:
                         "of tensors"
                     )
             users += self._returned
-        found = {n for n in users if n in self._home and self._home[n] < k}
+        found = {node for node in users if self._home.get(node, k) < k}
         for node in found:
             if not _is_tensor(node):
                 raise ValueError(
@@ -245,7 +243,7 @@ class _Cutter:
             for given in node.all_input_nodes:
                 if _is_size(given):
                     waiting.append(given)
-                elif given in self._home and self._home[given] < k and not self._carrier(node, k):
+                elif self._home.get(given, k) < k and not self._carrier(node, k):
                     self._needs[k].add(given)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
@@ -285,6 +283,10 @@ class _Cutter:
                 known[node].meta = {}
             return known[node]
 
+        def late(node: fx.Node) -> bool:  # a size of a tensor that does not arrive
+            inputs = [n for n in node.all_input_nodes if self._home.get(n, k) < k]
+            return _is_size(node) and not set(inputs) <= set(arrives)
+
         def made(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
                 name = str(node.target)
@@ -296,11 +298,9 @@ class _Cutter:
                     state[name] = held
                     placeholders[name] = graph.placeholder(f"state_{len(placeholders)}")
                 return placeholders[name]
-            if self._comes_late(node, k):
-                carrier = self._carrier(node, k)
-                assert carrier is not None
-                made_of, dim = carrier
-                return graph.call_function(torch.ops.aten.sym_size.int, (known[made_of], dim))
+            if late(node) and (carrier := self._carrier(node, k)) is not None:
+                source, dim = carrier
+                return graph.call_function(torch.ops.aten.sym_size.int, (known[source], dim))
             return graph.node_copy(node, value)
 
         for node in self._stages[k]:
@@ -316,13 +316,6 @@ class _Cutter:
             self._guards if k == 0 else None,
         )
         return program, state
-
-    def _comes_late(self, size: fx.Node, k: int) -> bool:
-        """Whether it is a size of a tensor that does not arrive at the stage."""
-        return _is_size(size) and any(
-            given in self._home and self._home[given] < k and given not in self._arriving(k)
-            for given in size.all_input_nodes
-        )
 
 
 def _fixed(size: int | torch.SymInt) -> int | None:
