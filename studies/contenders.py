@@ -169,13 +169,6 @@ STUDIES = {
     ),
     # 360 test images: with two judges the rate of synchronous training was .05 instead of .003
     "digits": Study({"data": "digits", "batch_size": 16, "warmup": 0, "lr": 0.0125}, 360, judges=8),
-    "cifar10": Study(
-        {
-            **{"data": "cifar10", "width": 8, "batch_size": 32, "weight_decay": 5e-4},
-            **{"warmup": 30, "lr": 0.02, "train_samples": 3072, "test_samples": 1000},
-        },
-        192,
-    ),
     # the paper's table, scaled down; rates are the smallest power of two (times a start) at which
     # the loss of sync is within 1 % of its best: one seed cannot distinguish closer ones
     "paper-vgg16": _paper("vgg16", 400, normalized=True, width=8, lr=0.01),

@@ -142,14 +142,7 @@ def write_results(
     versions: Mapping[str, str],
     times: Mapping[str, float] = {},
 ) -> None:
-    """Write ``results`` to ``path`` as JSON.
-
-    ``methods`` lists one object per method: ``method``, the means over seeds of ``test_accuracy``
-    (0 to 1), ``test_loss``, ``minibatches_per_second`` and ``weight_version_bytes``, the standard
-    deviations, the perplexity, the simulated time of a minibatch (``times``, relative to the
-    slowest stage's work), and the single runs with their training losses. Numbers that are not
-    finite (a run that diverged) become null.
-    """
+    """Write ``results`` as JSON (bench/results/FILES.md); ``times`` are simulated, by method."""
     document = {
         "methods": [finite(_as_json(result, times.get(result.method))) for result in results],
         "settings": dict(settings),

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from torch import Tensor, nn
+import torch
 
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.extras import picture
 from spectrain_ext.method import Method, Window, find_method, microbatches_of
-from spectrain_ext.partitioning import measure
 from spectrain_ext.schedule import Kind, Span, takes_window
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
 
 from .looks import REFERENCE
+from .pipelines import synchronize
 from .settings import TrainSettings, microbatches_in, stages_of, window_of
 from .workload import Maker, stages_in
 
+# measurements per stage; the fastest counts, because other processes may use the machine
+_LEAST, _TIMED = 3, 9
+_ENOUGH = 1.0  # seconds per stage
 _SIMULATED = 12  # minibatches
 
 
@@ -41,29 +45,40 @@ class Work(NamedTuple):
 def measured_work(
     settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
-    """Measure each stage's work for a minibatch in turn, with the settings' threads."""
+    """Measure each stage's work for a minibatch in turn, with the settings' threads.
+
+    ``partitioning.measure`` empties the caches before every run, as other stages on the device
+    would; here every stage has its own.
+    """
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
-    for module, device in zip(modules, devices, strict=True):
-        module.to(device)
     value, target = next(iter(workload.train))
-    modules[-1] = _WithLoss(modules[-1], workload.loss, target.to(devices[-1]))
+    forward, backward = [], []
     with threads(settings.threads):
-        profile = measure(modules, value)
-    forward = [block.forward_seconds or 0.0 for block in profile.blocks]
-    both = [block.seconds for block in profile.blocks]
-    return Work(forward, [whole - ahead for whole, ahead in zip(both, forward, strict=True)])
-
-
-class _WithLoss(nn.Module):
-    """The last stage, followed by the loss."""
-
-    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Tensor], target: Any) -> None:
-        super().__init__()
-        self._module, self._loss, self._target = module, loss, target
-
-    def forward(self, value: Any) -> Tensor:
-        return self._loss(self._module(value), self._target)
+        for k, (module, name) in enumerate(zip(modules, devices, strict=True)):
+            place = torch.device(name)
+            module.to(place)
+            value, target = value.detach().to(place), target.to(place)
+            ahead, back = [], []
+            for _ in range(_TIMED):
+                inputs = value.clone().requires_grad_(value.is_floating_point())
+                synchronize([place])
+                began = time.perf_counter()
+                output = module(inputs)
+                if k == stages - 1:
+                    output = workload.loss(output, target)
+                synchronize([place])
+                done = time.perf_counter()
+                output.backward(torch.ones_like(output))
+                synchronize([place])
+                ahead.append(done - began)
+                back.append(time.perf_counter() - done)
+                if len(ahead) >= _LEAST and sum(ahead) + sum(back) > _ENOUGH:
+                    break
+            value = output
+            forward.append(min(ahead))
+            backward.append(min(back))
+    return Work(forward, backward)
 
 
 def minibatch_time(method: Method, microbatches: int, work: Work, window: Window = None) -> float:
@@ -108,6 +123,8 @@ def relative_times(
         found[method.name] = minibatch_time(method, parts, work, window) / slowest / method.chunks
     return found
 
+
+# Timelines
 
 _ROUNDING = 1.0 + 1e-9  # tolerance for sums of durations
 _TALLEST = 30.0  # inches of rows at most

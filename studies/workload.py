@@ -38,7 +38,8 @@ class Workload:
     """The model, data and optimizer of one run.
 
     Attributes:
-        model: layers called in sequence; stages get equal numbers of them.
+        model: layers called in sequence; stages get equal numbers of them. In a study each maps a
+            tensor to a tensor, with the samples along dimension 0.
         optimizer: makes the optimizer of a stage's parameters, as for ``Pipeline``.
         loss: the mean loss of the model's output and a minibatch's target.
         train: minibatches ``(input, target)`` of one epoch, iterated again for each epoch; the seed
@@ -109,6 +110,8 @@ def tested(
         raise ValueError("test: expected minibatches with targets, got none")
     return correct / count, total / count
 
+
+# A user's function
 
 #: Options that a workload function receives if it has parameters of these names.
 OFFERED = (

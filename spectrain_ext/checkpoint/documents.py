@@ -278,7 +278,7 @@ _OPTIMIZER = {
 _STAGE = {
     "stage": (int,),
     "parameters": _NAMES,
-    "left_out?": _NAMES,
+    "left_out": _NAMES,
     "weights": _TENSORS,
     "masters": _TENSORS,
     "optimizer": (_OPTIMIZER, None),
@@ -287,7 +287,7 @@ _STAGE = {
 }
 _FORM: dict[str, Any] = {
     "minibatches": (int,),
-    "training": ({"minibatches": (int,), "phase": (int,)}, None),
+    "training": ({"minibatches": (int,), "phase": (int,), "undone": (int,)}, None),
     "files": {_ANY: (int,)},
     "tensors": {_ANY: {"dtype": (str,), "shape": [(int,)], "file": (str,), "sha256": (str,)}},
     "stages": [_STAGE],
@@ -330,7 +330,4 @@ def _check_entry(where: str, entry: Json, files: Json) -> None:
         )
     ):
         raise ValueError(f"{where}: bad file, shape or order")
-    try:
-        dtype_of(entry["dtype"])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    decode_at(where, {"$dtype": entry["dtype"]})

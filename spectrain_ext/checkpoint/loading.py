@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import present
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -24,7 +23,7 @@ from .documents import NAME, Json, decode, decode_at, digest, tensors_in
 from .parts import Item, Part, Stateful, Weights, listed, parts_of, weights_of
 from .progress import Generators, Training
 from .sampler import Sampler, SamplerState
-from .saving import items_of, peers_of
+from .saving import items_of, peers_of, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,90 +94,75 @@ def load(
     """
     directory = Path(path).absolute()
     peers = peers_of(target, process_group)
-    with peers.together(f"loading {directory.name}"):
-        return _load(
-            directory, target, peers, optimizer, scheduler, sampler, only_model, first_stage
-        )
-
-
-def _load(
-    directory: Path,
-    target: nn.Module,
-    peers: Peers,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Stateful | None,
-    sampler: Sampler | None,
-    only_model: bool,
-    first_stage: int | None,
-) -> Loaded:
     doing = f"reading {directory.name}"
-    directory = present(directory)
-    bodies: list[Json] = []
-    parts: list[Part] = []
+    with together(target, f"loading {directory.name}"):
+        directory = present(directory)
+        bodies: list[Json] = []
+        parts: list[Part] = []
 
-    def names() -> dict[str, Any]:
-        body = storage.read(directory)
-        bodies.append(body)
-        parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
-        return {
-            "names": [name for part in parts for name, _ in part.tensors()],
-            "path": str(directory),
-            "minibatches": body["minibatches"],
-            "sha256": digest(body),
-            "only_model": only_model,
-        }
+        def names() -> dict[str, Any]:
+            body = storage.read(directory)
+            bodies.append(body)
+            parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
+            return {
+                "names": [name for part in parts for name, _ in part.tensors()],
+                "path": str(directory),
+                "minibatches": body["minibatches"],
+                "sha256": digest(body),
+                "only_model": only_model,
+            }
 
-    found = peers.call_on_all(names, doing)
-    _check_alike(found)
-    (body,) = bodies
-    generators = Generators(parts, peers.rank, peers.size)
-    # items to load, each with its view of the document
-    weights: list[tuple[Item, Json]] = []
-    others: list[tuple[Item, Json]] = []
-    if sampler is not None:
-        others.append((SamplerState(sampler, peers.rank), body))
-    for part in parts:
-        own = body if only_model else _document_for(body, part)
-        items = items_of(part)
-        weights.append((Weights(part), own))
-        others += [(items[k], own) for k in items if k == "averaging" or not only_model]
-    if not only_model:
-        others.append((generators, body))
-        if isinstance(target, Pipeline):
-            others.append((Training(target), body))
+        found = peers.call_on_all(names, doing)
+        _check_alike(found)
+        (body,) = bodies
+        generators = Generators(parts, peers.rank, peers.size)
+        # items to load, each with its view of the document
+        weights: list[tuple[Item, Json]] = []
+        others: list[tuple[Item, Json]] = []
+        if sampler is not None:
+            others.append((SamplerState(sampler, peers.rank), body))
         for part in parts:
-            if part.optimizer is not None or isinstance(target, Pipeline):
-                _warn_of_frozen(part, body)
-    matched: list[tuple[Item, Any]] = []
-    extra: list[Any] = []
-
-    def match() -> list[str]:
-        try:
-            matched.extend((item, item.match(own)) for item, own in weights)
-            left = weights_of(body).keys() - {name for said in found for name in said["names"]}
-            if left:
-                raise ValueError(
-                    f"has {min(left)!r}, which the model has not ({len(left)} such tensors)"
-                )
-            matched.extend((item, item.match(own)) for item, own in others)
-            extra.append(decode_at("extra", body.get("extra")))
-        except ValueError as error:
-            raise CheckpointError(f"{directory / NAME}: {error}") from error
-        return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
-
-    keys = peers.call_on_all(match, doing)
-    tensors: dict[str, Tensor] = {}
-
-    def read_tensors() -> None:
-        tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
+            own = body if only_model else _document_for(body, part)
+            items = items_of(part)
+            weights.append((Weights(part), own))
+            others += [(items[k], own) for k in items if k == "averaging" or not only_model]
         if not only_model:
-            # Verify unused tensors too, such as generators of other cuts; each process takes some.
-            unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
-            storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])
+            others.append((generators, body))
+            if isinstance(target, Pipeline):
+                others.append((Training(target), body))
+            for part in parts:
+                if part.optimizer is not None or isinstance(target, Pipeline):
+                    _warn_of_frozen(part, body)
+        matched: list[tuple[Item, Any]] = []
+        extra: list[Any] = []
 
-    peers.call_or_fail_together(read_tensors, doing, str(directory))
-    peers.call_on_all(lambda: _put(matched, tensors, directory), doing)
-    return Loaded(body["minibatches"], extra[0], generators.all_found)
+        def match() -> list[str]:
+            try:
+                matched.extend((item, item.match(own)) for item, own in weights)
+                left = weights_of(body).keys() - {name for said in found for name in said["names"]}
+                if left:
+                    raise ValueError(
+                        f"has {min(left)!r}, which the model has not ({len(left)} such tensors)"
+                    )
+                matched.extend((item, item.match(own)) for item, own in others)
+                extra.append(decode_at("extra", body.get("extra")))
+            except ValueError as error:
+                raise CheckpointError(f"{directory / NAME}: {error}") from error
+            return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
+
+        keys = peers.call_on_all(match, doing)
+        tensors: dict[str, Tensor] = {}
+
+        def read_tensors() -> None:
+            tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
+            if not only_model:
+                # Unused tensors too, such as generators of other cuts; each process takes some.
+                unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
+                storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])
+
+        peers.call_on_all(read_tensors, doing, str(directory))
+        peers.call_on_all(lambda: _put(matched, tensors, directory), doing)
+        return Loaded(body["minibatches"], extra[0], generators.all_found)
 
 
 def _document_for(body: Json, part: Part) -> Json:

@@ -8,10 +8,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
+from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.distributed.store import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file, replaced
@@ -23,7 +25,7 @@ from spectrain_ext.pipeline.segments import Segment, segments
 
 from .loading import Loaded, load
 from .sampler import Sampler, ShuffledSampler
-from .saving import PendingCheckpoint, peers_of
+from .saving import PendingCheckpoint, peers_of, together
 from .storage import drop, more_than_checkpoint, recover
 
 _logger = logging.getLogger(__name__)
@@ -112,7 +114,11 @@ class CheckpointManager:
             # Messages of the writing thread must not mix with the caller's.
             process_group = dist.new_group(
                 None if process_group is None else dist.get_process_group_ranks(process_group),
-                timeout=self._peers.timeout,
+                timeout=(
+                    timedelta(seconds=pipe.timeout)
+                    if isinstance(pipe, DistributedPipeline)
+                    else None
+                ),
                 backend="gloo",
             )
         self._writing = Peers(process_group)
@@ -151,7 +157,7 @@ class CheckpointManager:
                 You can pass an older one to ``load``.
         """
         doing = "looking for the newest checkpoint"
-        with self._peers.together(doing):
+        with together(self.pipe, doing):
             self.wait()
             found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
         if not found:
@@ -241,7 +247,7 @@ class CheckpointManager:
         def follow(segment: Segment, left: bool) -> int | None:
             """Save if due; return None if this was the last run in any process."""
             last = segment.exhausted or left
-            with self._peers.together("counting the minibatches of a run"):
+            with together(self.pipe, "counting the minibatches of a run"):
                 found = self._peers.all_gather((self.minibatches, self._due(), last))
                 # rank 0 feeds the run, so only it has counted the minibatches
                 self.minibatches, due, _ = found[0]
@@ -286,7 +292,7 @@ class CheckpointManager:
         path, sampler = self.directory / f"minibatch-{self.minibatches:08d}", self.sampler
         if isinstance(sampler, ShuffledSampler):
             sampler = sampler.at(self._offset + self.minibatches)
-        with self._peers.together(f"saving {path.name}"):
+        with together(self.pipe, f"saving {path.name}"):
             self.wait()
             pending = PendingCheckpoint(
                 path,

@@ -85,14 +85,7 @@ class Training(Item):
 
     def match(self, body: Json) -> Any:
         """Return the progress; a module's checkpoint has only ``save``'s argument."""
-        found = {"phase": 0, "undone": 0, "minibatches": body["minibatches"]}
-        found |= body.get("training") or {}
-        undone = found["undone"]  # older checkpoints have none
-        if type(undone) is not int or not 0 <= undone <= found["minibatches"]:
-            raise ValueError(
-                f"training['undone']: expected a number of minibatches, got {undone!r}"
-            )
-        return found
+        return body["training"] or {"phase": 0, "undone": 0, "minibatches": body["minibatches"]}
 
     def put(self, state: Any) -> None:
         self._pipe.minibatches = state["minibatches"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,26 +79,32 @@ def save(
         >>> sorted(path.name for path in Path("checkpoint").iterdir())
         ['checkpoint.json', 'model.safetensors', 'state.safetensors']
     """
-    peers = peers_of(target, process_group)
-    with peers.together(f"saving {Path(path).name}"):
+    with together(target, f"saving {Path(path).name}"):
         PendingCheckpoint(
             path,
             target,
-            peers,
+            peers_of(target, process_group),
+            overwrite=overwrite,
             optimizer=optimizer,
             scheduler=scheduler,
             minibatches=minibatches,
             sampler=sampler,
             extra=extra,
-            overwrite=overwrite,
             only_model=only_model,
             first_stage=first_stage,
         ).write()
 
 
+def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
+    """Let a pipeline's ranks watch one another while they save or load."""
+    return target.together(what) if isinstance(target, DistributedPipeline) else nullcontext()
+
+
 def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
-    """Return the processes that save or load together; a pipeline's ranks watch each other."""
-    return Peers(group, target if isinstance(target, DistributedPipeline) else None)
+    """Return the processes that save or load ``together``."""
+    if isinstance(target, DistributedPipeline):
+        return Peers(group, target._board.busy)
+    return Peers(group)
 
 
 class PendingCheckpoint:
@@ -108,15 +116,9 @@ class PendingCheckpoint:
         target: nn.Module,
         peers: Peers,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Stateful | None = None,
-        minibatches: int = 0,
-        sampler: Sampler | None = None,
-        extra: object = None,
         overwrite: bool = False,
-        only_model: bool = False,
-        first_stage: int | None = None,
         committed: Callable[[], None] | None = None,  # called on rank 0 after the commit
+        **state: Any,  # further arguments of ``save``
     ) -> None:
         self._path = Path(path).absolute()
         self._overwrite = overwrite
@@ -126,19 +128,9 @@ class PendingCheckpoint:
         self._tensors: dict[str, Tensor] = {}
 
         def collect() -> Json:
-            parts = parts_of(target, optimizer, scheduler, first_stage)
-            if only_model:
-                parts = [
-                    replace(part, optimizer=None, scheduler=None, masters={}) for part in parts
-                ]
             if self._first:
                 storage.check_free(self._path, overwrite)
-            document = _collected(parts, sampler, peers, self._tensors) | {
-                "minibatches": minibatches,
-                "training": Training(target).state() if isinstance(target, Pipeline) else None,
-                "extra": encode(extra, "extra"),
-                "torch": str(torch.__version__),
-            }
+            document = _collected(target, peers, self._tensors, **state)
             if self._first:
                 storage.begin(self._path)
             return document
@@ -183,8 +175,8 @@ class PendingCheckpoint:
                 self._committed()
 
         try:
-            found = self._peers.call_or_fail_together(own, *told)
-            self._peers.call_or_fail_together(commit, *told)
+            found = self._peers.call_on_all(own, *told)
+            self._peers.call_on_all(commit, *told)
         except BaseException:
             self._discard()
             raise
@@ -207,9 +199,21 @@ def items_of(part: Part) -> dict[str, Item]:
 
 
 def _collected(
-    parts: list[Part], sampler: Stateful | None, peers: Peers, tensors: dict[str, Tensor]
+    target: nn.Module,
+    peers: Peers,
+    tensors: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    minibatches: int = 0,
+    sampler: Sampler | None = None,
+    extra: object = None,
+    only_model: bool = False,
+    first_stage: int | None = None,
 ) -> Json:
     """Return the document of a process's stages, and add their tensors to ``tensors``."""
+    parts = parts_of(target, optimizer, scheduler, first_stage)
+    if only_model:
+        parts = [replace(part, optimizer=None, scheduler=None, masters={}) for part in parts]
     keep = _keeper(tensors)
     # First: a failure on one replica only would leave the others waiting here.
     averages = [_averages(part, keep) for part in parts]
@@ -236,7 +240,16 @@ def _collected(
         "random": Generators(parts, peers.rank, peers.size).saved(keep),
         "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
     }
-    return {"stages": stages, "replicas": replicas, "process": process, "keys": list(tensors)}
+    return {
+        "stages": stages,
+        "replicas": replicas,
+        "process": process,
+        "keys": list(tensors),
+        "minibatches": minibatches,
+        "training": Training(target).state() if isinstance(target, Pipeline) else None,
+        "extra": encode(extra, "extra"),
+        "torch": str(torch.__version__),
+    }
 
 
 def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:

@@ -172,10 +172,8 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple
         places.add(plain.data_ptr())
         entries[key] = entry | {"file": name, "sha256": _sha256(plain)}
         content[_name_in_file(key)] = plain
-    with new_file(file):
-        mode = stat.S_IMODE(file.stat().st_mode)
     save_file(content, file, metadata=_METADATA)
-    file.chmod(mode)  # safetensors makes files that only the owner can read
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
     with file.open("rb") as written:
         os.fsync(written.fileno())
         size = os.fstat(written.fileno()).st_size
@@ -213,7 +211,16 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[
     for file, own in _by_file(path, body, keys):
         with _opened(file) as opened:
             for key in own:
-                yield key, _checked(file, opened, key, body["tensors"][key])
+                entry = body["tensors"][key]
+                # a mapped tensor would change with the file
+                tensor = _mapped(file, opened, key, entry).clone()
+                _check_digest(file, key, _sha256(tensor), entry)
+                if documents.dtype_of(entry["dtype"]).is_complex:
+                    tensor = torch.view_as_complex(tensor)
+                if (order := entry.get("order")) is not None:
+                    back = sorted(range(tensor.dim()), key=order.__getitem__)
+                    tensor = tensor.permute(order).contiguous().permute(back)
+                yield key, tensor
 
 
 def verify_tensors(path: Path, body: Json, keys: Iterable[str]) -> None:
@@ -264,16 +271,3 @@ def _mapped(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
 def _check_digest(file: Path, key: str, digest: str, entry: Json) -> None:
     if digest != entry["sha256"]:
         raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
-
-
-def _checked(file: Path, opened: Any, key: str, entry: Json) -> Tensor:
-    """Return a verified copy of a tensor in a file, with its dtype and strides."""
-    tensor = _mapped(file, opened, key, entry).clone()  # a mapped tensor would change with the file
-    _check_digest(file, key, _sha256(tensor), entry)
-    if documents.dtype_of(entry["dtype"]).is_complex:
-        tensor = torch.view_as_complex(tensor)
-    order = entry.get("order")
-    if order is None:
-        return tensor
-    back = sorted(range(tensor.dim()), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(back)

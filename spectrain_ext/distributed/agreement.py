@@ -56,7 +56,6 @@ def rules_to_compare(method: Method, of_phases: Sequence[Sequence[Place]]) -> di
         own, then = replace(phase, then=None), phase.then
         factors = [factor_of([(own, place)]) for place in places]
         said: dict[str, list[Any]] = {
-            "schedule": [phase.schedule],
             "otherwise": [phase.otherwise],
             "clip": [*max_norms_of(phase, places, None)],
             # Functions are compared by their results.
@@ -89,10 +88,6 @@ def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
     check_order([said[replicas.ranks_of(k)[0]][k] for k in range(replicas.stages)])
 
 
-def copies_here(copies: Sequence[Copy]) -> dict[str, object]:
-    return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
-
-
 def agreed_ties(
     board: Board,
     replicas: Replicas,
@@ -108,9 +103,8 @@ def agreed_ties(
     for k, module in modules.items():
         known: dict[str, object] = {}
         for p, names in names_of(module).items():
-            for name in names:
-                found_as = full_names(module, names, f"{k}.")
-                known[bare(name)] = known[name] = look_of(p), [*found_as.values()]
+            look = look_of(p), [*full_names(module, names, f"{k}.").values()]
+            known |= dict.fromkeys((*map(bare, names), *names), look)
         wanted = {member.home_name for member, _ in asked if member.home == k}
         mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
     said = board.exchange_json("comparing ties", mine)

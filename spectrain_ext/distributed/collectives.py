@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 
 import torch
@@ -108,7 +109,8 @@ class GradientSum:
         gradients: Buffer,  # that they write
     ) -> None:
         self._params = list(params)
-        self._rank_group, self._board = rank_group, board
+        self._host, self._device = rank_group.host, rank_group.device
+        self._begin = partial(_Collective, rank_group, board, _GRADIENTS)
         self._compute, self._gradients = compute, gradients
         self._buckets = [_Bucket(part) for part in _parts(self._params)]
         self._bucket_of = {p: b for b in self._buckets for p in b.flat.views}
@@ -153,13 +155,8 @@ class GradientSum:
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        bucket.pending = self._all_reduce(bucket.copy(), self._rank_group.device)
+        bucket.pending = self._begin(self._device, dist.all_reduce, bucket.copy())
         self._sent += 1
-
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Collective:
-        return _Collective(
-            self._rank_group, self._board, _GRADIENTS, group, dist.all_reduce, tensor
-        )
 
     def send_rest(self, count: Tensor | None) -> None:
         """Send the remaining gradients and the count, after the minibatch's last backward."""
@@ -169,14 +166,14 @@ class GradientSum:
                 self._send()
             self._count = None
             if count is not None:
-                self._count = self._all_reduce(count, self._rank_group.device)
+                self._count = self._begin(self._device, dist.all_reduce, count)
 
     def finish(self, numbers: Sequence[float], stream: Stream) -> list[float]:
         """Store the sums as gradients, on ``stream``; return the sums of ``numbers``."""
         own = [*numbers, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
         # First, so that the rank notices failures before the stream waits for NCCL.
-        self._all_reduce(tail, self._rank_group.host).wait()
+        self._begin(self._host, dist.all_reduce, tail).wait()
         with stream.using(writes=(self._gradients,)):
             for bucket in self._buckets:
                 if bucket.pending is not None:
@@ -193,11 +190,8 @@ class GradientSum:
         return totals[: len(numbers)]
 
     def largest(self, number: float) -> float:
-        found, host = torch.tensor(number, dtype=torch.float64), self._rank_group.host
-        _Collective(
-            *(self._rank_group, self._board, _GRADIENTS, host),
-            *(dist.all_reduce, found, dist.ReduceOp.MAX),
-        ).wait()
+        found = torch.tensor(number, dtype=torch.float64)
+        self._begin(self._host, dist.all_reduce, found, dist.ReduceOp.MAX).wait()
         return float(found)
 
 

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
+from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.coding import in_words
 from spectrain_ext.pipeline.connections import Connections
-from spectrain_ext.pipeline.edges import SharedLosses, Traffic
+from spectrain_ext.pipeline.edges import TIED, SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.pipeline.ties import Copy
+from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
-from spectrain_ext.schedule.devices import device_order
+from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver, Sender
 
 from .agreement import (
@@ -34,7 +34,6 @@ from .agreement import (
     check_cut,
     check_equal_start,
     compare_settings,
-    copies_here,
     rules_to_compare,
 )
 from .board import Board
@@ -115,7 +114,7 @@ class RankConnections(Connections):
                 **self._settings,
             },
             {
-                **copies_here(copies),
+                "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
                 "cut": [[s.index, cut_place(s.module)] for s in stages],
                 "hidden": hidden_use(s.weights for s in stages),
                 "trains": any(stage.weights is not None for stage in stages),
@@ -155,8 +154,7 @@ class RankConnections(Connections):
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
-        self._ties_between(ties, copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties, copies, method, places)
 
     def all_ranks(self) -> RankGroup:
         """Return a CPU group of all ranks, which is connected on first use."""
@@ -172,7 +170,7 @@ class RankConnections(Connections):
         for link in self.links.edges:
             sends, (a, b) = link.sender == board.rank, link.stages
             stage = here[a if sends else b]
-            if link.what.tied:
+            if link.what in TIED:
                 depth = self._depth_of_tie(min(a, b), max(a, b))
             else:
                 depth = self._depth(link.what, b)
@@ -269,8 +267,7 @@ class RankConnections(Connections):
             before = f"stage {stage.index}, {before}"
 
         def begins(kind: Kind, i: int, j: int) -> None:
-            if board.cause is not None:
-                board.check()
+            board.check()
             microbatch = replica + j * count  # j counts this replica's microbatches
             board.set_action(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 

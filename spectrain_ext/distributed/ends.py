@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
+from spectrain_ext.transport.local import NO_MESSAGE
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
@@ -111,7 +112,7 @@ class _End:
 
     def _sent_part(self, frame: Frame) -> Tensor:
         """Return the part of the frame that is sent, allocated if need be."""
-        frame.fit(self._capacity, pinned=self._pinned)
+        frame.fit(self._capacity, _CPU, self._pinned)
         return frame.whole[: HEAD + self._capacity]
 
     # Not dist.isend and dist.irecv, whose checks take longer than the call itself when a backward
@@ -182,7 +183,7 @@ class RemoteReceiver(_End):
         slot.header, slot.layout, slot.nbytes = header, layout, nbytes
         if self.link.by_host:
             if nbytes > self._capacity:
-                slot.frame.fit(nbytes, pinned=self._pinned)
+                slot.frame.fit(nbytes, _CPU, self._pinned)
                 self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
                 if not self.link.dynamic:
                     with self._board.changed:
@@ -263,7 +264,7 @@ class RemoteReceiver(_End):
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
-        slot.message = None
+        slot.message = NO_MESSAGE
         with self._connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 
@@ -309,7 +310,7 @@ class RemoteSender(_End):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         if slot.memory is not slot.frame:
-            slot.frame.fit(nbytes if link.staged else 0, pinned=self._pinned)
+            slot.frame.fit(nbytes if link.staged else 0, _CPU, self._pinned)
         if link.staged:
             copy.wait(slot.free)
             with copy.using(writes=(slot.buffer,)):

@@ -220,7 +220,7 @@ class Report:
     def post(self, own: Callable[[], str]) -> None:
         """Post this rank's part once: the one made when the cause became known, if there is one."""
         if not self._posted:
-            self._store.set(_key(self._rank), self._own or own())
+            self._store.set(f"part/{self._rank}", self._own or own())
             self._posted = True
 
     def advance(self, cause: Cause, beats: Sequence[Heartbeat], patience: float) -> None:
@@ -241,7 +241,7 @@ class Report:
     ) -> None:
         new = [r for r, beat in enumerate(beats) if beat.knows and r not in self._parts]
         if new:
-            self._parts |= zip(new, self._store.multi_get([*map(_key, new)]), strict=True)
+            self._parts |= zip(new, self._store.multi_get([f"part/{r}" for r in new]), strict=True)
         awaited = any(
             beat.text and monotonic() - beat.heard < patience
             for r, beat in enumerate(beats)
@@ -251,10 +251,6 @@ class Report:
         if self.reported or len(self._parts) > self._written:
             self._written = len(self._parts)
             _write(self._rank, cause, self._parts, beats)
-
-
-def _key(rank: int) -> str:
-    return f"part/{rank}"
 
 
 def new_report() -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.edges import TIED, Traffic
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
@@ -87,7 +87,7 @@ class Links(NamedTuple):
 
 
 class ConnectionGuard:
-    """Blames these ranks for a connection that breaks inside its ``with`` block."""
+    """Blames these ranks (none: an unknown one) for a connection that breaks inside."""
 
     def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
         others = [rank for rank in ranks if rank != board.rank]
@@ -95,8 +95,7 @@ class ConnectionGuard:
         self._peer = others[0] if len(others) == 1 else None
 
     def __enter__(self) -> None:
-        if self._board.cause is not None:  # NCCL groups are being aborted
-            self._board.check()
+        self._board.check()  # after a failure, NCCL groups are being aborted
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and is_broken_connection(error):
@@ -161,13 +160,11 @@ def open_links(
             return
         other = b if sender == board.rank else a
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
-        stages, size = (
-            (replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]),
-            dynamic or what.tied,
-        )
+        stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
+        grows = dynamic or what in TIED
         edges.append(
             RemoteEdge(
-                name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged
+                name, what, at, stages, sender, receiver, peer, two.host, two.device, grows, staged
             )
         )
 
@@ -231,28 +228,24 @@ class _Opener(NamedTuple):
         mine, others = board.rank in members, [r for r in members if r != board.rank]
         waits_for = others[0] if len(others) == 1 else None
         board.set_action("opening", name)
-        with board.blocked(waits_for, name) if mine else nullcontext():
-            try:
-                with _unbound(), _lenient():
-                    made = dist.new_group(
-                        chosen, timeout=longer, backend=backend, pg_options=options, device_id=bound
-                    )
-                if not mine:
-                    return None
-                assert isinstance(made, dist.ProcessGroup)
-                if backend == "gloo":
-                    board.disconnects.append(partial(_disconnect, made))
-                else:
-                    board.aborts.append(made.abort)
-                # Connect now, without a message's short deadline, and before the next group.
-                stream = callers_stream(device)
-                with stream.using():
-                    use(made, device)
-                stream.synchronize()
-            except RuntimeError as error:
-                if not is_broken_connection(error):
-                    raise
-                board.lost(None, name, error)
+        waits = board.blocked(waits_for, name) if mine else nullcontext()
+        with waits, ConnectionGuard(board, (), name):
+            with _by_itself():
+                made = dist.new_group(
+                    chosen, timeout=longer, backend=backend, pg_options=options, device_id=bound
+                )
+            if not mine:
+                return None
+            assert isinstance(made, dist.ProcessGroup)
+            if backend == "gloo":
+                board.disconnects.append(partial(_disconnect, made))
+            else:
+                board.aborts.append(made.abort)
+            # Connect now, without a message's short deadline, and before the next group.
+            stream = callers_stream(device)
+            with stream.using():
+                use(made, device)
+            stream.synchronize()
         board.check()  # an abort also ends the first use
         return made
 
@@ -283,24 +276,12 @@ def _options(timeout: timedelta, of_an_edge: bool) -> Any:
 
 
 @contextmanager
-def _lenient() -> Iterator[None]:
-    """Let torch make NCCL groups, in a ``with`` block, that do not end the process on an error.
-
-    Instead the board notices the failure, aborts them, and makes the rank raise RankError.
-    """
-    if any(name in os.environ for name in (_ON_ERROR, _ON_ERROR.removeprefix("TORCH_"))):
-        yield
-        return
-    os.environ[_ON_ERROR] = "0"  # torch reads it when it makes a group
-    try:
-        yield
-    finally:
-        del os.environ[_ON_ERROR]
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """Let torch make groups, in a ``with`` block, without the default group's communicator."""
+def _by_itself() -> Iterator[None]:
+    """Let torch make a group that neither ends the process nor splits the default group."""
+    # Instead the board notices a failure, aborts NCCL's groups, and makes the rank raise RankError.
+    chosen = any(name in os.environ for name in (_ON_ERROR, _ON_ERROR.removeprefix("TORCH_")))
+    if not chosen:
+        os.environ[_ON_ERROR] = "0"  # torch reads it when it makes a group
     # torch splits new groups off a default group with a device_id, also on ranks that are not
     # members. For a gloo group these would wait for members that do not split.
     default = dist.group.WORLD
@@ -310,3 +291,5 @@ def _unbound() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+        if not chosen:
+            del os.environ[_ON_ERROR]

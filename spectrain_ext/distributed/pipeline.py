@@ -228,7 +228,7 @@ class DistributedPipeline(Pipeline):
         with self.together(doing):
             hosts = self._connections.all_ranks().host
             self._board.set_action(doing)
-            return Peers(hosts, self._board).call_on_all(make, doing)
+            return Peers(hosts, self._board.busy).call_on_all(make, doing)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -246,7 +246,7 @@ class DistributedPipeline(Pipeline):
         around = self._executor.connections
         with ExitStack() as held, self._executor.callers_turn():
             what = "averaging the replicas"
-            with self.together(what), self.busy(what):
+            with self.together(what), self._board.busy(what):
                 found = [(each, each.average()()) for each in around.averaged.values()]
             for each, values in found:
                 held.enter_context(each.holding(values))
@@ -268,10 +268,6 @@ class DistributedPipeline(Pipeline):
         """
         self.check_drained(what)
         return self._board.together(what)
-
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        """Report, inside ``together``, that the others wait for this rank, and for what."""
-        return self._board.busy(what)
 
     def forward(self, value: Any = None) -> Any:
         """Compute the whole pipeline's output for one batch with the true weights.

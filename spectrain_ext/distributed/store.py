@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from time import monotonic, sleep
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -184,33 +184,18 @@ def connection(store: Store, patience: float, timeout: float) -> Store:
 # Values
 
 
-class Watched(Protocol):
-    """A ``Board`` or a pipeline; ends all processes if one fails or keeps the others waiting."""
-
-    timeout: float
-
-    def together(self, what: str) -> AbstractContextManager[None]: ...
-    def busy(self, what: str) -> AbstractContextManager[None]: ...
-
-
 class Peers:
     """The processes of a group (None: the default group, or this process alone)."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, watch: Watched | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        busy: Callable[[str], AbstractContextManager[object]] = nullcontext,  # ``Board.busy``
     ) -> None:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._watch = group, watch
-
-    @property
-    def timeout(self) -> timedelta | None:
-        """The watch's timeout; None: torch's default."""
-        return None if self._watch is None else timedelta(seconds=self._watch.timeout)
-
-    def together(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.together(what)
+        self._group, self._busy = group, busy
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank; ConnectionError if a process has ended."""
@@ -224,41 +209,30 @@ class Peers:
                 raise ConnectionError(f"the processes have lost one another: {error}") from error
             raise
 
-    def call_on_all(self, make: Callable[[], T], doing: str) -> list[T]:
-        """Return every process's result of ``make``; an error in one is raised in all."""
-        error, found = self._attempted(make, doing)
-        if error is not None:
-            raise error
-        for rank, answer in enumerate(found):
-            if "error" in answer:
-                raise RuntimeError(f"process {rank}: {answer['error']}")
-        return [answer["value"] for answer in found]
+    def call_on_all(self, make: Callable[[], T], doing: str, what: str = "") -> list[T]:
+        """Return every process's result of ``make``; an error in one is raised in all.
 
-    def call_or_fail_together(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
-        """Return every process's result of ``make``; an error is one CheckpointError in all."""
-        error, found = self._attempted(make, doing)
-        reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
-        if reasons:
-            told = next(iter(reasons.values()))["message"]
-            if told is None:
-                listed = (f"process {rank}: {answer['error']}" for rank, answer in reasons.items())
-                told = f"{what}: {'; '.join(listed)}"
-            raise CheckpointError(told) from error
-        return [answer["value"] for answer in found]
-
-    def _attempted(
-        self, make: Callable[[], T], doing: str
-    ) -> tuple[Exception | None, list[dict[str, Any]]]:
-        """Return the error here, if any, and every process's value or error."""
-        error = None
+        With ``what``, it is the same CheckpointError in all.
+        """
+        caught = None
         try:
-            with nullcontext() if self._watch is None else self._watch.busy(doing):
+            with self._busy(doing):
                 mine: dict[str, Any] = {"value": make()}
-        except Exception as caught:
-            error = caught
+        except Exception as error:
+            caught = error
             message = str(error) if isinstance(error, CheckpointError) else None
             mine = {"error": f"{type(error).__name__}: {error}", "message": message}
-        return error, self.all_gather(mine)
+        found = self.all_gather(mine)
+        errors = [(rank, answer) for rank, answer in enumerate(found) if "error" in answer]
+        listed = [f"process {rank}: {answer['error']}" for rank, answer in errors]
+        if errors and what:
+            told = errors[0][1]["message"] or f"{what}: {'; '.join(listed)}"
+            raise CheckpointError(told) from caught
+        if caught is not None:
+            raise caught
+        if errors:
+            raise RuntimeError(listed[0])
+        return [answer["value"] for answer in found]
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from struct import Struct
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from spectrain_ext.transport.message import (
     CONSTANTS,
     CONTAINERS,
     FLAT,
+    NO_HEADER,
     TENSOR,
     FlatMemory,
     Form,
@@ -23,10 +23,9 @@ from spectrain_ext.transport.message import (
     places_in,
 )
 
-# A header of int64 numbers: sequence number, kind, parts of the minibatch, the bits of a float64
-# value, samples, number of the layout, bytes of its text (0 if announced before), bytes of the
-# body.
-_HEADER = 8
+# A header: sequence number, kind, parts of the minibatch, value (float64), samples, number of the
+# layout, bytes of its text (0 if announced before), bytes of the body.
+_HEADER = Struct("=qqqdqqqq")
 _DATA, _END = 1, 2
 # Bytes of a frame before the body, a multiple of the alignment.
 HEAD = 256
@@ -38,44 +37,27 @@ TAG_NEVER = 2**16  # of no message; above all others
 # So the board keeps the deadlines, and breaks the connections after a failure.
 ENDLESS = timedelta(days=365)
 
-_CPU = torch.device("cpu")
-
 
 class Frame(FlatMemory):
     """CPU memory for a header and the body after it."""
 
-    _numbers: NDArray[np.int64]
-
     def __init__(self) -> None:
         super().__init__(HEAD)
-
-    def fit(self, nbytes: int, device: torch.device = _CPU, pinned: bool = False) -> bool:
-        new = super().fit(nbytes, device, pinned)
-        if new:
-            self._numbers = self.whole[: 8 * _HEADER].view(torch.int64).numpy()
-        return new
 
     def write(
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
         """Write the header of a message, or of the end of a run (None)."""
-        kind, parts, value, samples = _END, 0, 0, 0
-        if header is not None:
-            kind, parts, samples = _DATA, header.parts, header.samples
-            value = int(np.float64(header.value).view(np.int64))
-        self._numbers[:] = (sequence, kind, parts, value, samples, number, text, nbytes)
+        kind, fields = (_END, NO_HEADER) if header is None else (_DATA, header)
+        _HEADER.pack_into(self.whole.numpy().data, 0, sequence, kind, *fields, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, parts, value, samples, *lengths = self._numbers.tolist()
+        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(self.whole.numpy().data)
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
             )
-        number, text, nbytes = lengths
-        if kind == _END:
-            return None, number, text, nbytes
-        header = Header(parts, float(np.int64(value).view(np.float64)), samples)
-        return header, number, text, nbytes
+        return None if kind == _END else Header(*fields), number, text, nbytes
 
 
 def encode_layout(layout: Layout) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport.message import Value
 
 from .outline import (
     SPLIT_HINT,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value, each, tensors_in
+from spectrain_ext.transport.message import Value, each, tensors_in
 
 from .blocks import blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport.message import Value
 
 from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked
 from .profile import blaming_example, untouched

@@ -1,18 +1,13 @@
 """Checks and simulates schedules, and reads and writes them as files; a run needs none of it."""
 
-from spectrain_ext.schedule.devices import device_order
-from spectrain_ext.schedule.order import check_generator, validate
+from spectrain_ext.schedule.order import check_generator, device_order, validate
 
 from .compute_csv import read_csv, write_csv
 from .ranks import simulate_ranks
 from .repeating import simulate_repeating
 from .timing import (
     Durations,
-    Met,
-    Reading,
     Summary,
-    lay_out,
-    read,
     simulate,
     streams,
     summarize,
@@ -20,13 +15,9 @@ from .timing import (
 
 __all__ = [
     "Durations",
-    "Met",
-    "Reading",
     "Summary",
     "check_generator",
     "device_order",
-    "lay_out",
-    "read",
     "read_csv",
     "simulate",
     "simulate_ranks",

@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import NamedTuple
 
 from spectrain_ext.schedule import (
     Generator,
@@ -18,9 +17,8 @@ from spectrain_ext.schedule import (
     Span,
     find_generator,
 )
-from spectrain_ext.schedule.devices import one_by_one
-from spectrain_ext.schedule.ledger import Pair, open_ledgers
-from spectrain_ext.schedule.order import ALONE, follow, interleave
+from spectrain_ext.schedule.ledger import open_ledgers
+from spectrain_ext.schedule.order import follow, interleave, one_by_one
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite
@@ -336,76 +334,3 @@ def period_of(updates: Sequence[float]) -> float:
     if last <= first:
         first, last = 0, len(updates) - 1
     return (updates[last] - updates[first]) / (last - first) if last > first else 0.0
-
-
-class Reading(NamedTuple):
-    """The weights of a forward or a backward.
-
-    Attributes:
-        version: the stage's updates that they contain.
-        horizon: by how many updates they are predicted ahead; 0: the version itself.
-
-    Example:
-        >>> from spectrain_ext.schedule import Rules
-        >>> from spectrain_ext.simulation import read, streams
-        >>> rules = [Rules(forward_horizon=1)] * 2
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), rules, 5) if k == 0]
-        >>> met[3].forward, met[3].backward
-        (Reading(version=2, horizon=1), Reading(version=3, horizon=0))
-    """
-
-    version: int
-    horizon: int = 0
-
-
-class Met(NamedTuple):
-    """The weights that a microbatch's forward and backward computed with on one stage.
-
-    Example:
-        >>> from spectrain_ext.simulation import Met, Reading
-        >>> Met(minibatch=3, microbatch=0, forward=Reading(2), backward=Reading(3)).forward.version
-        2
-    """
-
-    minibatch: int
-    microbatch: int
-    forward: Reading
-    backward: Reading
-
-
-def read(
-    actions: Sequence[Iterable[Instruction]],
-    rules: Sequence[Rules] | None = None,
-    minibatches: int | None = None,
-) -> Iterator[tuple[int, Met]]:
-    """Yield (stage, Met) for every microbatch on every stage, lazily, in order of backwards.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-
-    Example:
-        >>> from spectrain_ext.simulation import read, streams
-        >>> met = [met for k, met in read(streams("1f1b-async", [2, 1]), minibatches=5) if k == 0]
-        >>> met[3].forward.version, met[3].backward.version
-        (2, 3)
-    """
-    ledgers = open_ledgers(len(actions), rules)
-    forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]
-    for k, run, readings in follow(interleave(actions, minibatches), ledgers, minibatches):
-        for (kind, i, j), reading in zip(run, readings, strict=True):
-            if kind is Kind.FORWARD:
-                forwards[k][i, j] = reading
-            elif kind not in ALONE:
-                yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))
-
-
-def lay_out(stages: int, chunks: int) -> list[int]:
-    """Return the device of every stage: k mod ceil(stages/chunks).
-
-    Example:
-        >>> from spectrain_ext.simulation import lay_out
-        >>> lay_out(stages=6, chunks=2)
-        [0, 1, 2, 0, 1, 2]
-    """
-    devices = -(-stages // min(chunks, stages))
-    return [k % devices for k in range(stages)]

@@ -33,14 +33,10 @@ def residual_mlp(
     classes: int = 10,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return the model as a list of ``stages`` modules, to be called in sequence.
+    """Return the model in ``stages`` modules.
 
-    Its layers are a Linear, ``depth`` residual blocks, and a LayerNorm with a Linear. Fewer stages
-    than layers cut the same model (with the same initial weights) into longer parts. The default
-    ``depth`` is six blocks, for eight stages of one layer each; each further stage adds a block.
-
-    The initial weights are torch's defaults and depend only on ``seed`` and the sizes: torch's
-    global random state is restored.
+    Its layers are a Linear, ``depth`` residual blocks (by default six, and one more for each stage
+    beyond eight), and a LayerNorm with a Linear. The weights do not depend on the cut.
     """
     if stages < 1:
         raise ValueError(f"stages must be at least 1, got {stages}")

@@ -311,7 +311,7 @@ def sends_by(device, monkeypatch, depth=2):
 
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
     monkeypatch.setattr(dist, "isend", isend)
-    board = SimpleNamespace(rank=0, cause=None, blocked=lambda *_: nullcontext())
+    board = SimpleNamespace(rank=0, check=lambda: None, blocked=lambda *_: nullcontext())
     link = links_module.RemoteEdge(
         *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
         *(SimpleNamespace(send=send), device, False),
@@ -365,7 +365,7 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
             *("edge 0 -> 1", Traffic.ACTIVATIONS, 0, (0, 1), 0, 1, 0),
             *(SimpleNamespace(), device, False),
         )
-        board = SimpleNamespace(rank=1, cause=None, wait=lambda *_: None)
+        board = SimpleNamespace(rank=1, check=lambda: None, wait=lambda *_: None)
         receiver = RemoteReceiver(link, CPU, compute, 2, board)
         slot = receiver._ring.popleft()
         slot.layout, slot.nbytes = layout, layout.places()[1]

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Rules, ScheduleError
-from spectrain_ext.simulation import Met, Reading, read, streams, validate
+from spectrain_ext.schedule import GENERATORS, Kind, Rules, ScheduleError
+from spectrain_ext.simulation import Durations, simulate, streams, validate
 
 
 def classic(n):
     return [n - k for k in range(n)]
 
 
+class Reading(NamedTuple):
+    version: int
+    horizon: int
+
+
+class Met(NamedTuple):
+    forward: Reading
+    backward: Reading
+
+
 def met(name, windows, minibatches, microbatches=1, rules=None):
-    """stage -> (minibatch, microbatch) -> its readings."""
-    found = [{} for _ in windows]
+    """stage -> (minibatch, microbatch) -> what it read."""
+    n = len(windows)
+    forwards, found = [{} for _ in windows], [{} for _ in windows]
+    rules = None if rules is None else [rules] * n
     schedule = streams(name, windows, microbatches)
-    for k, m in read(schedule, None if rules is None else [rules] * len(windows), minibatches):
-        assert isinstance(m, Met) and isinstance(m.forward, Reading)
-        found[k][m.minibatch, m.microbatch] = m
+    for span in simulate(schedule, Durations.of(n), minibatches=minibatches, rules=rules):
+        part, reading = (span.minibatch, span.microbatch), Reading(span.version, span.horizon)
+        if span.kind is Kind.FORWARD:
+            forwards[span.stage][part] = reading
+        elif span.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            found[span.stage][part] = Met(forwards[span.stage][part], reading)
     return found
 
 

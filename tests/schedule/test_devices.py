@@ -25,7 +25,6 @@ from spectrain_ext.simulation import (
     Durations,
     check_generator,
     device_order,
-    lay_out,
     simulate,
     streams,
     summarize,
@@ -53,7 +52,7 @@ def orders(schedule, devices, n, m, minibatches):
 
 def run(schedule, chunks, n, m, minibatches, **durations):
     """Spans, and the devices."""
-    devices = lay_out(n, chunks)
+    devices = [k % -(-n // chunks) for k in range(n)]
     durations = Durations.of(n, **{"forward": 1, "backward": 2, **durations})
     return simulate(
         made(schedule, n, m), durations, minibatches=minibatches, devices=devices
@@ -68,7 +67,7 @@ def run(schedule, chunks, n, m, minibatches, **durations):
     [(1, 3, 4), (2, 2, 2), (2, 2, 8), (3, 4, 6), (4, 2, 4), (4, 2, 12), (4, 3, 4), (8, 2, 16)],
 )
 def test_interleaved_is_the_order_of_megatron(p, v, m):
-    for d, order in enumerate(orders(Interleaved(v), lay_out(p * v, v), p * v, m, 2)):
+    for d, order in enumerate(orders(Interleaved(v), [*range(p)] * v, p * v, m, 2)):
         expected = [(kind, c * p + d, j) for kind, c, j in megatron(p, d, v, m)]
         for i in range(2):
             assert [(kind, k, j) for kind, k, at, j in order if at == i] == expected
@@ -78,7 +77,7 @@ def test_interleaved_is_the_order_of_megatron(p, v, m):
 def test_every_stage_keeps_to_it_where_a_device_does_not_wait(p, v, m):
     """From three chunks and four devices on; the next test has the time."""
     differ = 0
-    for d, order in enumerate(orders(Interleaved(v), lay_out(p * v, v), p * v, m, 1)):
+    for d, order in enumerate(orders(Interleaved(v), [*range(p)] * v, p * v, m, 1)):
         expected = [(kind, c * p + d, j) for kind, c, j in megatron(p, d, v, m)]
         found = [(kind, k, j) for kind, k, _, j in order]
         differ += found != expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import Durations, read, simulate, streams
+from spectrain_ext.simulation import Durations, simulate, streams
 
 
 def counted(windows, microbatches=1, **durations):
@@ -29,11 +29,13 @@ def counted(windows, microbatches=1, **durations):
 
 def local(windows):
     """Updates between a minibatch's forward and its backward on the same stage."""
-    settled, found = max(windows) + 1, {}
-    for k, met in read(streams("1f1b-async", windows), minibatches=settled + 1):
-        if met.minibatch == settled:
-            found[k] = met.backward.version - met.forward.version
-    return [found[k] for k in range(len(windows))]
+    n, settled = len(windows), max(windows) + 1
+    read = {}
+    actions = streams("1f1b-async", windows)
+    for span in simulate(actions, Durations.of(n), minibatches=settled + 1):
+        if span.minibatch == settled:
+            read[span.stage, span.kind] = span.version
+    return [read[k, Kind.BACKWARD] - read[k, Kind.FORWARD] for k in range(n)]
 
 
 def classic(n):
