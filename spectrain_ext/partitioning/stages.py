@@ -17,14 +17,7 @@ from spectrain_ext.transport.message import Value, each, tensors_in
 from .blocks import blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
 from .decoders import Decoder
-from .outline import (
-    BY_POSITION,
-    Columns,
-    adapted,
-    columns_in,
-    is_pretrained,
-    outline_columns,
-)
+from .outline import BY_POSITION, Columns, adapted, columns_in, is_pretrained, outline_columns
 from .own_loss import OwnLoss, own_loss
 from .profile import (
     Profile,
@@ -346,10 +339,9 @@ def _source(
         raise ValueError(
             f"before, after: for a list of blocks only, model is a {type(model).__name__}"
         )
+    modules = [model] if isinstance(model, nn.Module) else model
     for tensor in tensors_in(example):
-        if tensor.is_meta and not is_valueless(
-            *([model] if isinstance(model, nn.Module) else model)
-        ):
+        if tensor.is_meta and not is_valueless(*modules):
             raise ValueError(
                 f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
                 "has no values; the model has, and needs some"
@@ -357,7 +349,6 @@ def _source(
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if not listed and (why := _WRAPPERS.get(type(module).__name__)) is not None:
             raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
-    pretrained = is_pretrained(model)
     base = adapted(model)[0] if isinstance(model, nn.Module) else model
     takes_ids = getattr(base, "main_input_name", None) == "input_ids"
     if is_pretrained(base) and split_points is None and takes_ids:
@@ -408,7 +399,7 @@ def _source(
                     "device; a model that is traced has to be there as a whole"
                 )
     outline, output, taken = None, None, None
-    if pretrained:
+    if is_pretrained(model):
         outline, output = outline_columns(model, example, more=more)
         taken = outline.columns.narrowed(example)
     elif isinstance(example, Mapping):
