@@ -15,7 +15,6 @@ from rich.text import Text
 
 from spectrain_ext._C import build_info
 from spectrain_ext.cli.options import method_of
-from spectrain_ext.timelines import draw_method_timelines
 
 from .looks import looks
 from .pictures import draw_losses, draw_losses_over_time
@@ -30,7 +29,7 @@ from .results import (
     write_results,
 )
 from .settings import TrainSettings, stages_of
-from .times import draw_methods_together, relative_times
+from .times import draw_each_method, draw_methods_together, relative_times
 from .workload import Maker, Workload
 
 # Every run records method and seed, and does not depend on the location of the data.
@@ -96,7 +95,7 @@ def report(asked: Comparison, runs: Sequence[Run], left_out: Mapping[str, str]) 
         look = looks(method.name for method in found)
         colored = [(method, look[method.name].color) for method in drawn]
         draw_methods_together(folder / "timelines.png", colored, settings.stages, parts)
-    draw_method_timelines(folder / "timelines", drawn, settings.stages, microbatches=parts)
+    draw_each_method(folder / "timelines", drawn, settings.stages, parts)
     samples = first.about.get("test_samples")
     asked.console.print(comparison_table(results, samples, metric))
     for told in (

@@ -61,7 +61,7 @@ class Search:
         return min(self._too_large.values(), key=_share, default=(math.inf, math.inf))
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
-        """Return a method's way with the least period times price, which is finite."""
+        """Return a method's way with the least finite period times price; None: there is none."""
         # Simulate in the order of bounds, until the next bound exceeds the best value so far, which
         # is then the least of all, or until ``_MOST`` simulations.
         found, least, left = None, math.inf, _MOST

@@ -59,10 +59,7 @@ class Kind(Enum):
 
 #: The kinds that schedules consist of; ``tables`` add the rest.
 COMPUTE = frozenset(
-    (
-        *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS),
-        Kind.UPDATE,
-    )
+    (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
 )
 
 

@@ -40,7 +40,8 @@ class Count:
     delays: dict[int, int] = field(default_factory=dict)
 
 
-Pair = tuple[int, int]  # a Reading, but one that the garbage collector stops tracking
+#: A version and how far it is predicted: a plain tuple, which the garbage collector stops tracking.
+Pair = tuple[int, int]
 
 _NEWEST = Rules()
 _FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE

@@ -5,13 +5,7 @@ from spectrain_ext.schedule.order import check_generator, device_order, validate
 from .compute_csv import read_csv, write_csv
 from .ranks import simulate_ranks
 from .repeating import simulate_repeating
-from .timing import (
-    Durations,
-    Summary,
-    simulate,
-    streams,
-    summarize,
-)
+from .timing import Durations, Summary, simulate, streams, summarize
 
 __all__ = [
     "Durations",

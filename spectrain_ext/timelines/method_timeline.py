@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from spectrain_ext.method import (
@@ -25,11 +24,8 @@ from spectrain_ext.schedule import (
     bounded,
     find_generator,
     tables,
-    takes_window,
 )
 from spectrain_ext.simulation import Durations, simulate, streams
-
-from .timeline import draw_timeline
 
 _LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
 
@@ -129,54 +125,6 @@ def _one_by_one(
                 version=None if span.version is None else done + span.version,
             )
         done, start = end, last
-
-
-def draw_method_timelines(
-    folder: Path,
-    methods: Iterable[str | Method],
-    stages: int,
-    *,
-    microbatches: int | Literal["auto"] = "auto",
-    window: Window = None,
-) -> Sequence[Path]:
-    """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
-
-    Nothing here is measured: backwards take twice as long as forwards, updates and predictions a
-    fifth. The run is long enough to show its beginning, its steady state and its end. ``window``
-    does not affect methods that flush.
-
-    Returns:
-        The pictures, in order.
-
-    Example:
-        >>> from spectrain_ext.timelines import draw_method_timelines
-        >>> draw_method_timelines(Path("pictures"), ["1f1b", "spectrain"], stages=3)
-        [PosixPath('pictures/1f1b.png'), PosixPath('pictures/spectrain.png')]
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = []
-    for method in map(find_method, methods):
-        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
-        spans = simulate_method(
-            method,
-            stages,
-            2 * stages if parts == 1 else 2 + 2 * stages // parts,
-            microbatches=parts,
-            window=window if takes_window(method.schedule) else None,
-            update=0.2,
-            prediction=0.2,
-        )
-        path = folder / f"{method.name}.png"
-        draw_timeline(
-            path,
-            spans,
-            title=f"{method.name}, {stages} stages, simulated: {method.summary}",
-            versions=True,
-            unit="time, in forwards",
-            devices=devices_under(method, stages),
-        )
-        drawn.append(path)
-    return drawn
 
 
 def instructions_of(

@@ -256,7 +256,7 @@ def bin_edges(first: float, last: float, least: float, step: float) -> list[floa
     # The smallest multiple of the step: with the time of a microbatch as step, all bins of a steady
     # state look alike.
     size = step * math.ceil(least / step) if step > 0 else least
-    if size * 8 > last - first:
+    if size * 8 > last - first:  # too few of them to see anything
         size = least
     count = max(1, math.ceil((last - first) / size - 1e-6))
     return [*(first + n * size for n in range(count)), last]

@@ -15,13 +15,9 @@ from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import Kind
 from spectrain_ext.simulation import Durations, simulate, streams, summarize
 from spectrain_ext.simulation import write_csv as write_schedule
-from spectrain_ext.timelines.method_timeline import (
-    devices_under,
-    draw_method_timelines,
-    simulate_method,
-)
+from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_timeline, write_trace
-from studies.times import draw_methods_together
+from studies.times import draw_each_method, draw_methods_together
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
@@ -215,9 +211,8 @@ def test_a_trace_has_every_span(tmp_path):
     "method", {find_method(name).schedule: name for name in methods() if name != "xgrad"}.values()
 )
 def test_every_schedule_can_be_drawn(method, tmp_path):
-    (path,) = draw_method_timelines(tmp_path / "new", [method], 3, microbatches=3)
-    assert path == tmp_path / "new" / f"{method}.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    draw_each_method(tmp_path / "new", [method], 3, 3)
+    assert (tmp_path / "new" / f"{method}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_versions_of_every_method():
@@ -283,7 +278,7 @@ def test_a_row_is_a_device_where_it_has_several_stages(tmp_path):
     drawn = path.read_text().lower()
     for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and half as much white
         assert color in drawn
-    draw_method_timelines(tmp_path / "new", ["interleaved", "sync"], 3)
+    draw_each_method(tmp_path / "new", ["interleaved", "sync"], 3)
     draw_methods_together(tmp_path / "all.svg", [("wpipe", "#000000"), ("sync", "#111111")], 4)
     assert "wpipe, M = 2, on 2 devices" in texts(tmp_path / "all.svg")
 
