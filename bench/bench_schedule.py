@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from spectrain_ext.schedule import interleave
+from spectrain_ext.schedule.order import interleave
 from spectrain_ext.simulation import (
     Durations,
     simulate,

@@ -36,23 +36,20 @@ def names(
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a callback for one of ``words``, a positive number, or one per stage."""
-
-    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-        if value is None or value in words:
-            return value
-        try:
-            found = tuple(int(number) for number in value.split(","))
-            if min(found) < 1 or max(found) > _LARGEST:
-                raise ValueError
-        except ValueError:
-            numbers = f"a number from 1 to {_LARGEST}, or one per stage with commas"
-            listed = [*map(repr, words), numbers]
-            raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
-        return found[0] if len(found) == 1 else found
-
-    return convert
+def parsed_window(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """Parse a named window, a positive number, or one per stage with commas."""
+    if value is None or value in ("classic", "wide"):
+        return value
+    try:
+        found = tuple(int(number) for number in value.split(","))
+        if min(found) < 1 or max(found) > _LARGEST:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"expected 'classic', 'wide', a number from 1 to {_LARGEST}, or one per stage with "
+            f"commas, got {value!r}"
+        ) from None
+    return found[0] if len(found) == 1 else found
 
 
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

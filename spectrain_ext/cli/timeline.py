@@ -17,8 +17,8 @@ from .options import (
     complete_method,
     completes,
     method_of,
-    numbers,
     own_failures,
+    parsed_window,
     printable,
 )
 
@@ -51,7 +51,7 @@ _SUFFIXES = (".svg", ".png", ".json")
 @click.option(
     "--window",
     metavar="WINDOW",
-    callback=numbers("classic", "wide"),
+    callback=parsed_window,
     shell_complete=completes(lambda start: ("classic", "wide")),
     help="Microbatches in flight: classic, wide, a number, or comma-separated numbers, one per "
     "stage.  "

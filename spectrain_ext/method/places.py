@@ -49,7 +49,12 @@ def places_of(
         raise ValueError(
             f"replicas: expected one number per stage ({stages}), got {list(replicas.counts)}"
         )
-    replicas.check_microbatches(microbatches)
+    for k, count in enumerate(replicas.counts):
+        if microbatches % count:
+            raise ValueError(
+                f"replicas: stage {k} has {count}, which must divide the {microbatches} "
+                "microbatches of a minibatch"
+            )
     if method.forward_reads == "entry" and len(set(replicas.counts)) > 1:
         raise ValueError(
             f"replicas: method {method.name!r} has a microbatch read the version that stage 0 "

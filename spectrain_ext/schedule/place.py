@@ -94,15 +94,6 @@ class Replicas:
             )
         return found
 
-    def check_microbatches(self, microbatches: int) -> None:
-        """Raise ValueError unless every stage can share the microbatches evenly."""
-        for k, count in enumerate(self.counts):
-            if microbatches % count:
-                raise ValueError(
-                    f"replicas: stage {k} has {count}, which must divide the {microbatches} "
-                    "microbatches of a minibatch"
-                )
-
     def stage_and_replica(self, index: int) -> tuple[int, int]:
         """Return the stage and replica of a number among all, or of a rank's first stage."""
         k = bisect_right(self._first, index) - 1

@@ -128,7 +128,7 @@ def schedules():
 
 
 def test_schedules_count_the_versions_that_pipelines_have():
-    """Compares the counts of ``schedule.validate`` and of the definitions."""
+    """Compares the counts of ``simulation.validate`` and of the definitions."""
     seen = 0
     for name, n, m, window in schedules():
         method = find_method(name)
