@@ -25,7 +25,7 @@ except ModuleNotFoundError as _error:
         "finds what that installed",
         name=_error.name,
     ) from None
-from spectrain_ext import codecs, optim
+from spectrain_ext import optim
 from spectrain_ext.errors import CheckpointError, RankError, StageError
 from spectrain_ext.method import (
     Method,
@@ -43,7 +43,6 @@ from spectrain_ext.operators import (
     Scalar,
     adam_predict,
     adam_step_,
-    averaging,
     corrections,
     distance,
     extrapolate,
@@ -60,9 +59,10 @@ from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from spectrain_ext import checkpoint, partitioning
+    from spectrain_ext import checkpoint, codecs, partitioning
     from spectrain_ext.distributed import DistributedPipeline, join_ranks
     from spectrain_ext.observation import Metrics, Trace
+    from spectrain_ext.operators import averaging
     from spectrain_ext.partitioning import materialize, partition
 
 # The library logs to configured handlers only.
@@ -117,21 +117,24 @@ __all__ = [
 ]
 
 
-# Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch.
+# Loaded on first use: torch.distributed.checkpoint alone takes as long to import as torch. Each is
+# a module, or in one.
 _LATER = {
     "DistributedPipeline": "distributed",
     "Metrics": "observation",
     "Trace": "observation",
-    "checkpoint": "",
+    "averaging": "operators.averaging",
+    "checkpoint": "checkpoint",
+    "codecs": "codecs",
     "join_ranks": "distributed",
     "materialize": "partitioning",
     "partition": "partitioning",
-    "partitioning": "",
+    "partitioning": "partitioning",
 }
 
 
 def __getattr__(name: str) -> _Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = _import_module(f"{__name__}.{_LATER[name] or name}")
-    return getattr(room, name) if _LATER[name] else room
+    module = _import_module(f"{__name__}.{_LATER[name]}")
+    return module if _LATER[name].endswith(name) else getattr(module, name)

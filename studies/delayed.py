@@ -34,7 +34,8 @@ from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, tak
 from spectrain_ext.pipeline.coding import packed_message, unpacked_message
 from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
-from spectrain_ext.transport import TENSOR, Buffer, Message
+from spectrain_ext.transport import Buffer, Message
+from spectrain_ext.transport.message import TENSOR
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, Flat, VersionBuffer
 
@@ -135,7 +136,7 @@ class DelayedStage:
         buffer = self._versions.find(content)
         assert buffer is not None, content
         if own is not None:
-            self._storage.copy(buffer, own)
+            self._storage.copy(buffer.flat, own.flat)
             buffer = own
         if buffer is not self._storage.bound:
             self._storage.point(buffer)
@@ -243,6 +244,9 @@ class Delayed:
         codec: Codec | None = None,
     ) -> None:
         self.method = find_method(method)
+        for phase in phases_of(self.method):
+            if phase.then is not None and phase.then.gap is not None:
+                raise ValueError(f"method: {phase.name!r} ends at a gap, which only runs measure")
         self.stages = [DelayedStage(module) for module in stages]
         self._model = nn.Sequential(*stages)
         self._loss_fn, self._microbatches, self._codec = loss_fn, microbatches, codec
@@ -354,6 +358,9 @@ class Delayed:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+# Averaged replicas
 
 
 class Replicated:

@@ -124,6 +124,8 @@ def relative_times(
     return found
 
 
+# Timelines
+
 _ROUNDING = 1.0 + 1e-9  # tolerance for sums of durations
 _TALLEST = 30.0  # inches of rows at most
 

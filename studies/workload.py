@@ -111,6 +111,8 @@ def tested(
     return correct / count, total / count
 
 
+# A user's function
+
 #: Options that a workload function receives if it has parameters of these names.
 OFFERED = (
     *("data_dir", "batch_size", "width", "depth", "context", "train_samples", "test_samples"),

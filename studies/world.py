@@ -170,6 +170,8 @@ class World:
                     tensor.copy_(received)
 
 
+# What the first process tells
+
 _LOGGERS = ("spectrain_ext", "studies")
 _logger = logging.getLogger(__name__)
 

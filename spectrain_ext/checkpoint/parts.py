@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.errors import differing, kind_of
 from spectrain_ext.pipeline.averaging import Averaged
-from spectrain_ext.pipeline.names import bare, copied_buffers, full_names
+from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
@@ -175,7 +175,7 @@ def parts_of(
 
 def _copied(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the names of buffers that an earlier stage saves."""
-    copied = copied_buffers(module)
+    copied: Container[str] = getattr(module, "copied_buffers", ())
     return {name: [name] for key, name in names.items() if bare(key) in copied}
 
 

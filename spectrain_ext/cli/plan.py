@@ -30,7 +30,7 @@ from spectrain_ext.planning import (
     write_plan,
 )
 from spectrain_ext.timelines.timeline import draw_timeline
-from spectrain_ext.transport import each
+from spectrain_ext.transport.message import each
 
 from .doctor import threads
 from .links import measured_link

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
+from spectrain_ext.method import Method, check_replicas, phases_of
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.coding import in_words
 from spectrain_ext.pipeline.connections import Connections
-from spectrain_ext.pipeline.edges import SharedLosses, Traffic
+from spectrain_ext.pipeline.edges import TIED, SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
@@ -154,8 +154,7 @@ class RankConnections(Connections):
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
-        self._ties_between(ties, copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties, copies, method, places)
 
     def all_ranks(self) -> RankGroup:
         """Return a CPU group of all ranks, which is connected on first use."""
@@ -171,7 +170,7 @@ class RankConnections(Connections):
         for link in self.links.edges:
             sends, (a, b) = link.sender == board.rank, link.stages
             stage = here[a if sends else b]
-            if link.what.tied:
+            if link.what in TIED:
                 depth = self._depth_of_tie(min(a, b), max(a, b))
             else:
                 depth = self._depth(link.what, b)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
+from spectrain_ext.transport.local import NO_MESSAGE
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
@@ -263,7 +264,7 @@ class RemoteReceiver(_End):
     def free(self, slot: Slot) -> None:
         assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
-        slot.message = None
+        slot.message = NO_MESSAGE
         with self._connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 

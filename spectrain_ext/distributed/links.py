@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.edges import TIED, Traffic
 from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
@@ -161,7 +161,7 @@ def open_links(
         other = b if sender == board.rank else a
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
         stages = replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]
-        grows = dynamic or what.tied
+        grows = dynamic or what in TIED
         edges.append(
             RemoteEdge(
                 name, what, at, stages, sender, receiver, peer, two.host, two.device, grows, staged

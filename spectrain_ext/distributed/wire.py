@@ -49,12 +49,10 @@ class Frame(FlatMemory):
     ) -> None:
         """Write the header of a message, or of the end of a run (None)."""
         kind, fields = (_END, NO_HEADER) if header is None else (_DATA, header)
-        numbers: Any = self.whole.numpy()
-        _HEADER.pack_into(numbers, 0, sequence, kind, *fields, number, text, nbytes)
+        _HEADER.pack_into(self.whole.numpy().data, 0, sequence, kind, *fields, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        numbers: Any = self.whole.numpy()
-        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(numbers)
+        found, kind, *fields, number, text, nbytes = _HEADER.unpack_from(self.whole.numpy().data)
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"

@@ -196,18 +196,15 @@ def in_words(
     }
     back = method.law == "average"
     said += "; backwards look back" if back else f"; {met[method.backward]}"
-    corrections = {_kind(rule.correction): None for rule in rules if rule.correction}
+    made = (rule.correction for rule in rules if rule.correction)
+    owners = (one.rule if isinstance(one, OwnCorrection) else one for one in made)
+    corrections = dict.fromkeys(type(one).__name__ for one in owners)
     if corrections:
         names = (re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower() for name in corrections)
         said += f"; steps have {' or '.join(names)}"
     if late > 1 and optimizer is not None and _family_of(optimizer) in ("adam", "adamw", "nadam"):
         said += f"; so late, SOAP loses far less than {type(optimizer).__name__}"
     return said
-
-
-def _kind(correction: Correction) -> str:
-    own = correction.rule if isinstance(correction, OwnCorrection) else correction
-    return type(own).__name__
 
 
 def _updates(count: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,12 +27,6 @@ class Errors(NamedTuple):
     staleness: float  # of the newest weights at that forward
 
 
-class _Kept(NamedTuple):
-    due: int
-    computed: list[Tensor] | None
-    newest: list[Tensor]
-
-
 class Probe:
     """Compares the weights of one forward in ``every`` with the true ones, one horizon later.
 
@@ -48,7 +42,8 @@ class Probe:
         # Without prediction: compare with the weights at the minibatch's own backward.
         self._ahead = delay if horizon == "counted" or not horizon else horizon
         self._every = every
-        self._kept: _Kept | None = None
+        # The update that is compared with, and the weights: the newest, and those computed with.
+        self._kept: tuple[int, list[list[Tensor]]] | None = None
 
     def forward(self, i: int, j: int, updates: int) -> None:
         """Copy the weights of a forward, issued after so many updates, if it is to be measured."""
@@ -56,23 +51,20 @@ class Probe:
             return
         with self._stage.reading():
             newest = self._weights.newest()
-            computed = [
-                torch.empty_like(true).copy_(p)
-                for p, true in zip(self._weights.params, newest, strict=True)
-            ]
-            copies = [true.clone() for true in newest]
-        self._kept = _Kept(updates + self._ahead, computed if self._predicts else None, copies)
+            copies = [[true.clone() for true in newest]]
+            if self._predicts:
+                pairs = zip(self._weights.params, newest, strict=True)
+                copies.append([torch.empty_like(true).copy_(p) for p, true in pairs])
+        self._kept = updates + self._ahead, copies
 
     def update(self, updates: int) -> Errors | None:
         """Return the errors if this update, the latest of so many, is the one predicted."""
-        kept = self._kept
-        if kept is None or kept.due != updates:
+        if self._kept is None or self._kept[0] != updates:
             return None
-        self._kept = None
+        (_, copies), self._kept = self._kept, None
         with self._stage.reading():
             now = self._weights.newest()
-            others = [kept.newest, *([] if kept.computed is None else [kept.computed])]
-            _, norms = distance(now, others)
+            _, norms = distance(now, copies)
             staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
         return Errors(prediction[0] if prediction else None, staleness)
 
@@ -85,7 +77,7 @@ class Window:
     samples: int = 0  # in forwards
     done: int = 0  # minibatches so far, over all runs
     work: list[Record] = field(default_factory=list)
-    delays: Counter[int] = field(default_factory=Counter)  # backwards, by updates since the forward
+    delays: list[int] = field(default_factory=list)  # of backwards: updates since the forward
     errors: Errors | None = None  # the latest
     losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
     sent: list[int] = field(default_factory=list)  # bytes to the next and to the previous stage
@@ -96,14 +88,6 @@ class Window:
         for _, kind, _, _, start, end in self.work:
             marks.setdefault(WORK[kind][1], []).append((start, end))
         return {name: seconds_between(pairs) for name, pairs in marks.items()}
-
-    def mean_delay(self) -> float | None:
-        count = self.delays.total()
-        return sum(self.delays.elements()) / count if count else None
-
-    def mean_loss(self) -> float | None:
-        """Return the mean loss; on CUDA, wait until the last is computed."""
-        return sum(loss.item() for loss in self.losses) / len(self.losses) if self.losses else None
 
 
 class Meter:
@@ -129,45 +113,39 @@ class Meter:
         self._open(time.time())
 
     def end(self) -> None:
-        if self._window.minibatches:
+        if self.window.minibatches:
             self._close()
-
-    def loss(self, loss: Tensor) -> None:
-        self._window.losses.append(loss)
 
     def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
         timed = marked(self.stage, given, self._records)
 
         def forward(i: int, j: int) -> None:
-            self._window.samples += self.stage.samples
+            self.window.samples += self.stage.samples
             self._read_at[i, j] = self._updates
             timed[Kind.FORWARD](i, j)
             if probe is not None:
                 probe.forward(i, j, self._updates)
 
-        def first(kind: Kind) -> Handler:  # of a backward, or its first half
-            def backward(i: int, j: int) -> None:
-                self._window.delays[self._updates - self._read_at.pop((i, j))] += 1
-                timed[kind](i, j)
-
-            return backward
+        def backward(kind: Kind, i: int, j: int) -> None:  # or its first half
+            self.window.delays.append(self._updates - self._read_at.pop((i, j)))
+            timed[kind](i, j)
 
         def update(i: int, j: int) -> None:
             timed[Kind.UPDATE](i, j)
             self._updates += 1
             self._done += 1
-            self._window.minibatches += 1
+            self.window.minibatches += 1
             if probe is not None:
-                self._window.errors = probe.update(self._updates) or self._window.errors
-            if self._window.minibatches == self._every:
+                self.window.errors = probe.update(self._updates) or self.window.errors
+            if self.window.minibatches == self._every:
                 self._close()
                 self._ended(self)
 
-        noted = {kind: first(kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+        noted = {kind: partial(backward, kind) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
         return {**timed, **noted, Kind.FORWARD: forward, Kind.UPDATE: update}
 
     def _close(self) -> None:
-        window = self._window
+        window = self.window
         window.ended, window.done, window.work = time.time(), self._done, self._records[:]
         self._records.clear()
         assert self.stage.sent is not None
@@ -176,4 +154,4 @@ class Meter:
         self._open(window.ended)
 
     def _open(self, began: float) -> None:
-        self._window, self._sent = Window(began), list(self.stage.sent or ())
+        self.window, self._sent = Window(began), list(self.stage.sent or ())

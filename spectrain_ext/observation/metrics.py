@@ -93,7 +93,10 @@ class Metrics(Observer):
             mine = folder if self._rank is None else folder / f"rank{self._rank}"
             self._sinks.append(TensorBoard(mine, self._labels))
         if path is not None:
-            self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
+            file = Path(path)
+            if self._rank is not None:
+                file = file.with_name(f"{file.stem}-rank{self._rank}{file.suffix}")
+            self._sinks.append(JsonLines(file))
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
         for meter in self._meters.values():
@@ -105,19 +108,16 @@ class Metrics(Observer):
             late = int(stage.device.type == "cuda")
             meter = Meter(stage, self._every, self._start, lambda meter: self._write(meter, late))
             self._meters[stage.index] = meter
-        return meter.handlers(handlers, self._probe_of(stage))
-
-    def _probe_of(self, stage: Stage) -> Probe | None:
-        schedule = self._pipe.method.schedule
-        if stage.weights is None or self._errors_every is None or flushes(schedule):
-            return None
-        delay = delay_under(schedule, self._place_of(stage))
-        return Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
+        probe, schedule = None, self._pipe.method.schedule
+        if stage.weights is not None and self._errors_every and not flushes(schedule):
+            delay = delay_under(schedule, self._place_of(stage))
+            probe = Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
+        return meter.handlers(handlers, probe)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
             if meter.stage.edges.targets:
-                meter.loss(result.loss)
+                meter.window.losses.append(result.loss)
 
     def end(self) -> None:
         for meter in self._meters.values():
@@ -163,18 +163,18 @@ class Metrics(Observer):
             "bytes_sent": dict(zip(("next", "previous"), window.sent, strict=True)),
             "staleness": {
                 "scheduled": delay_under(self._pipe.method.schedule, place),
-                "mean": window.mean_delay(),
+                "mean": _mean(window.delays),
                 "max": max(window.delays, default=None),
             },
             "prediction_error": window.errors and window.errors.prediction,
             "staleness_error": window.errors and window.errors.staleness,
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
-            "loss": window.mean_loss(),
+            "loss": _mean([loss.item() for loss in window.losses]),
         }
 
 
-def _of_rank(path: Path, rank: int | None) -> Path:
-    return path if rank is None else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 class JsonLines:

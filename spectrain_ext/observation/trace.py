@@ -11,16 +11,7 @@ import torch
 
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import Observer
-from spectrain_ext.schedule import (
-    COMPUTE,
-    Entries,
-    Instruction,
-    Kind,
-    Lane,
-    Ledger,
-    Rules,
-    Span,
-)
+from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Ledger, Rules, Span
 from spectrain_ext.transport import CudaStream, Stream
 
 if TYPE_CHECKING:
@@ -55,12 +46,6 @@ class _Phase:
     records: list[Record] = field(default_factory=list)  # which count minibatches from its start
     # Of each stage here: makes the actions of stage 0; None: the stage has no weights.
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
-
-    def ledgers(self) -> dict[int, Ledger]:
-        return {
-            k: Ledger(k) if entry is None else Ledger(k, self.rules[k], entries=Entries(entry()))
-            for k, entry in self.entry.items()
-        }
 
 
 class Trace(Observer):
@@ -120,7 +105,11 @@ class Trace(Observer):
         lane_ends: dict[tuple[int, Lane], float] = {}
         first = self._first()
         for phase in self._phases:
-            ledgers, before = phase.ledgers(), phase.before
+            before, rules = phase.before, phase.rules
+            ledgers = {
+                k: Ledger(k) if entry is None else Ledger(k, rules[k], entries=Entries(entry()))
+                for k, entry in phase.entry.items()
+            }
             for k, kind, i, j, start, end in phase.records:
                 lane = WORK[kind][0]
                 version, horizon = None, 0

@@ -1,6 +1,6 @@
 """Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
 
-from . import averaging, corrections, laws
+from . import corrections, laws
 from .expressions import Scalar
 from .functions import (
     adam_predict,
@@ -22,7 +22,6 @@ __all__ = [
     "Scalar",
     "adam_predict",
     "adam_step_",
-    "averaging",
     "corrections",
     "distance",
     "extrapolate",

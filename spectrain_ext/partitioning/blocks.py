@@ -11,7 +11,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport.message import Value
 
 from .columns import Call
 from .outline import SPLIT_HINT, evaluated

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport.message import Value
 
 from .columns import Inputs
 from .outline import SPLIT_HINT, Outline, adapted, evaluated, find_outline, hidden_of, members_of

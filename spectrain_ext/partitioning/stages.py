@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value, tensors_in
+from spectrain_ext.transport.message import Value, tensors_in
 
 from .blocks import (
     block_names,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport.message import Value
 
 from .columns import BY_POSITION, Call, Columns
 from .programs import Port, Program

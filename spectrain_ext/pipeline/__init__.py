@@ -5,7 +5,8 @@ Modules, in the order in which a minibatch passes them: ``pipeline`` is the inte
 joins the stages to one another and to the caller by ``edges``, where ``batch`` splits minibatches
 into microbatches. ``loads`` selects the weights that a ``stage`` computes with; a ``tape`` holds
 what its backward needs. ``losses`` go back to the caller. An ``observer`` may watch a run.
-``loops`` builds training and evaluation from runs.
+``loops`` builds training from runs, ``evaluation`` an evaluation, and ``segments`` one training
+from several runs.
 """
 
 from spectrain_ext.transport import Microbatches

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from spectrain_ext.transport import tensors_in
+from spectrain_ext.transport.message import tensors_in
 from spectrain_ext.weights.storage import unchanged, unpacked
 
 from .names import full_names
@@ -29,33 +29,19 @@ Recompute = bool | int | Callable[[str, nn.Module], bool]
 Offload = Literal["activations"] | None
 
 
-def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
-    """Return a stage's blocks by name: those in ``block_names``, or its children.
-
-    The members of lists and dicts of modules, which are not called themselves, take their place.
-    """
-    names = getattr(stage, "block_names", None)
-    if names is not None:
-        return {name: stage.get_submodule(name) for name in names}
-    return dict(_called_in(stage, ""))
-
-
 def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's children; for lists and dicts of modules, which are not called, theirs."""
     for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # which is not called itself
             yield from _called_in(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
 
 
 def recomputed_blocks(
-    stages: Mapping[int, nn.Module], recompute: int | Callable[[str, nn.Module], bool]
+    stages: Mapping[int, nn.Module], recompute: Recompute
 ) -> dict[int, dict[str, nn.Module]]:
-    """Return, by stage, the blocks whose forward runs again in the backward.
-
-    Raises:
-        ValueError: a stage that is one graph, or compiled as a whole.
-    """
+    """Return, by stage, the blocks whose forward runs again in the backward."""
     found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
     if not any(found.values()):
         warnings.warn(
@@ -64,11 +50,13 @@ def recomputed_blocks(
     return found
 
 
-def _blocks_at(
-    k: int, stage: nn.Module, recompute: int | Callable[[str, nn.Module], bool]
-) -> dict[str, nn.Module]:
-    blocks = blocks_of(stage)
-    if not blocks and getattr(stage, "block_names", None) is not None:
+def _blocks_at(k: int, stage: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
+    names = getattr(stage, "block_names", None)
+    if names is None:
+        blocks = dict(_called_in(stage, ""))
+    else:
+        blocks = {name: stage.get_submodule(name) for name in names}
+    if not blocks and names is not None:
         raise ValueError(
             f"recompute: stages[{k}] is one traced graph, without blocks; give recompute=True, or "
             "cut the model with split_points that name more places than there are cuts"
@@ -103,11 +91,9 @@ def _picked(
 
 
 class RecomputedBlocks:
-    """Blocks whose calls keep only their arguments; what autograd saves in them is recomputed.
+    """Blocks that the backward computes again, with the module buffers of the first forward.
 
-    The backward recomputes it with ``torch.utils.checkpoint``, with its own weights and with the
-    random numbers and module buffers of the first forward. The blocks' calls are replaced during a
-    run; no module is wrapped or renamed.
+    Their calls are replaced during a run; no module is wrapped or renamed.
     """
 
     def __init__(self, stage: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -175,9 +161,8 @@ class OnHost:
 
     Parameters, module buffers, tensors in a receive buffer (``lent``), which stay there anyway, and
     small tensors are not copied. Storages are copied as a whole, each once. A backward gets the
-    strides of its forward, so that it calls the same kernels. On CUDA the CPU memory is pinned and
-    copies go to the current stream, the one that computes: it orders them with their uses, and the
-    CPU waits for nothing.
+    strides of its forward, so that it calls the same kernels. On CUDA copies go to the stream that
+    computes: it orders them with their uses, and the CPU waits for nothing.
     """
 
     lent: Sequence[Tensor | None] = ()

@@ -56,7 +56,9 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
             where = f"stages[{k}]: {f'its module {name!r}' if name else 'it'}"
-            if (wrapper := _data_parallel(part)) is not None:
+            for wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
+                if not _is_named(part, wrapper):
+                    continue
                 raise TypeError(
                     f"{where} is wrapped in {wrapper}, whose replicas would drift apart: it waits "
                     "for gradients in backwards of its own; give the module without it, and "
@@ -89,11 +91,6 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "materialize(stage, folder) gives it one"
                 )
     return modules
-
-
-def _data_parallel(module: nn.Module) -> str | None:
-    names = ("DistributedDataParallel", "FullyShardedDataParallel")
-    return next((name for name in names if _is_named(module, name)), None)
 
 
 def _is_named(thing: object, name: str) -> bool:
@@ -291,14 +288,7 @@ def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> No
         )
 
 
-def check_on_nonfinite(on_nonfinite: object) -> None:
-    if on_nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"on_nonfinite: expected 'raise', 'skip', or None for no checks, got {on_nonfinite!r}"
-        )
-
-
-def check_recompute(recompute: object) -> None:
+def check_options(recompute: object, offload: object, on_nonfinite: object) -> None:
     if not isinstance(recompute, int) and not callable(recompute):
         raise TypeError(
             "recompute: expected a bool, an int or a function of a name and a module, got "
@@ -308,15 +298,16 @@ def check_recompute(recompute: object) -> None:
         raise ValueError(
             f"recompute: expected at least 1, for every block, or a bool, got {recompute}"
         )
-
-
-def check_offload(offload: object, recompute: object) -> None:
     if offload not in (None, "activations"):
         raise ValueError(f"offload: expected 'activations' or None, got {offload!r}")
     if recompute is True and offload is not None:
         raise ValueError(
             "offload: with recompute=True, which keeps no activations, there are none to move; "
             "give recompute a policy"
+        )
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise ValueError(
+            f"on_nonfinite: expected 'raise', 'skip', or None for no checks, got {on_nonfinite!r}"
         )
 
 
@@ -427,11 +418,7 @@ def make_optimizer(
             f"optimizer: for stages[{k}] it made a {kind}, expected a torch.optim.Optimizer: "
             "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
         )
-    if needed := _needed(made.step):
-        raise ValueError(
-            f"optimizer: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
-            f"{needed}; the pipeline steps it without arguments, once per minibatch"
-        )
+    _check_step("optimizer", made, k)
     held = [p for group in made.param_groups for p in group["params"]]
     if len(held) != len(params) or set(held) != set(params):
         raise ValueError(
@@ -443,10 +430,7 @@ def make_optimizer(
 
 
 def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
-    """Count the trainable matrices in ``hidden`` of Muon and SOAP, and those that are trained.
-
-    The last value describes one that is not.
-    """
+    """Count the trainable matrices in ``hidden``, and those trained; describe one that is not."""
     hidden: set[Tensor] = set()
     held: set[Tensor] = set()
     for optimizer in (each.optimizer for each in weights if each is not None):
@@ -459,11 +443,8 @@ def hidden_use(weights: Iterable[StageWeights | None]) -> tuple[int, int, str]:
 
 
 def check_hidden(use: Sequence[Sequence[Any]], firsts: Iterable[int] = (0,)) -> None:
-    """Refuse matrices in ``hidden`` that no stage has, by each process's ``hidden_use``.
-
-    ``firsts`` are the processes that hold each stage's first replica. A process may know the
-    matrices of all stages, or only its own.
-    """
+    """Refuse matrices in ``hidden`` that no stage has; ``firsts`` have the first replicas."""
+    # A process may know the matrices of all stages, or only its own.
     trained = sum(use[r][1] for r in set(firsts))
     for wanted, used, left in use:
         if used < wanted and trained != wanted:
@@ -492,12 +473,16 @@ def make_scheduler(
             f"scheduler: for stages[{k}] it made a {type(made).__name__} of another optimizer; "
             "make it of the one that the function gets"
         )
+    _check_step("scheduler", made, k)
+    return made
+
+
+def _check_step(argument: str, made: Any, k: int) -> None:
     if needed := _needed(made.step):
         raise ValueError(
-            f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
-            f"{needed}; the pipeline steps it without arguments"
+            f"{argument}: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
+            f"{needed}; the pipeline steps it without arguments, once per minibatch"
         )
-    return made
 
 
 def _needed(step: Callable[..., object]) -> str:

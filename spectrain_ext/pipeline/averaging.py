@@ -41,8 +41,6 @@ class Averaged:
     def _row(self) -> Tensor:
         return in_a_row(self._weights.newest())
 
-    # Training.
-
     def begin(self) -> None:
         if self._kept is None:
             with self._stage.predict.using(reads=self._stage.memory):
@@ -97,17 +95,15 @@ class Averaged:
     @contextmanager
     def holding(self, values: list[Tensor]) -> Iterator[None]:
         """Inside, the parameters have these values; afterwards their own."""
-        before = [p.detach().clone() for p in self._weights.params]
-        self._hold(values)
+        params = self._weights.params
+        before = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, values)
         try:
             yield
         finally:
-            self._hold(before)
-
-    @torch.no_grad()
-    def _hold(self, values: list[Tensor]) -> None:
-        for p, value in zip(self._weights.params, values, strict=True):
-            p.copy_(value)
+            with torch.no_grad():
+                torch._foreach_copy_(params, before)
 
     # Checkpoints.
 

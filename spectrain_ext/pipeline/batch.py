@@ -8,26 +8,20 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from spectrain_ext.transport import (
+from spectrain_ext.transport import Buffer, Sender, callers_stream
+from spectrain_ext.transport.message import (
     NO_HEADER,
-    Buffer,
     Header,
     Message,
     Microbatches,
-    Sender,
-    Stream,
-    callers_stream,
     flattened,
     places_in,
     referred,
     refused,
     tensors_in,
 )
-
-from .tape import packed
 
 #: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -40,13 +34,6 @@ class Microbatch(NamedTuple):
     input: Message
     target: Message
     samples: int
-
-    def as_batch(self) -> object:
-        """Return it in the form in which a caller passes batches."""
-        value = packed(self.input, self.input.tensors)
-        if self.target is self.input:
-            return value
-        return value, packed(self.target, self.target.tensors)
 
 
 class _Batch(NamedTuple):
@@ -82,9 +69,11 @@ def split(
         _warn_of_another_dim(whole, split_dim)
     dims = _dims_of(whole, split_dim)
     count = _samples(whole, dims, agree=microbatches > 1)
-    if min(microbatches, count) < 2:
+    parts = min(microbatches, count)
+    if parts < 2:
         return [Microbatch(whole.input, whole.target, count)]
-    sizes = sizes_of(count, min(microbatches, count))
+    least, more = divmod(count, parts)
+    sizes = [least + (j < more) for j in range(parts)]
     inputs = cut_message(whole.input, sizes, dims[0])
     targets = inputs if whole.target is whole.input else cut_message(whole.target, sizes, dims[1])
     return list(map(Microbatch, inputs, targets, sizes))
@@ -116,10 +105,6 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
     return None
 
 
-def target_of(batch: Any) -> Any:
-    return batch if isinstance(batch, Mapping) else batch[1]
-
-
 def is_pair(batch: object) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
@@ -138,11 +123,9 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
     if isinstance(batch, Mapping):
         values, sides = (batch, batch), [_message(batch, where, objects)] * 2
     elif is_pair(batch):
-        values, names = tuple(batch), ("the input", "the target")
-        sides = [
-            _message(value, f"{where}: {name}", objects)
-            for value, name in zip(values, names, strict=True)
-        ]
+        values = given, wanted = tuple(batch)
+        sides = [_message(given, f"{where}: the input", objects)]
+        sides.append(_message(wanted, f"{where}: the target", objects))
     else:
         raise _no_batch(batch, where)
     if not (sides[0].tensors or sides[1].tensors):
@@ -269,12 +252,6 @@ def _warn_of_another_dim(batch: _Batch, split_dim: SplitDim) -> None:
 # Parts.
 
 
-def sizes_of(samples: int, parts: int) -> list[int]:
-    """Return the sizes of the parts that ``split`` makes of so many samples."""
-    whole, more = divmod(samples, parts)
-    return [whole + (j < more) for j in range(parts)]
-
-
 def cut_message(message: Message, sizes: Sequence[int], dims: _Dims) -> list[Message]:
     if not message.tensors:
         return [message] * len(sizes)
@@ -298,10 +275,8 @@ def joined_targets(messages: Sequence[Message]) -> Message:
 
 def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send the input or the target of the caller's batch to its stage."""
-    callers: dict[torch.device, Stream] = {}
-    for tensor in message.tensors:
-        if tensor is not None and tensor.device not in callers:
-            callers[tensor.device] = callers_stream(tensor.device)
+    devices = dict.fromkeys(tensor.device for tensor in message.tensors if tensor is not None)
+    callers = {device: callers_stream(device) for device in devices}
     if not callers:
         batch = Buffer("no tensors")
     given = []

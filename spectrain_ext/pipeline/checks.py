@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 import torch
@@ -42,8 +42,7 @@ class Checks(Loads):
         self._kept: dict[int, tuple[States, list[ModuleBuffers]]] = {}
 
     @property
-    def _tells(self) -> bool:
-        """Whether origins go to the previous stage with the gradients."""
+    def _tells(self) -> bool:  # whether origins go to the previous stage with the gradients
         return self.on_nonfinite is not None and self.global_norm is None
 
     # Undoing.
@@ -79,12 +78,11 @@ class Checks(Loads):
 
     def take_origin(self, i: int, slot: Slot) -> None:
         """Note the origin that came as the last tensor of a gradient."""
-        message = slot.message
-        if not self._tells or message is None:
+        if not self._tells:
             return
-        *gradients, origin = message.tensors
+        *gradients, origin = slot.message.tensors
         assert origin is not None
-        slot.message = message._replace(tensors=tuple(gradients))
+        slot.message = slot.message._replace(tensors=tuple(gradients))
         with self.computing(reads=(slot.buffer,)):
             self._note(i, origin)
 
@@ -95,25 +93,22 @@ class Checks(Loads):
         return (*gradients, self._origins[i]) if self._tells else gradients
 
     def check_gradient(self, i: int, j: int) -> None:
-        """Before a gradient is sent: note whether it is finite; at the last one, the weights'
-        too.
-        """
+        """Before a gradient is sent: note whether it, and at last the weights', are finite."""
         assert self._outgoing is not None
         leaves, outgoing, _ = self._outgoing
         found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
         if j == len(self.cursor.shares[i]) - 1:
-            found.extend(gradient for _, gradient in self._gradients())
+            found.extend(self._gradients().values())
         # The origin is sent with them.
         with self.computing(reads=(self.weight_gradients,), writes=(outgoing,)):
             self._note(i, self._origin_in(found))
         self.compute.record(self.computed)
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.module.named_parameters():
-            if p.grad is not None:
-                yield name, p.grad
+    def _gradients(self) -> dict[str, Tensor]:
+        named = self.module.named_parameters()
+        return {name: gradient for name, p in named if (gradient := p.grad) is not None}
 
-    def _origin_in(self, gradients: Sequence[Tensor]) -> Tensor:
+    def _origin_in(self, gradients: Iterable[Tensor]) -> Tensor:
         return torch.where(all_finite(gradients, self.device), 0.0, self.index + 1.0)
 
     # Instructions of an update.
@@ -123,7 +118,7 @@ class Checks(Loads):
         predict = self.predict
         predict.wait(self.computed)
         with predict.using(reads=(self.weight_gradients,)):
-            self._note(i, self._origin_in([gradient for _, gradient in self._gradients()]))
+            self._note(i, self._origin_in(self._gradients().values()))
             if self.divisor is not None:  # the mean of nothing is nan
                 self._note(i, torch.where(self.divisor == 0, inf, 0.0))
             origin = float(self._origins.pop(i))
@@ -158,18 +153,13 @@ class Checks(Loads):
             return "the loss is not finite"
         if self.origin != self.index + 1.0:
             return f"a gradient of stage {int(self.origin) - 1} is not finite"
-        names = [
-            bare(name)
-            for name, gradient in self._gradients()
-            if not all_finite([gradient], self.device)
-        ]
-        if not names:  # that of its input, or of tied weights, which have been sent
-            return "a gradient is not finite"
-        # The backward reaches the last one first.
-        return f"the gradient of {names[-1]!r} is not finite"
+        for name, gradient in reversed(self._gradients().items()):  # as the backward reaches them
+            if not all_finite([gradient], self.device):
+                return f"the gradient of {bare(name)!r} is not finite"
+        return "a gradient is not finite"  # its input's, or of tied weights, which have been sent
 
 
-def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Whether all numbers are finite, 0-d: tests minimum and maximum, which do not overflow."""
     values = [t._values() if t.is_sparse else t for t in tensors]
     found = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain_ext.codecs import Codec, Codecs, is_coded
 from spectrain_ext.rng import mixed_seed
-from spectrain_ext.transport import FLAT, TENSOR, Message, each
+from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
 
 from .tape import Entry
 
@@ -114,8 +114,7 @@ def _note(looks: _Looks) -> str:
     for n, look in enumerate(looks):
         if look is not None:
             shape, stride, dtype = look
-            # Strides without gaps and overlaps.
-            dense = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+            dense = dense_strides(torch.empty_strided(shape, stride, device="meta"))
             whats[n] = str(dtype).removeprefix("torch."), shape, dense
     return json.dumps(json.dumps(whats))
 

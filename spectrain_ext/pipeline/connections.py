@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from spectrain_ext.codecs import Codecs
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
@@ -25,10 +24,13 @@ from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
 from .phases import widest
 from .stage import Mode, Stage
-from .ties import Copy, TiedStages, Ties, ties_of
+from .ties import Copy, TiedStages, ties_of
 
 if TYPE_CHECKING:
+    from spectrain_ext.codecs import Codecs
+
     from .averaging import Averaged
+    from .tie_ends import Borrower, Lender
 
 _logger = logging.getLogger(__name__)
 
@@ -37,11 +39,7 @@ Ready = Callable[[int, int], bool]
 
 
 class Connections:
-    """The edges between stages, what all stages share, and the results for the caller.
-
-    Here all stages are in one process. The subclass for several processes defines which edges lead
-    to other ranks, and what else a rank does.
-    """
+    """The edges between the stages of one process, what they share, and the caller's results."""
 
     loss_fn: LossFn
     edges: dict[int, StageEdges]  # by stage
@@ -77,26 +75,27 @@ class Connections:
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         check_hidden([hidden_use(stage.weights for stage in stages)])
         self._losses = Losses(stages[-1], loss_fn, self.results)
-        self._ties_between(ties_of(each.member for each in copies), copies, method)
-        self._join(places, put_off_by(method, places))
+        self._open(ties_of(each.member for each in copies), copies, method, places)
 
     # Edges.
 
-    @property
-    def _by_index(self) -> dict[int, Stage]:
-        return {stage.index: stage for stage in self._stages}
-
-    def _ties_between(
-        self, ties: Sequence[TiedStages], copies: Sequence[Copy], method: Method
+    def _open(
+        self,
+        ties: Sequence[TiedStages],
+        copies: Sequence[Copy],
+        method: Method,
+        places: list[Place],
     ) -> None:
+        self._by_index = {stage.index: stage for stage in self._stages}
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+        self._join(places, put_off_by(method, places))
 
     def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._postponed = places, postponed  # see put_off_by
-        self._ties = self._made_ties()
-        # By the ranks at both ends; None: the caller's batches.
+        self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
+        # By the replicas at both ends, numbered stage by stage; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -108,9 +107,6 @@ class Connections:
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
                 *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
-
-    def _made_ties(self) -> Ties:
-        return Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
 
     def _edges_of(self, k: int) -> StageEdges:
         """Return a stage's edges; its l-th microbatch is the minibatch's replica + l * replicas."""
@@ -215,8 +211,8 @@ class Connections:
         return Duties(
             evaluates=self.evaluates,
             recomputes=stage.recomputes,
-            lends=self._ties.lends(k),
-            borrows=self._ties.borrows(k),
+            lends=bool(self._ties.lenders[k]),
+            borrows=bool(self._ties.borrowers[k]),
             divides=True,  # only a computed loss shows whether it is a sum
             clips=stage.max_norm is not None,
             checks=stage.on_nonfinite is not None,
@@ -240,14 +236,11 @@ class Connections:
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
         """Return what a stage's instructions wait for; others wait for nothing, or block."""
         edges, k, found = self.edges[stage.index], stage.index, {}
-        for kind, receivers in (
-            (Kind.RECEIVE_ACTIVATION, edges.inputs),
-            (Kind.RECEIVE_GRADIENT, edges.gradients),
-            (Kind.RECEIVE_WORD, edges.gradients),
-        ):
-            if receivers and not receivers[0].blocks:
-                found[kind] = _has(receivers)
-        if self._ties.lends(k):
+        if not edges.inputs[0].blocks:
+            found[Kind.RECEIVE_ACTIVATION] = _has(edges.inputs)
+        if edges.gradients and not edges.gradients[0].blocks:
+            found[Kind.RECEIVE_GRADIENT] = found[Kind.RECEIVE_WORD] = _has(edges.gradients)
+        if self._ties.lenders[k]:
             found[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self._ties.gradients_are_there(k)
         if stage.global_norm is not None:
             norm = stage.global_norm
@@ -255,13 +248,13 @@ class Connections:
         return found
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
-        """Return what is called with each instruction that begins; None: nothing."""
+        """Return what is called with each instruction that begins."""
         return None
 
     # A run.
 
     def run(self) -> AbstractContextManager[None]:
-        """Return a context in which a run takes place."""
+        """Return a context for a run."""
         return nullcontext()
 
     def order(
@@ -277,9 +270,8 @@ class Connections:
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:
-                batches = map(
-                    partial(without_dropped_columns, columns, self.evaluates), batches, count()
-                )
+                keep_columns = partial(without_dropped_columns, columns, self.evaluates)
+                batches = map(keep_columns, batches, count())
             self._source.begin(batches, self._stages[0].pass_on_end)
         if self._losses is not None:
             self._losses.begin(keep)
@@ -297,7 +289,7 @@ class Connections:
         """Called before the caller gets a result."""
 
     def leave(self) -> None:
-        """The caller has left the run: begin no further minibatch."""
+        """Begin no further minibatch, since the caller has left the run."""
         if self._source is not None:
             self._source.left = True
 
@@ -308,8 +300,6 @@ class Connections:
         if self.norm is not None:
             self.norm.reset()
         self.results.clear()
-        if self._losses is not None:
-            self._losses.end()
         self._ties.end()
 
 
@@ -335,3 +325,90 @@ def _has(receivers: Sequence[Receiver]) -> Ready:
     if all(each is only for each in receivers):
         return only.has
     return lambda i, j: receivers[j].has(i, j)
+
+
+# Ties.
+
+
+class Ties:
+    """The ends of all ties in this process, and the edges between them."""
+
+    def __init__(
+        self,
+        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
+        copies: Sequence[Copy],
+        stages: Mapping[int, Stage],
+        depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
+        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
+    ) -> None:
+        self.edges: list[Edge] = []  # between two stages of this process
+        self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
+        self.borrowers: dict[int, list[Borrower]] = {k: [] for k in stages}
+        for n, tie in enumerate(ties):
+            from .tie_ends import Borrower, Lender
+
+            a, b = stages.get(tie.home), stages.get(tie.copy)
+            if a is not None and b is not None:
+                slots = depth(tie.home, tie.copy)
+                weights = self._edge(a, b, "weights", slots)
+                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
+            elif a is not None or b is not None:
+                weights, gradients = remote(n)
+            if a is not None:
+                self.lenders[tie.home].append(Lender(a, tie, weights, gradients))
+            if b is not None:
+                self.borrowers[tie.copy].append(Borrower(b, a, tie, copies, weights, gradients))
+
+    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
+        name = f"edge {a.index} -> {b.index} of tied {what}"
+        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
+        return self.edges[-1]
+
+    def handlers(self, stage: int) -> dict[Kind, Handler]:
+        lend, borrow = self.lenders[stage], self.borrowers[stage]
+        return {
+            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
+            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
+            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
+            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
+            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
+            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
+        }
+
+    def gradients_are_there(self, stage: int) -> bool:
+        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
+        edges = [end.gradients for end in self.lenders[stage]]
+        return all(edge is None or edge.blocks or edge.has() for edge in edges)
+
+    # A run.
+
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        for lender in chain(*self.lenders.values()):
+            lender.begin(method, places)
+        for borrower in chain(*self.borrowers.values()):
+            borrower.begin(method, places)
+
+    def bring_true(self) -> None:
+        """Send the true weights to other processes: after the last instruction, or between runs."""
+        remote = [end for end in chain(*self.borrowers.values()) if end.home is None]
+        for borrower in remote:
+            if borrower.gradients is not None:
+                borrower.gradients.end()
+        for lender in chain(*self.lenders.values()):
+            if lender.weights not in self.edges:
+                lender.send_true()
+        for borrower in remote:
+            borrower.take_true()
+
+    def end(self) -> None:
+        """Forget the run; may be repeated."""
+        for borrower in chain(*self.borrowers.values()):
+            borrower.end()
+
+
+def _each(handlers: Sequence[Handler]) -> Handler:
+    def run_all(i: int, j: int) -> None:
+        for handler in handlers:
+            handler(i, j)
+
+    return run_all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import nan
@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Microbatches, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender
 
 from .batch import (
     Microbatch,
@@ -22,9 +22,7 @@ from .batch import (
     microbatches_in,
     send_batch,
     split,
-    target_of,
 )
-from .tape import packed
 
 
 class Traffic(Enum):
@@ -35,10 +33,8 @@ class Traffic(Enum):
     TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
     TIED_GRADIENTS = "tied gradients"  # of tied weights, to the stage that owns them
 
-    @property
-    def tied(self) -> bool:
-        """Whether it belongs to parameters that two stages share."""
-        return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+
+TIED = (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
 
 
 @dataclass
@@ -57,13 +53,6 @@ class StageEdges:
     def microbatches_of(self, header: Header) -> int:
         return len(range(self.replica, header.parts, self.count))
 
-    def targets_of(self, slot: Slot) -> list[Any]:
-        """Return the targets of the microbatches here, from a received message."""
-        message = slot.message
-        assert message is not None
-        value = packed(message, message.tensors)
-        return value if isinstance(value, Microbatches) else [value]
-
     def end(self) -> None:
         for edge in dict.fromkeys(self.to_next):
             edge.end()
@@ -72,8 +61,7 @@ class StageEdges:
 class Cursor:
     """The position of one stage in its schedule, limited to the instructions that the run contains.
 
-    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards. It
-    knows how many microbatches a minibatch has before it comes to the second one.
+    A stage learns of a minibatch, and of the end of the run, from the messages of its forwards.
     """
 
     def __init__(self, instructions: Iterator[Instruction]) -> None:
@@ -97,7 +85,7 @@ class Cursor:
         self.minibatches = self.added
 
     def peek(self) -> Instruction | None:
-        """Return the instruction that comes next, as far as is known now; None: there is none."""
+        """Return the instruction that comes next, as far as is known now."""
         following = self.upcoming
         while following is not None:
             kind, i, j = following
@@ -112,19 +100,14 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Advance to the next instruction and return it; None: the stage has finished."""
-        following = self.upcoming
-        if (
-            following is None
-            or self.minibatches is not None
-            or (following[2] and following[2] >= len(self.shares[following[1]]))
-        ):
-            following = self.peek()
-        self.current, self.step = following, 0
-        if following is None:
-            self.finished = True
-        else:
+        self.current, self.step = self.peek(), 0
+        self.finished = self.current is None
+        if not self.finished:
             self.upcoming = next(self._instructions, None)
-        return following
+        return self.current
+
+
+_NONE = object()  # no batch is left
 
 
 class Source:
@@ -155,19 +138,15 @@ class Source:
         self.left = False  # whether the caller has left the run; no batch is taken then
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
-        """Start a run; ``stop`` is called at its end."""
         self._batches, self._stop, self.left = batches, stop, False
 
     def pull(self, i: int, j: int) -> None:
         """Send the microbatches of the next batch, or end the run if there is none."""
-        batch, over = None, self.left
-        if not over:
+        batch: object = _NONE
+        if not self.left:
             with waiting():
-                try:
-                    batch = next(self._batches)
-                except StopIteration:
-                    over = True
-        if over:
+                batch = next(self._batches, _NONE)
+        if batch is _NONE:
             self._stop()
             for edge in dict.fromkeys((*self._inputs, *self._targets)):
                 edge.end()
@@ -201,14 +180,13 @@ class Source:
         return found
 
     def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
-        """Return each microbatch's weight in the loss of the update that it belongs to.
-
-        That is its share of the samples, or 1 / ``count(target)`` where ``count`` is given.
-        """
+        """Return each microbatch's share of its update's samples, or 1 / ``count(target)``."""
         if self._count is not None and not self._whole:
-            targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
-            with placed("in count"):
-                divisor = sum(float(self._count(target)) for target in targets)
+            divisor = 0.0
+            for one in microbatches_in(batch, "") or [batch]:
+                target = one if isinstance(one, Mapping) else one[1]
+                with placed("in count"):
+                    divisor += float(self._count(target))
             return [1.0 / divisor if divisor else 0.0] * len(sizes)
         if len(sizes) == 1:
             return [1.0]

@@ -9,20 +9,19 @@ from math import fsum, lcm, nan
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain_ext.errors import placed
 from spectrain_ext.schedule import Place, Replicas
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
 from .executor import Executor
-from .loops import Loops
 
 
 def evaluated(
-    pipe: Loops, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
+    pipe: Any, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
 ) -> dict[str, float]:
-    """Do what ``Loops.evaluate`` says."""
+    """Do what ``Loops.evaluate`` of a pipeline says."""
     around = pipe._executor.connections
     chosen = {"loss": around.loss_fn} if metrics is None else metrics
     measures = _Measures(chosen, around.replicas.total > len(pipe.devices), around.split_dim)
@@ -35,17 +34,21 @@ def evaluated(
     return _means_of(chosen, of_ranks)
 
 
-def _one_replica_works(pipe: Loops, stateful: bool) -> bool:
+def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     """Whether the first replica of every stage evaluates alone."""
     stages, replicas = pipe._executor.stages, pipe._executor.connections.replicas
     if not replicas.dealt:
         return False
 
     def state() -> list[Any]:
-        return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
+        # The module buffers of the first replica, such as running statistics, belong to the model.
+        digests = []
+        for stage in stages:
+            found = [(name, digest_of(value)) for name, value in stage.module.named_buffers()]
+            digests.append((stage.index, hashlib.sha256(repr(found).encode()).hexdigest()))
+        return [stateful, digests]
 
     of_ranks = pipe._gather_from_ranks(state, "evaluate")
-    # The module buffers of the first replica, such as running statistics, belong to the model.
     differ = len({tuple(pair) for _, pairs in of_ranks for pair in pairs}) > replicas.stages
     # A metric with a state must see all batches.
     return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
@@ -74,11 +77,6 @@ def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> I
     given = (one for batch, parts in cut for one in ([batch] if parts is None else parts))
     each = 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
-
-
-def _buffers_of(module: nn.Module) -> str:
-    found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def digest_of(tensor: Tensor) -> str:

@@ -152,12 +152,10 @@ class Executor:
             stage.check()
 
     def _take_back(self) -> None:
-        """Take gradients and optimizers back from the caller, who may have moved parameters, too.
-
-        Compares a few addresses first, which costs less than ``_check``.
-        """
+        """Take gradients and optimizers back from the caller, who may have moved parameters."""
         for stage in self.stages:
             weights = stage.weights
+            # Comparing a few addresses costs less than ``_check``.
             if weights is not None and weights.storage and not weights.storage.in_place():
                 self._check()
             stage.take_back()
@@ -179,10 +177,6 @@ class Executor:
         # Try everything: on a device that has failed none of it succeeds. At the end, follow the
         # caller, who may have used the weights since.
         make_all((*waits, *forgets, *resets, self.follow_caller))
-
-    def free_rings(self) -> None:
-        for edge in self.connections.receivers():
-            edge.free_storage()
 
     def _streams(self) -> Iterator[Stream]:
         for stage in self.stages:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .tape import Pairs, differentiate
+from .tape import differentiate
 
 # Nodes that autograd refuses to run for some inputs only, or twice. The names are torch's.
 _WHOLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
@@ -19,10 +19,9 @@ _NOT_ALONE = "NativeGroupNormBackward0"
 
 
 class _Arrived:
-    """The gradients that arrived at a node in the first half; the second half starts with them.
+    """A prehook of a node: notes the gradients that arrive in the first half, after other hooks.
 
-    It is a prehook of the node. In the first half it notes them, after other hooks may have changed
-    them; in the second half it returns what it noted, so that those hooks have no further effect.
+    In the second half it returns what it noted, so that those hooks have no further effect.
     """
 
     gradients: tuple[Tensor | None, ...] | None = None
@@ -77,22 +76,15 @@ def differentiate_inputs(
             layers.append((node, caught, leaves))
     differentiate(pairs, [*wanted, *at_once], keep=True)
     outside = alone.get(None, [])
-    away = [pair for pair, root in zip(pairs, roots, strict=True) if root not in way]
-    if not (outside or layers):
-        return None
-    return partial(_differentiate_rest, away if outside else [], outside, layers)
+    away = [pair for pair, root in zip(pairs, roots, strict=True) if outside and root not in way]
 
+    def differentiate_rest() -> None:
+        differentiate(away, outside)
+        for node, caught, leaves in layers:
+            found = enumerate(caught.gradients or ())
+            differentiate([(GradientEdge(node, n), g) for n, g in found if g is not None], leaves)
 
-def _differentiate_rest(
-    pairs: Pairs,
-    leaves: Sequence[GradientEdge],
-    layers: Sequence[tuple[Node, _Arrived, Sequence[GradientEdge]]],
-) -> None:
-    """Run the second half: leaves off the inputs' way, then leaves that join it."""
-    differentiate(pairs, leaves)
-    for node, caught, alone in layers:
-        found = enumerate(caught.gradients or ())
-        differentiate([(GradientEdge(node, n), g) for n, g in found if g is not None], alone)
+    return differentiate_rest if outside or layers else None
 
 
 def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
@@ -126,11 +118,9 @@ def _nodes_on_path(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[N
 def _leaves(
     meetings: dict[Node | None, list[Node]],
 ) -> tuple[dict[Node | None, list[GradientEdge]], list[GradientEdge]]:
-    """Return the leaves below exactly one of the given nodes, by node, and those below several.
-
-    As edges of this graph, not as tensors: a tensor whose ``data`` has had another dtype since the
-    forward belongs to other graphs, and autograd would leave its gradient out without an error.
-    """
+    """Return the leaves below exactly one of the given nodes, by node, and those below several."""
+    # As edges of this graph, not as tensors: a tensor whose ``data`` has had another dtype since
+    # the forward belongs to other graphs, and autograd would leave its gradient out silently.
     several: Any = object()
     owners: dict[Node, Any] = {}
     for owner, below in meetings.items():

@@ -29,13 +29,9 @@ NOTHING = nullcontext()
 
 
 class Loads:
-    """A module, the weight version that it computes with, and the two streams of a stage.
-
-    Computation is issued to one stream, loads and updates to the other; events order the two.
-    """
+    """A stage's module and weights, and its two streams: one computes, one loads and updates."""
 
     cursor: Cursor  # the stage's position in the run
-    weights: StageWeights | None = None  # None: no trainable parameters
     max_norm: float | None = None  # the largest gradient norm; None: no clipping
     counts: dict[int, Tensor]  # by minibatch: what its loss is divided by, where losses are sums
     divisor: Tensor | None = None  # of the last update
@@ -46,8 +42,15 @@ class Loads:
     # for the loss, 0 for none. Of two sources the larger one comes first in time.
     origin = 0.0
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        weights: StageWeights | None,  # None: no trainable parameters
+    ) -> None:
         self.index = index
+        self.weights = weights
         self.module = module
         self.device = device
         self.compute = new_stream(f"compute stream of stage {index}", device)
@@ -76,13 +79,11 @@ class Loads:
 
     def train_by(
         self,
-        weights: StageWeights | None,
         max_norm: float | None,
         clips_globally: bool,
         global_norm: GlobalNorm | None,
         on_nonfinite: OnNonfinite,
     ) -> None:
-        self.weights = weights
         self.max_norm, self.clips_globally = max_norm, clips_globally
         self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
         self._follows = NOTHING
@@ -137,11 +138,7 @@ class Loads:
             )
 
     def begin_weights(self, follows: bool = False) -> None:
-        """Start a run with the weights that the module holds.
-
-        ``follows``: let autograd save a reference to each weight's place, not the weight, even if
-        the backward uses the forward's version.
-        """
+        """Start a run with the weights that the module holds; ``follows``: use SavedWeights."""
         weights = self.weights
         self._follows = NOTHING
         self._guarded = [p for p in self.module.parameters() if p.requires_grad]
@@ -297,13 +294,11 @@ class Loads:
         with self.predict.using(writes=(self.weight_gradients,)):
             if not self.clips_globally:
                 norm = gradient_norm(weights.params, self.device)
-            clip(weights.params, self.max_norm, norm)
+            # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
+            nn.utils.clip_grads_with_norm_(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer; if a forward comes next, the step also writes its weights.
-
-        If a number of the minibatch is not finite, the update changes nothing.
-        """
+        """Step the optimizer, unless a number was not finite; write the next forward's weights."""
         weights = self.weights
         if weights is None:
             return
@@ -358,27 +353,17 @@ def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
     norms: list[Tensor] = []
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         alike = [g for g in gradients if g.dtype == dtype]
-        norms += torch._foreach_norm(alike, 2, dtype=_wide(dtype))
+        wide = torch.float32 if dtype.itemsize == 2 else dtype
+        norms += torch._foreach_norm(alike, 2, dtype=wide)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), as torch does, without a CPU wait."""
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
 class GlobalNorm:
     """The norm of a minibatch's gradient over all stages: each stage gives its own and waits.
 
-    A stage with a non-finite number gives minus its origin, which no norm is.
-
-    Only for schedules that flush: there no stage gives its next norm before all have used this one,
-    since they need it for its next forward and backward.
+    A stage with a non-finite number gives minus its origin, which no norm is. Only for schedules
+    that flush: no stage gives its next norm before all have used this one.
     """
 
     def __init__(self, stages: int) -> None:

@@ -262,13 +262,12 @@ class _Losses:
     def means(self, lengths: Sequence[int]) -> list[float]:
         self._ask(len(self._waiting))
         known = zip(self._losses, self._counts, strict=True)
-        return [_mean_loss([*islice(known, length)]) for length in lengths]
-
-
-def _mean_loss(epoch: Sequence[tuple[float, float]]) -> float:
-    counted = [(loss, count) for loss, count in epoch if count]
-    total = sum(count for _, count in counted)
-    return sum(loss * count for loss, count in counted) / total if total else nan
+        found = []
+        for length in lengths:
+            counted = [(loss, count) for loss, count in islice(known, length) if count]
+            total = sum(count for _, count in counted)
+            found.append(sum(loss * count for loss, count in counted) / total if total else nan)
+        return found
 
 
 # A run that is never started.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,6 @@ class Result:
         """Whether this process knows the ``loss``."""
         return self._loss is not None
 
-    def renumbered(self, index: int) -> Result:
-        """Return the same result with another index."""
-        return replace(self, index=index)
-
     def __repr__(self) -> str:
         loss = "loss on the last rank" if self._loss is None else f"loss={self._loss}"
         return f"Result(index={self.index}, {loss})"
@@ -93,16 +89,15 @@ class Losses:
         loss_fn: LossFn,
         results: deque[Result],
         shared: SharedLosses | None = None,
-        held: bool = False,
+        held: bool = False,  # whether the results wait for other replicas
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
         self._shared, self._held = shared, held
-        # By minibatch: this replica's loss, count and kept values, until those of the others
-        # arrive.
-        self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self.begin()
 
     def begin(self, keep: Keep | None = None) -> None:
+        # By minibatch, until the other replicas' arrive: loss, count and kept values.
+        self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self._keep = None if keep is None else partial(_kept, keep)
         self._parts: list[Any] = []  # of the minibatch: what is kept
         self._samples: list[int] = []  # of the minibatch
@@ -112,8 +107,7 @@ class Losses:
         last, shares = self._last, self._last.cursor.shares[i]
         part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
-        if last.divided:
-            self._samples.append(last.samples)
+        self._samples.append(last.samples)
         if j == 0:
             self._count = None
         elif (count is None) != (self._count is None):
@@ -130,15 +124,12 @@ class Losses:
         if self._shared is not None:
             self._shared.computed(i, j, part, mean if ends else None)
         if ends:
-            self._append_result(i, shares, mean)
+            self._append_result(i, self._samples if last.divided else shares, mean)
 
     def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
         """Make a result that work on the caller's stream may use."""
-        last, buffer = self._last, Buffer("result")
-        parts, self._parts = self._parts, []
-        if last.divided:
-            shares = self._samples
-        self._samples = []
+        last, buffer, parts = self._last, Buffer("result"), self._parts
+        self._parts, self._samples = [], []
         with last.computing(writes=(buffer,)):
             loss = (self._sum if self._held else mean).clone()  # the graph may need the original
             count, kept = self._count, parts[0]
@@ -155,9 +146,6 @@ class Losses:
             self.own[i] = loss, count, kept
         else:
             self._results.append(Result(i, loss, kept, count))
-
-    def end(self) -> None:
-        self.own.clear()
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:

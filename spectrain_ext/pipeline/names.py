@@ -30,12 +30,6 @@ def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, 
     return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
 
 
-def copied_buffers(stage: nn.Module) -> Container[str]:
-    """Return which buffers copy those of an earlier stage of a cut with the same full name."""
-    found: Container[str] = getattr(stage, "copied_buffers", ())
-    return found
-
-
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the names in a pipeline's state dict, by the keys of its stages."""
     found: dict[str, str] = {}
@@ -45,7 +39,7 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
         tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
-        buffers = copied_buffers(stage)
+        buffers = getattr(stage, "copied_buffers", ())  # that an earlier stage of the cut has
         for key, full in full_names(stage, state, f"{k}.").items():
             found[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
             home, name = tied.get(bare(key), (k, key))
@@ -57,13 +51,7 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def use_model_names(pipe: nn.Module, whole: bool, copies: Iterable[Any]) -> None:
-    """Make a pipeline save and load its state under the model's names.
-
-    Args:
-        pipe: a pipeline.
-        whole: whether all stages are here; else a state may have names of others.
-        copies: the ``ties.Copy`` of each parameter here that an earlier stage trains.
-    """
+    """Make a pipeline, with all stages or not, save and load its state under the model's names."""
     ends: list[Callable[[list[str]], None]] = []
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,9 +69,7 @@ class Observer:
         """
 
     def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        """Called when the pipeline has drained and goes on with the next phase of its method.
-
-        ``watch`` is called again afterwards.
+        """Called when the next phase of the method begins; ``watch`` is called again afterwards.
 
         Args:
             rules: which weights every stage computes with from here on.
@@ -133,14 +132,11 @@ def with_observers(
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):
         return handlers
     return {
-        kind: _ranged(_RANGES[kind], handler) if kind in _RANGES else handler
+        kind: partial(_ranged, _RANGES[kind], handler) if kind in _RANGES else handler
         for kind, handler in handlers.items()
     }
 
 
-def _ranged(name: str, handler: Handler) -> Handler:
-    def ranged(i: int, j: int) -> None:
-        with profiler.record_function(name.format(f"{i}.{j}" if j else i)):
-            handler(i, j)
-
-    return ranged
+def _ranged(name: str, handler: Handler, i: int, j: int) -> None:
+    with profiler.record_function(name.format(f"{i}.{j}" if j else i)):
+        handler(i, j)

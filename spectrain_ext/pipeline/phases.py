@@ -1,19 +1,19 @@
-"""Sets up the stages for each phase of a method."""
+"""Makes the stages' optimizers, and determines how each phase of a method trains the stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, rules_at
-from spectrain_ext.schedule import Place, Rules, count_stage, flushes
+from spectrain_ext.schedule import Generator, Place, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
+from .ties import Copy, copies_in
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -21,114 +21,91 @@ if TYPE_CHECKING:
 
 class TrainingPhase(NamedTuple):
     method: Method
-    places: list[Place]  # of all stages; so are the rules
-    rules: list[Rules]
-    here: list[Place]  # of the stages of this process; so is what follows
-    weights: list[StageWeights | None]  # None: a stage without trainable parameters
-    max_norms: list[float | None]  # the largest gradient norms
+    places: list[Place]  # of all stages
+    rules: list[Rules]  # of all stages, assuming that they have optimizers like the first
+    max_norms: list[float | None]  # the largest gradient norms, of the stages of this process
     globally: bool  # whether by the norm of all stages' gradients
 
     @property
     def flushes(self) -> bool:
         return flushes(self.method.schedule)
 
-    def memory(self) -> Iterator[StageMemory]:
-        for weights, place in zip(self.weights, self.here, strict=True):
-            if weights is not None:
-                yield weights.predicted()
-            else:
-                count = count_stage(self.method.schedule, self.places[0], place, Rules(), False)
-                yield StageMemory(0, 0, count.in_flight)
+    def followed_by(
+        self, k: int, optimizer: torch.optim.Optimizer
+    ) -> tuple[Rules, tuple[Place, Place], str | Generator]:
+        """Return what ``StageWeights.follow`` takes for a stage with this optimizer."""
+        place = self.places[k]
+        return (
+            rules_at(self.method, place, optimizer),
+            (self.places[0], place),
+            self.method.schedule,
+        )
+
+    def memory(self, k: int, weights: StageWeights | None) -> StageMemory:
+        if weights is not None:
+            return weights.predicted(*self.followed_by(k, weights.optimizer))
+        count = count_stage(self.method.schedule, self.places[0], self.places[k], Rules(), False)
+        return StageMemory(0, 0, count.in_flight)
 
 
-@dataclass(frozen=True)
-class Training:
-    method: Method
-    of_phases: Sequence[list[Place]]
-    modules: Mapping[int, nn.Module]  # of this process, by index
-    # Of a stage: its parameters that another stage trains.
-    copies: Callable[[int], Mapping[nn.Parameter, object]]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    scheduler: Callable[[Any], LRScheduler] | None
-    master_dtype: torch.dtype | None
-
-    @property
-    def _phases(self) -> list[tuple[Method, list[Place]]]:
-        return [*zip(phases_of(self.method), self.of_phases, strict=True)]
-
-    def _factor(self, k: int) -> Callable[[int], float] | None:
-        return factor_of([(phase, places[k]) for phase, places in self._phases])
-
-    def rules(self, optimizer: torch.optim.Optimizer | None) -> list[list[Rules]]:
-        """Return the rules of all stages for each phase, assuming optimizers like this."""
-        return [[rules_at(p, place, optimizer) for place in places] for p, places in self._phases]
-
-    def check(self, k: int, optimizer: torch.optim.Optimizer) -> None:
-        if self._factor(k) is not None:
-            for index, group in enumerate(optimizer.param_groups):
-                if group.get("lr") is None:
-                    raise ValueError(
-                        f"optimizer: parameter group {index} of the {type(optimizer).__name__} of "
-                        f"stages[{k}] has no 'lr' that method {self.method.name!r} could multiply; "
-                        "set it, or choose a method without rates"
-                    )
-        for phase, places in self._phases:
-            check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
-
-    def weights(
-        self, k: int, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
-    ) -> list[StageWeights]:
-        """Return stage k's weights in each phase."""
-        return [
+def set_up(
+    method: Method,
+    of_phases: Sequence[list[Place]],
+    modules: Mapping[int, nn.Module],  # of this process, by index
+    copies: Sequence[Copy],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[Any], LRScheduler] | None,
+    master_dtype: torch.dtype | None,
+    clip_norm: float | None,
+    clip_scope: str,
+) -> tuple[list[TrainingPhase], list[StageWeights | None]]:
+    """Return the method's phases, and each stage's weights; None: it has nothing to train."""
+    phases = [
+        TrainingPhase(
+            *(phase, places, [rules_at(phase, place) for place in places]),
+            max_norms_of(phase, [places[k] for k in modules], clip_norm),
+            clips_globally(phase, clip_norm, clip_scope),
+        )
+        for phase, places in zip(phases_of(method), of_phases, strict=True)
+    ]
+    made: dict[int, tuple[torch.optim.Optimizer, LRScheduler | None]] = {}
+    for k, module in modules.items():
+        found = make_optimizer(optimizer, module, k, copies_in(copies, k).keys())
+        if found is not None:
+            made[k] = found, make_scheduler(scheduler, found, k)
+    unmeasured = any(p.method.then is not None and p.method.then.after is None for p in phases)
+    if unmeasured and 0 in modules and 0 not in made:
+        raise ValueError(
+            f"method: {method.name!r} changes at a gap of stages[0], which has no trainable "
+            "parameters; expected after as well"
+        )
+    weights: list[StageWeights | None] = []
+    for k, module in modules.items():
+        if k not in made:
+            weights.append(None)
+            continue
+        own, its_scheduler = made[k]
+        factor = factor_of([(phase.method, phase.places[k]) for phase in phases])
+        for index, group in enumerate(own.param_groups if factor is not None else ()):
+            if group.get("lr") is None:
+                raise ValueError(
+                    f"optimizer: parameter group {index} of the {type(own).__name__} of "
+                    f"stages[{k}] has no 'lr' that method {method.name!r} could multiply; set it, "
+                    "or choose a method without rates"
+                )
+        for phase in phases:
+            check_optimizer(phase.method, rules_at(phase.method, phase.places[k], own), k, own)
+        weights.append(
             StageWeights(
-                self.modules[k],
-                optimizer,
-                scheduler,
-                rules_at(phase, places[k], optimizer),
-                (places[0], places[k]),
-                phase.schedule,
-                self.master_dtype,
-                self.copies(k).keys(),
-                self._factor(k),
+                *(module, own, its_scheduler, *phases[0].followed_by(k, own)),
+                *(master_dtype, copies_in(copies, k).keys(), factor),
             )
-            for phase, places in self._phases
-        ]
-
-    def phases(self, clip_norm: float | None, clip_scope: str) -> list[TrainingPhase]:
-        """Return how each phase trains the stages; every optimizer is made once."""
-        phases, here = self._phases, list(self.modules)
-        self.rules(None)  # raises errors before anything is made
-        clips = [
-            (
-                max_norms_of(phase, [places[k] for k in here], clip_norm),
-                clips_globally(phase, clip_norm, clip_scope),
-            )
-            for phase, places in phases
-        ]
-        made: dict[int, torch.optim.Optimizer] = {}
-        schedulers: dict[int, LRScheduler | None] = {}
-        for k in here:
-            found = make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys())
-            if found is not None:
-                made[k], schedulers[k] = found, make_scheduler(self.scheduler, found, k)
-        unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
-        if unmeasured and 0 in here and 0 not in made:
-            raise ValueError(
-                f"method: {self.method.name!r} changes at a gap of stages[0], which has no "
-                "trainable parameters; expected after as well"
-            )
-        weights: dict[int, Sequence[StageWeights | None]] = {k: [None] * len(phases) for k in here}
-        for k, optimizer in made.items():
-            self.check(k, optimizer)
-            weights[k] = self.weights(k, optimizer, schedulers[k])
-        rules = self.rules(next(iter(made.values()), None))
-        return [
-            TrainingPhase(
-                *(phase, places, rules[n], [places[k] for k in here]),
-                *([weights[k][n] for k in here], *clips[n]),
-            )
-            for n, (phase, places) in enumerate(phases)
-        ]
+        )
+    like = next((optimizer for optimizer, _ in made.values()), None)
+    return [
+        phase._replace(rules=[rules_at(phase.method, place, like) for place in phase.places])
+        for phase in phases
+    ], weights
 
 
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:

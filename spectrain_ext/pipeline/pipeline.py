@@ -6,20 +6,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import codecs_of
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.threads import warn_of_threads
-from spectrain_ext.transport import callers_stream, each
+from spectrain_ext.transport import callers_stream
+from spectrain_ext.transport.message import each
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import (
@@ -27,10 +26,8 @@ from .arguments import (
     check_loss_fn,
     check_master_dtype,
     check_mode,
-    check_offload,
-    check_on_nonfinite,
+    check_options,
     check_order,
-    check_recompute,
     check_trains,
     checked_devices,
     checked_microbatches,
@@ -47,7 +44,7 @@ from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .observer import Observer, observers_of, observing
-from .phases import Training, TrainingPhase
+from .phases import TrainingPhase, set_up
 from .stage import Stage
 from .tape import ModuleModes
 from .ties import Copy, copies_in, copies_of
@@ -139,7 +136,11 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
-            connections.count, connections.codecs = count, codecs_of(codec)
+            connections.count = count
+            if codec is not None:
+                from spectrain_ext.codecs import codecs_of
+
+                connections.codecs = codecs_of(codec)
             replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -151,10 +152,8 @@ class Pipeline(Loops):
             parts = checked_microbatches(microbatches, chosen, replicas)
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
-            check_recompute(recompute)
-            check_on_nonfinite(on_nonfinite)
+            check_options(recompute, offload, on_nonfinite)
             self._on_nonfinite = on_nonfinite
-            check_offload(offload, recompute)
             blocks: Mapping[int, Mapping[str, nn.Module]] = {}
             if not isinstance(recompute, bool):
                 from .activations import recomputed_blocks
@@ -163,36 +162,34 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_functions(optimizer, loss_fn, scheduler)
-            copies = partial(copies_in, self._copies)
-            self._phases = Training(
-                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype)
-            ).phases(clip_norm, clip_scope)
+            self._phases, made = set_up(
+                *(chosen, of_phases, here, self._copies, optimizer, scheduler, master_dtype),
+                *(clip_norm, clip_scope),
+            )
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
             self.minibatches, self.phase = 0, 0
-            first = self._phases[0]
             if len(here) == replicas.stages:
-                check_trains(weights is not None for weights in first.weights)
+                check_trains(weights is not None for weights in made)
+            recomputes, offloads = recompute is True, offload is not None
+            own = [
+                Stage(k, module, device, weights, recomputes, blocks.get(k), offloads)
+                for (k, module), device, weights in zip(here.items(), where, made, strict=True)
+            ]
+            own[-1].divided = count is not None
+            self._executor = Executor(own, connections)
             try:
                 for copy in self._copies:
                     copy.bind()
-                for module, device, weights in zip(modules, where, first.weights, strict=True):
-                    if devices is not None:
-                        module.to(device)
-                    if weights is not None:
-                        weights.bind()
-                for k, module in here.items():
-                    self.add_module(str(k), module)
-                own = [
-                    Stage(k, module, device, recompute is True, blocks.get(k), offload is not None)
-                    for (k, module), device in zip(here.items(), where, strict=True)
-                ]
-                own[-1].divided = count is not None
                 for stage in own:
+                    if devices is not None:
+                        stage.module.to(stage.device)
+                    if stage.weights is not None:
+                        stage.weights.bind()
+                    self.add_module(str(stage.index), stage.module)
                     stage.codecs = connections.codecs
-                self._executor = Executor(own, connections)
-                self._train_by(first)
+                self._train_by(self._phases[0])
                 self._log(clip_norm)
                 # Not earlier: a loss function that is a module must not become part of the model.
                 connections.connect(own, of_phases, chosen, loss_fn, self._copies)
@@ -204,7 +201,7 @@ class Pipeline(Loops):
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, len(here) == replicas.stages, self._copies)
-            for weights in self._weights_of_all_phases():
+            for weights in self._trained:
                 weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
@@ -218,7 +215,7 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        for weights in self._weights_of_all_phases():
+        for weights in self._trained:
             if weights.bound:
                 callers_stream(weights.params[0].device).lend(weights.buffers())
                 weights.unbind()
@@ -323,8 +320,10 @@ class Pipeline(Loops):
     def _counted(
         self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
+        # Held here: an interrupt between two results must not end it while the stack unwinds.
+        run = self._executor.run(iter(batches), observers, keep)
         try:
-            yield from self._executor.run(iter(batches), observers, keep)
+            yield from run
         finally:
             self.minibatches += self._executor.begun
 
@@ -368,22 +367,21 @@ class Pipeline(Loops):
             ):
                 self.phase += 1
             now = self._phases[self.phase]
-            for stage, weights in zip(self._executor.stages, now.weights, strict=True):
-                stage.before, old = self.minibatches, stage.weights
-                if weights is not None and old is not None and old is not weights and old.bound:
-                    callers_stream(stage.device).lend(old.buffers())
-                    old.hand_over(weights)
-                stage.weights = weights
-                if weights is not None:
-                    weights.minibatches = self.minibatches
-                    if not weights.bound:
-                        weights.bind()
+            changes = now is not self._entered
+            for stage in self._executor.stages:
+                stage.before, weights = self.minibatches, stage.weights
+                if weights is None:
+                    continue
+                if changes:
+                    callers_stream(stage.device).lend(weights.buffers())
+                    weights.follow(*now.followed_by(stage.index, weights.optimizer))
+                weights.minibatches = self.minibatches
+                if not weights.bound:
+                    weights.bind()
             for copy in self._copies:
                 copy.bind()
-            before = self._entered.method
-            if self._entered is not now:
+            if changes:
                 self._train_by(now)
-            if now.method is not before:
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
     def _refuse_changed_flags(self) -> None:
@@ -400,9 +398,8 @@ class Pipeline(Loops):
         executor.change(phase.places, phase.method.schedule)
         connections.change(phase.method, phase.places)
         norm = connections.norm if self._exchanges_norms(phase) else None
-        stages = zip(executor.stages, phase.weights, phase.max_norms, strict=True)
-        for stage, weights, max_norm in stages:
-            stage.train_by(weights, max_norm, phase.globally, norm, self._on_nonfinite)
+        for stage, max_norm in zip(executor.stages, phase.max_norms, strict=True):
+            stage.train_by(max_norm, phase.globally, norm, self._on_nonfinite)
         self._entered = phase
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
@@ -514,9 +511,6 @@ class Pipeline(Loops):
     def _trained(self) -> list[StageWeights]:
         return [weights for weights in self._weights if weights is not None]
 
-    def _weights_of_all_phases(self) -> list[StageWeights]:
-        return [w for phase in self._phases for w in phase.weights if w is not None]
-
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers, in the order of stages; a stage without trainable parameters has none."""
@@ -541,7 +535,7 @@ class Pipeline(Loops):
     @property
     def places(self) -> tuple[Place, ...]:
         """A ``Place`` per stage of this process, with its window in the current phase."""
-        return tuple(self._entered.here)
+        return tuple(self._entered.places[stage.index] for stage in self._executor.stages)
 
     @property
     def _rules(self) -> list[Rules]:
@@ -583,8 +577,11 @@ class Pipeline(Loops):
 
     def predicted_memory(self) -> list[StageMemory]:
         """Return what each stage holds at most in a long run, computed from schedule and method."""
-        of_phases = [phase.memory() for phase in self._phases]
-        return [StageMemory(*map(max, zip(*s, strict=True))) for s in zip(*of_phases, strict=True)]
+        found = []
+        for stage in self._executor.stages:
+            of_phases = [phase.memory(stage.index, stage.weights) for phase in self._phases]
+            found.append(StageMemory(*map(max, zip(*of_phases, strict=True))))
+        return found
 
     def measured_memory(self) -> list[StageMemory]:
         """Return each stage's weight buffers now, and its most microbatches in flight in any run.
@@ -611,7 +608,8 @@ class Pipeline(Loops):
             self._unbind()
             for executor in (self._executor, self._evaluator):
                 if executor is not None:
-                    executor.free_rings()
+                    for edge in executor.connections.receivers():
+                        edge.free_storage()
             self._executor.follow_caller()
 
     def __reduce__(self) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
@@ -69,7 +70,7 @@ def segments(
         try:
             for result in results:
                 if not left:  # where another process feeds the runs, they go on to their end
-                    yield result.renumbered(following + result.index)
+                    yield replace(result, index=following + result.index)
         except GeneratorExit:
             cast("Generator[Result, None, None]", results).close()  # drains
             left = True

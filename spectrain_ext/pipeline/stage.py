@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.codecs import Codecs
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
+from spectrain_ext.transport import NO_HEADER, Buffer, Message, Microbatches, Slot, Transit
 
 from .checks import Checks
 from .edges import Cursor, SharedLosses, StageEdges
@@ -36,6 +35,9 @@ from .tape import (
 )
 
 if TYPE_CHECKING:
+    from spectrain_ext.codecs import Codecs
+    from spectrain_ext.weights import StageWeights
+
     from .activations import OnHost, RecomputedBlocks
 
 
@@ -71,11 +73,12 @@ class Stage(Checks):
         index: int,
         module: nn.Module,
         device: torch.device,
+        weights: StageWeights | None,
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] | None = None,  # recomputed in the backward
         offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
-        super().__init__(index, module, device)
+        super().__init__(index, module, device, weights)
         self.random = StageRandom(index, device)
         self.recomputes, self.offloads = recomputes, offloads
         self._blocks: RecomputedBlocks | None = None
@@ -195,7 +198,7 @@ class Stage(Checks):
         from .coding import unpacked_message
 
         codec, message = self.codecs[backward], slot.message
-        assert codec is not None and message is not None
+        assert codec is not None
         with self.computing(reads=(slot.buffer,)):
             slot.message = unpacked_message(codec, message, backward)
 
@@ -231,7 +234,6 @@ class Stage(Checks):
     def forward(self, i: int, j: int) -> None:
         slot = self._received
         message = slot.message
-        assert message is not None
         tape = Tape(slot, self._untracked or Buffer("activations"))
         if self._on_host is not None:
             self._on_host.lent = message.tensors
@@ -317,7 +319,9 @@ class Stage(Checks):
         if targets is None:
             slot = self._receive_target(j)
             with self.computing(reads=(slot.buffer,)):
-                targets = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+                value = packed(slot.message, slot.message.tensors)
+            parts = value if isinstance(value, Microbatches) else [value]
+            targets = self._targets[i] = Targets(slot, parts)
         tape.arrived, tape.target = targets.slot, targets.parts[j]
         writes = (tape.arrived.buffer, tape.buffer)
         with (
@@ -354,7 +358,6 @@ class Stage(Checks):
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
         message = slot.message
-        assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
             copies = [None if t is None else t.clone() for t in message.tensors]
@@ -385,7 +388,6 @@ class Stage(Checks):
     def recompute(self, i: int, j: int) -> None:
         tape = self._tapes[i, j]
         message = tape.slot.message
-        assert message is not None
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
             writes.append(tape.arrived.buffer)
@@ -458,7 +460,6 @@ class Stage(Checks):
             on_compute = self.compute.using(reads=reads, writes=writes)
         with on_compute, RNG_LOCK:  # a hook may draw random numbers
             if self.edges.gradients:
-                assert tape.arrived.message is not None
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
                 loss = tape.output

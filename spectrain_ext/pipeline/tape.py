@@ -12,16 +12,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
-from spectrain_ext.transport import (
-    TENSOR,
-    Buffer,
-    Header,
-    Message,
-    Slot,
-    flattened,
-    tensors_in,
-    unflattened,
-)
+from spectrain_ext.transport import Buffer, Header, Message, Slot
+from spectrain_ext.transport.message import flattened, tensors_in, unflattened
 
 _DESCRIBED = 200  # characters about what a module was called with
 
@@ -68,7 +60,7 @@ class Tape:
 
 
 class Targets:
-    """The targets of one minibatch, on the last stage, in one receive buffer."""
+    """The targets of one minibatch in one receive buffer."""
 
     __slots__ = ("left", "parts", "slot")
 
@@ -190,20 +182,13 @@ def copied_out(value: Any, message: Message) -> Any:
     def lies_there(tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in lent
 
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.clone() if lies_there(tensor) else tensor
-
-    if isinstance(value, Tensor):
-        return moved(value)
-    value = tree_map_only(Tensor, moved, value)
+    value = tree_map_only(Tensor, lambda t: t.clone() if lies_there(t) else t, value)
     if any(map(lies_there, tensors_in(value))):  # in a dataclass, which tree_map does not enter
         value = copy.deepcopy(value)
     return value
 
 
 def activation(value: object) -> Message:
-    if isinstance(value, Tensor):
-        return Message((value.detach(),), (value.requires_grad,), TENSOR)
     tensors: list[Tensor] = []
     try:
         form = flattened(value, "a stage's output", tensors)
@@ -213,17 +198,12 @@ def activation(value: object) -> Message:
         raise TypeError(
             f"{error}. What the last stage returns may be anything that loss_fn takes"
         ) from None
-    return Message(
-        tuple(tensor.detach() for tensor in tensors),
-        tuple(tensor.requires_grad for tensor in tensors),
-        form,
-    )
+    flags = tuple([tensor.requires_grad for tensor in tensors])
+    return Message(tuple([tensor.detach() for tensor in tensors]), flags, form)
 
 
 def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:
     """Return the tensors in the form of the message: what a module or a loss takes."""
-    if message.form == TENSOR:
-        return tensors[0]
     return unflattened(message.form, iter(tensors))
 
 
@@ -240,12 +220,11 @@ Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 def seeded(
     output: Any, gradients: Sequence[Tensor | None]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Return the output's tensors that a backward starts at, with their gradients; and the count.
+    """Return the output's tensors that a backward starts at, with their gradients.
 
-    The count comes last among the gradients if the loss is a sum; otherwise None.
+    And the count, which is the last of the gradients if the loss is a sum, otherwise None.
     """
-    outputs = (output,) if isinstance(output, Tensor) else (*tensors_in(output),)
-    count = None
+    outputs, count = [*tensors_in(output)], None
     if len(gradients) > len(outputs):
         *gradients, count = gradients
     pairs = [
@@ -282,15 +261,13 @@ def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | 
             "loss_fn must return a scalar (a 0-d tensor), got shape "
             f"{tuple(loss.shape)}: take its mean"
         )
-    return loss, None if count is None else as_count(count, device)
-
-
-def as_count(count: object, device: torch.device) -> Tensor:
-    """Return a count as a float64 tensor, without a CPU wait for the device."""
+    # The count becomes a float64 tensor, without a CPU wait for the device.
+    if count is None:
+        return loss, None
     if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
-        return count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        return loss, count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
     if isinstance(count, (int, float)):
-        return torch.full((), count, dtype=torch.float64, device=device)
+        return loss, torch.full((), count, dtype=torch.float64, device=device)
     what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
     raise TypeError(
         f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}"

@@ -16,11 +16,7 @@ from .ties import Copy, TiedStages
 
 
 class _Readings:
-    """Determines, from the schedule, which forwards read other weights than the one before.
-
-    Both ends of a tie ask for the same microbatches and get the same answers, so that the end with
-    the copies knows what is sent without being told.
-    """
+    """Tells both ends of a tie, from the schedule, which forwards read other weights."""
 
     def __init__(self, method: Method, entry: Place, place: Place) -> None:
         generate = find_generator(method.schedule)
@@ -40,7 +36,7 @@ class _Readings:
         return last != reading
 
 
-def depth_of(place: Place, put_off: int, counted: bool = True) -> int:
+def depth_of(place: Place, put_off: int, counted: bool) -> int:
     """Return how many versions of a tied parameter may be under way or in use at once, at most.
 
     These are the versions that the microbatches in flight read, and the one that the stage with the
@@ -77,7 +73,6 @@ class Lender:
         self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
         self._readings = _Readings(method, places[0], places[self.tie.home])
 
@@ -111,7 +106,6 @@ class Lender:
         stage, slot = self.stage, self.gradients.receive()
         if slot is None:
             raise RuntimeError("gradients of tied weights are missing at the end of the run")
-        assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
                 if gradient is None:
@@ -157,7 +151,6 @@ class Borrower:
             each.held.grad = None
 
     def begin(self, method: Method, places: Sequence[Place]) -> None:
-        """Start a run in which all stages, at these places, train by ``method``."""
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
         own = self._checked_memory()
         self._forget()
@@ -188,15 +181,13 @@ class Borrower:
         before, self._now = self._now, self.weights.receive()
         if self._now is None:
             raise RuntimeError("tied weights are missing at the end of the run")
-        if before is not None:
-            self._free_unless_used(before)
+        self._free_unless_used(before)
 
-    def _free_unless_used(self, slot: Slot) -> None:
-        if slot is not self._now and slot not in self._of.values():
+    def _free_unless_used(self, slot: Slot | None) -> None:
+        if slot is not None and slot is not self._now and slot not in self._of.values():
             self.weights.free(slot)
 
     def _compute_with(self, slot: Slot) -> None:
-        assert slot.message is not None
         self.stage.compute.reads(slot.buffer)
         for each, tensor in zip(self._copies, slot.message.tensors, strict=True):
             assert tensor is not None
@@ -236,7 +227,6 @@ class Borrower:
         stage, slot = self.stage, self._now
         if slot is None:
             return
-        assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(self._memory,)):
             for own, tensor in zip(self._own, slot.message.tensors, strict=True):
                 assert tensor is not None

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from spectrain_ext.schedule import Kind, Place
-from spectrain_ext.transport import Edge
-
 from .names import bare, found_as
-
-if TYPE_CHECKING:
-    from spectrain_ext.method import Method
-
-    from .loads import Handler
-    from .stage import Stage
-    from .tie_ends import Borrower, Lender
 
 #: A stage's attribute: parameter name -> (stage, name there) of the original.
 ATTRIBUTE = "tied_parameters"
@@ -61,8 +51,9 @@ class Copy:
 
     def unbind(self) -> None:
         """Share one parameter again, if they did and are on one device."""
-        if self._shared and self.original is not None and self.held.device == self.original.device:
-            self._put(self.original)
+        original = self.original
+        if self._shared and original is not None and self.held.device == original.device:
+            self._put(original)
 
     def _put(self, held: nn.Parameter) -> None:
         for name in self.names:
@@ -196,100 +187,3 @@ def _declared_ties(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
         if name not in known:
             raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
     return found
-
-
-# Their ends.
-
-
-class Ties:
-    """The ends of all ties in this process, and the edges between them."""
-
-    def __init__(
-        self,
-        ties: Sequence[TiedStages],  # of all stages; the rest is for this process
-        copies: Sequence[Copy],
-        stages: Mapping[int, Stage],
-        depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
-        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
-    ) -> None:
-        self.edges: list[Edge] = []  # between two stages of this process
-        self._lenders: list[Lender] = []
-        self._borrowers: list[Borrower] = []
-        for n, tie in enumerate(ties):
-            from .tie_ends import Borrower, Lender
-
-            a, b = stages.get(tie.home), stages.get(tie.copy)
-            if a is not None and b is not None:
-                slots = depth(tie.home, tie.copy)
-                weights = self._edge(a, b, "weights", slots)
-                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
-            elif a is not None or b is not None:
-                weights, gradients = remote(n)
-            if a is not None:
-                self._lenders.append(Lender(a, tie, weights, gradients))
-            if b is not None:
-                self._borrowers.append(Borrower(b, a, tie, copies, weights, gradients))
-
-    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
-        name = f"edge {a.index} -> {b.index} of tied {what}"
-        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
-        return self.edges[-1]
-
-    def lends(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._lenders)
-
-    def borrows(self, stage: int) -> bool:
-        return any(end.stage.index == stage for end in self._borrowers)
-
-    def handlers(self, stage: int) -> dict[Kind, Handler]:
-        lend = [end for end in self._lenders if end.stage.index == stage]
-        borrow = [end for end in self._borrowers if end.stage.index == stage]
-        return {
-            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
-            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
-            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
-            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
-            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
-            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
-        }
-
-    def gradients_are_there(self, stage: int) -> bool:
-        """Whether a stage's update has all gradients; a copy may put off those of its weights."""
-        edges = [end.gradients for end in self._lenders if end.stage.index == stage]
-        return all(edge is None or edge.blocks or edge.has() for edge in edges)
-
-    # A run.
-
-    def begin(self, method: Method, places: Sequence[Place]) -> None:
-        for lender in self._lenders:
-            lender.begin(method, places)
-        for borrower in self._borrowers:
-            borrower.begin(method, places)
-
-    def bring_true(self) -> None:
-        """Send the true weights to other processes: after the last instruction, or between runs."""
-        remote = [end for end in self._borrowers if end.home is None]
-        for borrower in remote:
-            if borrower.gradients is not None:
-                borrower.gradients.end()
-        for lender in self._lenders:
-            if lender.weights not in self.edges:
-                lender.send_true()
-        for borrower in remote:
-            borrower.take_true()
-
-    def end(self) -> None:
-        """Forget the run; may be repeated."""
-        for borrower in self._borrowers:
-            borrower.end()
-
-
-def _each(handlers: Sequence[Handler]) -> Handler:
-    if len(handlers) == 1:
-        return handlers[0]
-
-    def run_all(i: int, j: int) -> None:
-        for handler in handlers:
-            handler(i, j)
-
-    return run_all

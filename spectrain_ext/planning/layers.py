@@ -21,7 +21,7 @@ from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import Profile
 from spectrain_ext.partitioning.profile import BlockProfile, Tie, check_number, made_of
 from spectrain_ext.partitioning.stages import profile_of
-from spectrain_ext.transport import Value, as_value, each, tensors_of
+from spectrain_ext.transport.message import Value, as_value, each, tensors_in
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
@@ -147,7 +147,7 @@ def measure_layers(
         ((2, 16), [80, 40])
     """
     example_input = as_value(example_input, "example_input")
-    samples = max(len(tensor) for tensor in tensors_of(example_input) if tensor.dim())
+    samples = max(len(tensor) for tensor in tensors_in(example_input) if tensor.dim())
     few = min(samples, max(2, samples // 8))  # BatchNorm needs more than one
     profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
     large = profile(example_input)
@@ -159,14 +159,9 @@ def measure_layers(
         )
         small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
-    device = next(
-        (
-            p.device
-            for m in ([model] if isinstance(model, nn.Module) else model)
-            for p in m.parameters()
-        ),
-        torch.device("cpu"),
-    )
+    modules = [model] if isinstance(model, nn.Module) else model
+    places = (p.device for module in modules for p in module.parameters())
+    device = next(places, torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     where = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
     about = {"model": type(model).__name__, **where}

@@ -26,7 +26,7 @@ from .instructions import (
     forward,
 )
 from .ledger import Count, Ledger, count_stage
-from .lowering import Duties, lower, tables
+from .lowering import Duties, tables
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
@@ -62,7 +62,6 @@ __all__ = [
     "find_generator",
     "flushes",
     "forward",
-    "lower",
     "name_of",
     "put_off",
     "tables",

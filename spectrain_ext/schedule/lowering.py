@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .instructions import Instruction, Kind
+from .instructions import Kind
 from .place import Place
 
 #: What each kind of instruction becomes.
@@ -29,14 +29,6 @@ class Duties(NamedTuple):
     tells_norm: bool = False  # other stages need it to clip or to agree on an update
     averages: bool = False  # weights over its replicas
     reports: bool = False  # notifies the caller that a minibatch has ended
-
-
-def lower(instructions: Iterable[Instruction], place: Place) -> Iterator[Instruction]:
-    """Yield all that a stage does around its schedule's instructions, without other duties."""
-    first, later = tables(place, Duties())
-    for kind, i, j in instructions:
-        for each in (later if j else first)[kind]:
-            yield Instruction(each, i, j)
 
 
 def tables(place: Place, duties: Duties) -> tuple[Table, Table]:

@@ -17,13 +17,14 @@ from spectrain_ext.method import (
     rules_at,
 )
 from spectrain_ext.schedule import (
+    Duties,
     Entries,
     Kind,
     Ledger,
     Span,
     bounded,
     find_generator,
-    lower,
+    tables,
     takes_window,
 )
 from spectrain_ext.simulation import Durations, simulate, streams
@@ -203,15 +204,17 @@ def instructions_of(
         microbatches=parts,
         entries=Entries(generate(places[0])),
     )
+    first, later = tables(place, Duties())
     for instruction in bounded(generate(place), stage, minibatches):
         ((version, horizon),) = ledger.enter([instruction])
-        for each in lower([instruction], place):
-            line = f"{each.kind.value:<36} {each.minibatch}"
-            if parts > 1 and each.kind not in (Kind.PULL, Kind.UPDATE):
-                line += f".{each.microbatch}"
-            if each.kind in _LOADS:
+        kind, i, j = instruction
+        for step in (later if j else first)[kind]:
+            line = f"{step.value:<36} {i}"
+            if parts > 1 and step not in (Kind.PULL, Kind.UPDATE):
+                line += f".{j}"
+            if step in _LOADS:
                 ahead = f", predicted {horizon} ahead" if horizon else ""
                 line = f"{line:<44} version {version}{ahead}"
-            elif each.kind is Kind.UPDATE:
+            elif step is Kind.UPDATE:
                 line = f"{line:<44} makes version {version}"
             yield line

@@ -1,46 +1,15 @@
 """Moves tensors between stages, and orders their use."""
 
 from .local import Edge, Receiver, Sender, Slot, Transit
-from .message import (
-    FLAT,
-    NO_HEADER,
-    TENSOR,
-    VALUES,
-    Form,
-    Header,
-    Message,
-    Microbatches,
-    Value,
-    as_value,
-    each,
-    flattened,
-    places_in,
-    referred,
-    refused,
-    tensors_in,
-    tensors_of,
-    unflattened,
-)
-from .streams import (
-    Buffer,
-    CudaStream,
-    Event,
-    Stream,
-    callers_stream,
-    captured,
-    new_stream,
-)
+from .message import NO_HEADER, Header, Message, Microbatches
+from .streams import Buffer, CudaStream, Event, Stream, callers_stream, captured, new_stream
 
 __all__ = [
-    "FLAT",
     "NO_HEADER",
-    "TENSOR",
-    "VALUES",
     "Buffer",
     "CudaStream",
     "Edge",
     "Event",
-    "Form",
     "Header",
     "Message",
     "Microbatches",
@@ -49,17 +18,7 @@ __all__ = [
     "Slot",
     "Stream",
     "Transit",
-    "Value",
-    "as_value",
     "callers_stream",
     "captured",
-    "each",
-    "flattened",
     "new_stream",
-    "places_in",
-    "referred",
-    "refused",
-    "tensors_in",
-    "tensors_of",
-    "unflattened",
 ]

@@ -17,6 +17,9 @@ _CPU = torch.device("cpu")
 PAGEABLE_COPY_LIMIT = 2**16
 
 
+NO_MESSAGE = Message(())  # of a slot that is free
+
+
 class Slot:
     """A receive buffer. ``arrived``: the copy into it; ``free``: the receiver is done with it."""
 
@@ -26,7 +29,7 @@ class Slot:
         self.buffer = Buffer(name)
         self.arrived = copy.event()
         self.free = receiver.event()
-        self.message: Message | None = None
+        self.message = NO_MESSAGE
         self.memory = FlatMemory()  # on the receiver's device
         self.staging = FlatMemory()  # of the CPU, on the way there
         self.staged = Buffer(f"host memory of {name}")  # stands for that memory
@@ -40,10 +43,10 @@ class Slot:
 
 
 class Sender(Protocol):
-    """Sends a stage's messages; ``target`` is the device that they are packed on or copied to."""
+    """Sends a stage's messages."""
 
     stream: Stream
-    target: torch.device
+    target: torch.device  # that they are packed on or copied to
     by_reference: bool  # whether it passes on other objects than tensors and constants
 
     def send(
@@ -59,7 +62,6 @@ class Receiver(Protocol):
     """Receives a stage's messages, in the order in which they were sent."""
 
     stream: Stream
-
     blocks: bool  # whether ``receive`` blocks the CPU until a message is there
 
     def has(self, i: int = 0, j: int = 0) -> bool:
@@ -108,9 +110,8 @@ class Edge:
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         slot = self._ring[self._sent % len(self._ring)]
-        assert slot.message is None, f"{slot.buffer.name} is in use"
-        given, differentiable, form = message
-        looks = likeness(given)
+        assert slot.message is NO_MESSAGE, f"{slot.buffer.name} is in use"
+        given, looks = message.tensors, likeness(message.tensors)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
         # Copy even on the same device: an in-place first layer of the receiver must not change what
@@ -132,7 +133,7 @@ class Edge:
                     if to is not None and tensor is not None:
                         to.copy_(tensor, non_blocking=True)
             copy.record(slot.arrived)
-        slot.message, slot.header = Message(tuple(views), differentiable, form), header
+        slot.message, slot.header = message._replace(tensors=tuple(views)), header
         self._sent += 1
         return slot.arrived
 
@@ -150,8 +151,13 @@ class Edge:
         slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return the tensors, with copies in pinned memory of those that would block the CPU."""
-        large = tuple(tensor if _may_block_cpu(tensor) else None for tensor in given)
+        """Return the tensors, with copies in pinned memory of those that may block the CPU."""
+
+        def blocks(tensor: Tensor) -> bool:
+            pageable = tensor.device.type == "cpu" and tensor.nbytes > PAGEABLE_COPY_LIMIT
+            return pageable and not tensor.is_pinned()
+
+        large = tuple(tensor if tensor is not None and blocks(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
         # The last copy from there: the CPU is ahead of the device by all slots at most.
@@ -176,7 +182,6 @@ class Edge:
         self._ended = True
 
     def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message, whose copy may be under way, or the end has been sent."""
         return self._received < self._sent or self._ended
 
     def receive(self) -> Slot | None:
@@ -192,24 +197,17 @@ class Edge:
     def free(self, slot: Slot) -> None:
         if not self._immediate:
             self._receiver.record(slot.free)
-        slot.message = None
+        slot.message = NO_MESSAGE
 
     def reset(self) -> None:
         for slot in self._ring:
-            slot.message = None
+            slot.message = NO_MESSAGE
         self._sent = self._received = 0
         self._ended = False
 
     def free_storage(self) -> None:
         for slot in self._ring:
             slot.clear()
-
-
-def _may_block_cpu(tensor: Tensor | None) -> bool:
-    """Whether a copy to a CUDA device may block the CPU until the device has made it."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= PAGEABLE_COPY_LIMIT:
-        return False
-    return not tensor.is_pinned()
 
 
 class Transit:

@@ -87,10 +87,7 @@ def flattened(
     tensors: list[Tensor],
     other: Callable[[object, str], Form] = refused,  # the form of what is not in VALUES
 ) -> Form:
-    """Append the value's tensors to a list, and return its form.
-
-    A named tuple has the form of a tuple, and any mapping that of a dict.
-    """
+    """Append the value's tensors to a list, and return its form; any mapping is a dict."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return TENSOR
@@ -144,10 +141,6 @@ def as_value(given: object, where: str, other: Callable[[object, str], Form] = r
     return unflattened(form, iter(tensors))
 
 
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    return tuple(tensors_in(value))
-
-
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
     """Return the same value with ``apply`` called on each tensor."""
     tensors: list[Tensor] = []
@@ -192,12 +185,11 @@ class Message(NamedTuple):
 
     def with_gradient(self, wanted: bool) -> Message:
         """Return it with gradients needed for all tensors that can have one, or for none."""
-        differentiable = (False,) * len(self.tensors)
-        if wanted:
-            differentiable = tuple(
-                t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
-            )
-        return Message(self.tensors, differentiable, self.form)
+        flags = (
+            wanted and t is not None and (t.is_floating_point() or t.is_complex())
+            for t in self.tensors
+        )
+        return self._replace(differentiable=tuple(flags))
 
 
 #: Tells whether a message has the layout of an earlier one, in a third of the time that a
@@ -244,7 +236,7 @@ class Layout(NamedTuple):
         """Return the layout of a message; strides are those of ``torch.empty_like``."""
         flags = message.differentiable or (True,) * len(message.tensors)
         tensors = tuple(
-            None if t is None else TensorLayout(tuple(t.shape), _dense(t), t.dtype, flag)
+            t if t is None else TensorLayout(tuple(t.shape), dense_strides(t), t.dtype, flag)
             for t, flag in zip(message.tensors, flags, strict=True)
         )
         return Layout(tensors, message.form)
@@ -285,14 +277,12 @@ class Layout(NamedTuple):
         )
 
     def __str__(self) -> str:
-        each = ["nothing" if t is None else str(t) for t in self.tensors]
-        places = [*places_in(self.form)] or [""] * len(each)
-        return ", ".join(
-            f"{place} {what}".strip() for place, what in zip(places, each, strict=True)
-        )
+        places = [*places_in(self.form)] or [""] * len(self.tensors)
+        each = zip(places, self.tensors, strict=True)
+        return ", ".join(f"{place} {tensor or 'nothing'}".strip() for place, tensor in each)
 
 
-def _dense(tensor: Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return strides without gaps and overlaps, in the same order of dimensions."""
     if tensor.is_contiguous():
         return tensor.stride()

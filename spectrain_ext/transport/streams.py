@@ -25,10 +25,7 @@ class Event(Protocol):
 
 
 class Stream:
-    """A queue of work, which is issued inside ``with stream.using(...)``.
-
-    Methods that a subclass does not need keep these defaults, which do nothing.
-    """
+    """A queue of work, which is issued inside ``with stream.using(...)``."""
 
     __slots__ = ()
     immediate = False  # whether work is done once it has been issued

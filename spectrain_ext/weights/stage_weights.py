@@ -72,19 +72,48 @@ class StageWeights:
             p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
         }
         self.params = list(self._names)
-        self._rules = rules
+        self._master_dtype = master_dtype
+        self.storage: Storage | None = None
+        self._followed: object = None
+        self.follow(rules, places, schedule)
+        _made.add(self)
+
+    def follow(self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator) -> None:
+        """Train by these rules from the next run on; if bound, in buffers for these."""
+        given = rules, places, schedule
+        if given == self._followed:
+            return
+        # Masters keep all their digits, and a foreign optimizer its state in their dtype.
+        wide = {p: master.clone() for p, master in self.masters().items()}
+        state = getattr(self.optimizer, "state", {})
+        entries = {p: dict(state[p]) for p in wide if p in state}
+        bound = self.bound
+        if bound:
+            self.unbind()
+        self._followed, self._rules = given, rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
-        self._master_dtype = master_dtype
-        wide = any(true_dtype(p, master_dtype) != p.dtype for p in self.params)
-        self._has_master = rules.has_master or wide
-        self.peak = count_stage(schedule, *places, rules, wide)
-        # Without the master and the weights before the last update.
-        self._computing = self.peak.versions - self._has_master - rules.keeps_before
         # Whether a backward may use other weights than its forward.
         self.differs_in_backward = rules.retains(self._place.microbatches)
-        self.storage: Storage | None = None
-        _made.add(self)
+        self._has_master, self._computing, _ = self._needs(*given)
+        if not bound:
+            return
+        self.bind()
+        for p, master in self.masters().items():
+            if p in wide:
+                master.copy_(wide[p])
+        if isinstance(self.updater, Foreign):  # it has no bound state
+            for p, kept in entries.items():
+                state[p].update(kept)
+
+    def _needs(
+        self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator
+    ) -> tuple[bool, int, int]:
+        """Return whether there is a master, the other buffers, and microbatches in flight."""
+        wide = any(true_dtype(p, self._master_dtype) != p.dtype for p in self.params)
+        has_master = rules.has_master or wide
+        peak = count_stage(schedule, *places, rules, wide)
+        return has_master, peak.versions - has_master - rules.keeps_before, peak.in_flight
 
     # Storage.
 
@@ -94,7 +123,7 @@ class StageWeights:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
+        return self.measured(0).weight_bytes
 
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
@@ -103,17 +132,20 @@ class StageWeights:
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
-        return StageMemory(len(flats), self.nbytes, microbatches)
+        return StageMemory(len(flats), sum(flat.nbytes for flat in flats), microbatches)
 
-    def predicted(self) -> StageMemory:
-        """Return what the stage holds at most, computed from schedule and method."""
+    def predicted(
+        self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator
+    ) -> StageMemory:
+        """Return what the stage holds at most under these rules."""
         narrow = [p.dtype for p in self.params]
         wide = [true_dtype(p, self._master_dtype) for p in self.params]
-        computing, true = self._computing, self._has_master + self._rules.keeps_before
-        if self._rules.keeps_before and narrow != wide:
+        has_master, computing, in_flight = self._needs(rules, places, schedule)
+        true = has_master + rules.keeps_before
+        if rules.keeps_before and narrow != wide:
             true += 1  # a wide buffer for the extrapolation before it is rounded
         size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
-        return StageMemory(computing + true, size, self.peak.in_flight)
+        return StageMemory(computing + true, size, in_flight)
 
     def bind(self) -> None:
         """Move the parameters into the home buffer, and the optimizer onto the true weights."""
@@ -139,21 +171,6 @@ class StageWeights:
         storage, self.storage = self._bound, None
         storage.unbind()
 
-    def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind ``other``, of the same parameters and optimizer; may be self."""
-        # Masters keep all their digits, and a foreign optimizer its state in their dtype.
-        wide = {p: master.clone() for p, master in self.masters().items()}
-        state = getattr(self.optimizer, "state", {})
-        entries = {p: dict(state[p]) for p in wide if p in state}
-        self.unbind()
-        other.bind()
-        for p, master in other.masters().items():
-            if p in wide:
-                master.copy_(wide[p])
-        if isinstance(other.updater, Foreign):  # it has no bound state
-            for p, entry in entries.items():
-                state[p].update(entry)
-
     @property
     def _bound(self) -> Storage:
         assert self.storage is not None, "not bound"
@@ -166,22 +183,19 @@ class StageWeights:
         now = dict(self.module.named_parameters())
         for p, view in self.storage.bound.flat.views.items():
             name = self._names[p]
-            if (
-                now.get(name) is not p
-                or p.data_ptr() != view.data_ptr()
-                or p.dtype != view.dtype
-                or p.stride() != view.stride()
-            ):
-                if any(each is not self and each._holds(p) for each in _made):
-                    raise RuntimeError(
-                        f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
-                        "in its flat buffer; release() one before you build or run the other"
-                    )
+            looks = [(each.data_ptr(), each.dtype, each.stride()) for each in (p, view)]
+            if now.get(name) is p and looks[0] == looks[1]:
+                continue
+            if any(each is not self and each._holds(p) for each in _made):
                 raise RuntimeError(
-                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
-                    ".to() or load_state_dict(assign=True); change parameters in place, or call "
-                    "release() first and build a new Pipeline afterwards"
+                    f"stages[{stage}]: another pipeline of this model has parameter {name!r} "
+                    "in its flat buffer; release() one before you build or run the other"
                 )
+            raise RuntimeError(
+                f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
+                ".to() or load_state_dict(assign=True); change parameters in place, or call "
+                "release() first and build a new Pipeline afterwards"
+            )
 
     def _holds(self, p: Tensor) -> bool:
         views = {} if self.storage is None else self.storage.bound.flat.views
@@ -213,7 +227,6 @@ class StageWeights:
             p.grad = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Return the true weights by parameter; do not write them."""
         return self._bound.true_weights()
 
     def newest(self) -> list[Tensor]:
@@ -236,9 +249,7 @@ class StageWeights:
 
     def step(self, update: Update) -> None:
         """Step the optimizer and the scheduler."""
-        storage, updater = self.storage, self.updater
-        assert storage is not None
-        room = update.room
+        storage, updater, room = self._bound, self.updater, update.room
         written = None if room is None else room.content
         if update.stale is not None:
             stale = storage.sink_of(update.stale)
@@ -269,7 +280,7 @@ class StageWeights:
                 assert isinstance(law, SecondOrder)
                 storage.write(Content(0, Linear(law.delay + law.lead)), room)
             elif before is not room:
-                storage.copy(before, room)
+                storage.copy(before.flat, room.flat)
         if update.kept is not None:
             storage.keep_true(update.kept)
         self.minibatches += 1

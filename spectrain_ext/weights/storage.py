@@ -15,6 +15,7 @@ from spectrain_ext import _C
 from spectrain_ext.operators.plan import Plan
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
+from spectrain_ext.transport.message import dense_strides
 
 if TYPE_CHECKING:
     from spectrain_ext.optim import PredictionSink
@@ -31,14 +32,18 @@ class Flat:
     ) -> None:
         dtypes = [p.dtype if dtype_of is None else dtype_of(p) for p in params]
         offsets, sizes = _layout(params, dtypes)
-        buffers = {dtype: _aligned(size, dtype, params[0].device) for dtype, size in sizes.items()}
+        buffers = {}
+        for dtype, size in sizes.items():
+            spare = ALIGNMENT // dtype.itemsize
+            memory = torch.zeros(size + spare, dtype=dtype, device=params[0].device)
+            shift = -memory.data_ptr() % ALIGNMENT // dtype.itemsize
+            buffers[dtype] = memory[shift : shift + size]
         self.buffers = list(buffers.values())
         self.views: dict[Tensor, Tensor] = {}
         for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
             buffer = buffers[dtype]
-            # empty_like keeps the strides of every dense layout and closes gaps in others.
-            strides = torch.empty_like(p, device="meta").stride()
-            self.views[p] = buffer.as_strided(p.shape, strides, buffer.storage_offset() + offset)
+            first = buffer.storage_offset() + offset
+            self.views[p] = buffer.as_strided(p.shape, dense_strides(p), first)
 
     @property
     def nbytes(self) -> int:
@@ -61,13 +66,6 @@ def _layout(
         step = ALIGNMENT // dtype.itemsize
         sizes[dtype] = offset + -(-p.numel() // step) * step
     return offsets, sizes
-
-
-def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    spare = ALIGNMENT // dtype.itemsize
-    buffer = torch.zeros(size + spare, dtype=dtype, device=device)
-    shift = -buffer.data_ptr() % ALIGNMENT // dtype.itemsize
-    return buffer[shift : shift + size]
 
 
 def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
@@ -130,9 +128,6 @@ class Storage:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
 
-        def of_state(p: Tensor) -> torch.dtype:
-            return optimizer.momentum_dtype(p) if master_dtype is None else wide(p)
-
         self.params = params
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
@@ -146,6 +141,7 @@ class Storage:
         self.home = self.bound = self.true = self.pool[0]
         more = () if self._correction is None else self._correction.buffers
         keys = (*optimizer.buffer_keys, *more)
+        of_state = optimizer.momentum_dtype if master_dtype is None else wide
         self._state_flats = {key: Flat(params, of_state) for key in keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         # Whether parameters can be pointed at the true weights.
@@ -192,10 +188,8 @@ class Storage:
             self.optimizer.unbind()
 
     def _parameters_here(self) -> list[Tensor]:
-        flats = [buffer.flat for buffer in self.version_buffers()]
-        return [
-            p for p in self.params if p.data_ptr() in {flat.views[p].data_ptr() for flat in flats}
-        ]
+        views = [buffer.flat.views for buffer in self.version_buffers()]
+        return [p for p in self.params if p.data_ptr() in {held[p].data_ptr() for held in views}]
 
     def flats(self) -> list[Flat]:
         versions = [buffer.flat for buffer in self.version_buffers()]
@@ -227,18 +221,16 @@ class Storage:
     def begin(self) -> None:
         """Take the weights in the home buffer as the true weights."""
         self._forget()
-        if self.master is not None:
-            if self.same_dtype:
-                self._copy(self.home.flat, self.master.flat)
-            else:
-                # If a parameter is unchanged since it was written, its master still has more
-                # digits.
-                for p, true in self.master.flat.views.items():
-                    now = self.home.flat.views[p]
-                    same = true.to(now.dtype) == now
-                    true.copy_(torch.where(same, true, now.to(true.dtype)))
-            if self._before is not None:
-                self._copy(self.master.flat, self._before)
+        if self.master is not None and self.same_dtype:
+            self.copy(self.home.flat, self.master.flat)
+        elif self.master is not None:
+            # If a parameter is unchanged since it was written, its master still has more digits.
+            for p, true in self.master.flat.views.items():
+                now = self.home.flat.views[p]
+                same = true.to(now.dtype) == now
+                true.copy_(torch.where(same, true, now.to(true.dtype)))
+        if self._before is not None:
+            self.copy(self.true.flat, self._before)
         self._running = True
 
     def end(self) -> None:
@@ -266,20 +258,17 @@ class Storage:
     # An update.
 
     def before_update(self, kept: VersionBuffer | None = None) -> None:
-        """Prepare an update; ``kept``: see ``keep_true``."""
         if kept is not None:
             self.keep_true(kept)
-        if self._before is None:
-            return
-        if self._averaging:
+        if self._before is not None and self._averaging:
             for old, now in zip(self._before.buffers, self.true.flat.buffers, strict=True):
                 old.lerp_(now, 1.0 - self._averaging)
-        else:
-            self._copy(self.true.flat, self._before)
+        elif self._before is not None:
+            self.copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
         """Copy the true weights to a buffer; without a master, the next update is made there."""
-        self.write_true(buffer)
+        self.copy(self.true.flat, buffer.flat)
         if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
@@ -295,7 +284,7 @@ class Storage:
     def write(self, content: Content, buffer: VersionBuffer) -> None:
         law = content.law
         if law is None:
-            self.write_true(buffer)
+            self.copy(self.true.flat, buffer.flat)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
         else:
@@ -303,13 +292,7 @@ class Storage:
             assert sink is not None
             sink.write(law)
 
-    def write_true(self, buffer: VersionBuffer) -> None:
-        self._copy(self.true.flat, buffer.flat)
-
-    def copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
-        self._copy(source.flat, target.flat)
-
-    def _copy(self, source: Flat, target: Flat) -> None:
+    def copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded if the target is narrower."""
         plan = self._plans.get((id(source), id(target)))
         if plan is None:
@@ -328,18 +311,13 @@ class Storage:
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
         plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
         if out is not target:
-            self._copy(out, target)
+            self.copy(out, target)
 
     def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights of a version, in any dtype, right after its update."""
         # Predictions from this version are shifted by the same amount.
-        predicted = [
-            buffer.flat
-            for buffer in self.pool
-            if buffer is not self.true
-            and buffer.content is not None
-            and buffer.content.version == version
-        ]
+        held = ((buffer.flat, buffer.content) for buffer in self.pool if buffer is not self.true)
+        predicted = [flat for flat, content in held if content and content.version == version]
         for p, new in zip(self.params, weights, strict=True):
             old = self.true.flat.views[p]
             for flat in predicted:
@@ -353,8 +331,7 @@ class SavedWeights:
     A forward and its backward then use different versions, each in a buffer of its own, as if one
     buffer had been overwritten in between. The bits are the same (measured for convolutions, norms
     and Linear, eager and compiled). Tensors that are not weights go through the hooks of an outer
-    context, if any. Hooks of an inner context, as in ``torch.utils.checkpoint`` and
-    ``save_on_cpu``, replace these.
+    context, if any. Hooks of an inner context, as in ``torch.utils.checkpoint``, replace these.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -381,7 +358,7 @@ class SavedWeights:
         if found is not None:
             buffer, first = found
             offset = int(tensor.storage_offset()) - first
-            return partial(self._in_bound, buffer, tuple(tensor.size()), tensor.stride(), offset)
+            return partial(self._in_bound, buffer, tensor.size(), tensor.stride(), offset)
         if self._outer is not None:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))

@@ -91,8 +91,9 @@ class Versions(Reader[Content]):
         """Return the buffers of an update; from here on, its version is the newest."""
         storage, true = self._storage, Content(self.version)
         stale = None if self._stale is None else self.find(self._stale)
-        if left_out:
-            forward, stale = None, self._predicted()
+        if left_out:  # the last step's prediction, if it cannot be computed again
+            forward = None
+            stale = self.find(self._ahead(self.version, 0)) if self._by_step else None
         self.updated()
         kept = None
         if storage.master is None:
@@ -103,10 +104,6 @@ class Versions(Reader[Content]):
             kept = self.room(true)
         written = self._following(forward, moves, rates_move)
         return Update(None if written is None else self.room(written), kept, stale)
-
-    def _predicted(self) -> VersionBuffer | None:
-        """Return the last step's prediction if it cannot be computed again."""
-        return self.find(self._ahead(self.version, 0)) if self._by_step else None
 
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool

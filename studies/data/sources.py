@@ -21,6 +21,8 @@ from . import cifar_files
 from .cifar_files import Arrays
 from .split import Split, normalize
 
+# Digits
+
 _TRAIN_SAMPLES = 1437
 _SPLIT_SEED = 0
 
@@ -44,6 +46,8 @@ def load_digits() -> Split:
         classes=10,
     )
 
+
+# CIFAR-10
 
 _logger = logging.getLogger(__name__)
 _ORDER_SEED = 0
@@ -126,6 +130,8 @@ def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
         replace_file(path, content.getvalue())
     return arrays
 
+
+# Text
 
 _TRAIN_SHARE = 0.9
 _LARGEST = 1 << 28  # bytes of a text; its tokens take eight times as much

@@ -72,6 +72,9 @@ class Tests:
             yield data.prepare(inputs), targets
 
 
+# Minibatches
+
+
 class Batches:
     """Minibatches of the training part, prepared for a model, in a new random order every epoch.
 
@@ -98,6 +101,8 @@ class Batches:
                 inputs = augment(inputs, self._variations)
             yield data.prepare(inputs), data.train_targets[rows]
 
+
+# Images
 
 # Mean and standard deviation of CIFAR-10's training images per channel, on the scale 0..1.
 _MEAN = (0.4914, 0.4822, 0.4465)

@@ -107,6 +107,8 @@ def gpt(
     return cut_evenly(layers, stages)
 
 
+# The slow-link benchmark's
+
 _CAP = 15.0
 _BASE = 1024.0  # base of the rotary frequencies
 
@@ -241,6 +243,9 @@ def speedrun(
 
 
 _ZEROS = ("block.project", "block.out", "head.")
+
+
+# The residual LSTM
 
 
 class LSTMBlock(nn.Module):

@@ -15,6 +15,8 @@ from spectrain_ext.extras import require
 
 from .building import cut_evenly, draw_convolutions, seeded
 
+# ResNet
+
 _BASIC = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 _BOTTLENECK = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _EXPANSION = 4  # output channels of a bottleneck per channel inside
@@ -103,6 +105,8 @@ def _normalized(channels: int, width: int, size: int, stride: int) -> tuple[nn.M
     return convolution, nn.BatchNorm2d(width)
 
 
+# VGG
+
 # Convolutions in each of the five groups, and their width as a multiple of the first group's.
 _GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 _MULTIPLES = (1, 2, 4, 8, 8)
@@ -176,6 +180,8 @@ def _linear(inputs: int, outputs: int, deviation: float) -> nn.Linear:
     nn.init.zeros_(linear.bias)
     return linear
 
+
+# Inception-v4
 
 _WIDTH = 32  # channels of the original's first convolution; all others are multiples
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import spectrain_ext as st
@@ -33,6 +34,7 @@ CEILINGS = {
 }
 
 
+@cache
 def core_modules() -> list[Path]:
     """Return the modules that README's pipeline loads, in a process of its own.
 

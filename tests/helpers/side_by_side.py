@@ -14,9 +14,10 @@ from helpers.meeting import Meeting
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline import Microbatches
 from spectrain_ext.pipeline.averaging import Averaged, check_averaged
-from spectrain_ext.pipeline.batch import SplitDim, split
+from spectrain_ext.pipeline.batch import Microbatch, SplitDim, split
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.tape import packed
 from spectrain_ext.rng import StageRandom
 
 
@@ -153,8 +154,15 @@ class _Dealer:
                 "replicas, each of which needs one; leave such a minibatch out, or make it larger"
             )
         for c, queue in enumerate(self._dealt):
-            queue.append(Microbatches(part.as_batch() for part in parts[c::replicas]))
+            queue.append(Microbatches(_as_batch(part) for part in parts[c::replicas]))
         return True
+
+
+def _as_batch(part: Microbatch) -> object:
+    value = packed(part.input, part.input.tensors)
+    if part.target is part.input:
+        return value
+    return value, packed(part.target, part.target.tensors)
 
 
 def _check(pipes: Sequence[Pipeline]) -> None:

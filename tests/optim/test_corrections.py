@@ -15,7 +15,7 @@ import spectrain_ext as st
 from spectrain_ext.operators.corrections import AdaptiveBraking, DelayCompensation, GapAware
 from spectrain_ext.optim.foreign import Foreign
 from spectrain_ext.schedule import Rules
-from spectrain_ext.weights.storage import Storage
+from spectrain_ext.weights.storage import Content, Storage
 
 F64 = torch.float64
 CORRECTIONS = [DelayCompensation(0.3), GapAware(0.9)]
@@ -61,7 +61,7 @@ class Stage:
 
     def stale(self) -> list[Tensor]:
         """Fill the working buffer with weights other than the true ones."""
-        self.storage.write_true(self.storage.home)
+        self.storage.write(Content(0), self.storage.home)
         for view in self.storage.home.flat.views.values():
             view.add_(torch.randn_like(view), alpha=0.05)
         return [p.detach().clone() for p in self.params]
@@ -216,7 +216,7 @@ class TestSteps:
         for each in (stage, plain):
             torch.manual_seed(6)
             for _ in range(3):
-                each.storage.write_true(each.storage.home)
+                each.storage.write(Content(0), each.storage.home)
                 each.step()
         assert_bits(stage.weights, plain.weights)
 

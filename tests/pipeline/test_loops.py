@@ -10,7 +10,7 @@ import io
 import itertools
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -677,7 +677,7 @@ def test_what_cannot_be_kept():
         list(pipe.run(data, keep=lambda output, target: 0.5))
     assert len(losses(pipe, data)) == 3
     for result in pipe.run(data, keep=right):
-        assert result.renumbered(8).kept is result.kept
+        assert replace(result, index=8).kept is result.kept
         assert "kept" not in repr(result)
 
 

@@ -304,23 +304,22 @@ def test_an_interrupt_in_the_change(stage, where, monkeypatch):
     """The true weights survive, and the next run completes the change."""
     stages, data = tanh_stages(3), batches(9)
     pipe = make(stages, "spectrain+sync@4")
-    whole = StageWeights.hand_over
+    whole, weights = StageWeights.follow, pipe._weights[stage]
 
-    def interrupted(self, other):
-        if self is not before[stage]:
-            return whole(self, other)
+    def interrupted(self, *given):
+        if self is not weights:
+            return whole(self, *given)
         if where == "between":
-            monkeypatch.setattr(other, "bind", stop)
+            monkeypatch.setattr(weights, "bind", stop)
         if where != "before":
-            whole(self, other)
+            whole(self, *given)
         stop()
 
     def stop():
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    before = list(pipe._weights)
-    monkeypatch.setattr(StageWeights, "hand_over", interrupted)
+    monkeypatch.setattr(StageWeights, "follow", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(pipe.run(data))
     oracle = Oracle(stages, torch_sgd(), mse, defined("spectrain", "sync", 4))

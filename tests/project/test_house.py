@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers.house import CEILINGS, PACKAGE, ROOT, counts
+from helpers.house import CEILINGS, PACKAGE, ROOT, core_modules, counts
 
 import spectrain_ext as st
 
@@ -130,9 +130,16 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     loaded = done.stdout.decode().split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
-    assert rooms == needed | FLOORS[0] - {"extras", "files"}
+    assert rooms == needed | FLOORS[0] - {"codecs", "extras", "files"}
     heavy = {"safetensors", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
+
+
+@pytest.mark.processes
+def test_a_run_in_a_process_simulates_plans_and_draws_nothing() -> None:
+    rooms = {room_of(path) for path in core_modules()}
+    upstairs = {"checkpoint", "cli", "distributed", "observation"}
+    assert not rooms & {"simulation", "planning", "timelines", *upstairs}
 
 
 @pytest.mark.processes

@@ -8,12 +8,13 @@ import pytest
 
 from spectrain_ext.schedule import (
     GENERATORS,
+    Duties,
     Instruction,
     Kind,
     Place,
     find_generator,
-    lower,
     put_off,
+    tables,
 )
 
 SHORT = {
@@ -32,6 +33,12 @@ def drawn(schedule, place, count):
         part = "" if kind is Kind.UPDATE or place.microbatches == 1 else f".{j}"
         words.append(f"{SHORT[kind]}{i}{part}")
     return " ".join(words)
+
+
+def lower(instructions, place):
+    first, later = tables(place, Duties())
+    for kind, i, j in instructions:
+        yield from (Instruction(step, i, j) for step in (later if j else first)[kind])
 
 
 def finite(schedule, place, minibatches):

@@ -109,6 +109,11 @@ def small():
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
+def test_a_gap_is_refused():
+    with pytest.raises(ValueError, match="gap, which only runs measure"):
+        Delayed(decoder(), sgd, mean_loss, st.hybrid(after=3, gap=0.1))
+
+
 @dataclass
 class Kept:
     """The weights of a minibatch's gradient, by the definition; updated by ``at``."""
