@@ -193,7 +193,7 @@ BEHIND_FACES = {
     *("distributed.board", "distributed.store"),
     *("method.formulas", "observation.metrics", "operators.averaging"),
     *("pipeline.coding", "pipeline.loads", "pipeline.losses"),
-    *("pipeline.pipeline", "timelines.timeline", "weights.storage"),
+    *("pipeline.pipeline", "timelines.timeline", "transport.message", "weights.storage"),
 }
 
 
