@@ -37,7 +37,6 @@ from studies.contenders import STUDIES
 from studies.pipelines import build_pipeline
 from studies.settings import TrainSettings, settle
 from studies.workload import epochs_of, stages_in
-from studies.world import World
 
 HORIZONS = (1, 2, 3, 7, 15)
 #: Laws that an optimizer's step can write. The second-order law is without its lead, which aims
@@ -192,7 +191,7 @@ def settings_of(data: str, data_dir: Path | None, method: str, stages: int) -> T
         asked |= {"data_dir": data_dir, "depth": stages - 2}  # one block between embedding and head
     asked |= {"stages": stages, "microbatches": METHODS[method](stages), "methods": [method]}
     asked |= {"devices": ["cpu"], "epochs": 1000}
-    return settle(asked, World.of_environment())
+    return settle(asked)
 
 
 def trained(settings: TrainSettings, seed: int, updates: int, every: int) -> Errors:

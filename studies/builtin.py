@@ -12,9 +12,10 @@ from spectrain_ext.method import Method
 from spectrain_ext.optim import hidden_matrices
 
 from .data.sources import load_cifar10, load_digits, load_text
-from .data.split import Batches, Split
-from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, speedrun, vgg
-from .models.building import cut_evenly
+from .data.split import Batches, Split, Tests
+from .models.mlp import residual_mlp, snn
+from .models.text import gpt, residual_lstm, speedrun
+from .models.vision import inception_v4, resnet, vgg
 from .optimizers import make_any_optimizer, make_scheduler
 from .settings import TrainSettings
 from .workload import Maker, Workload, mean_loss, own
@@ -30,8 +31,7 @@ def maker_of(settings: TrainSettings, cache: Path) -> Maker:
 def builtin(
     data: Split, settings: TrainSettings, method: Method, stages: int, seed: int
 ) -> Workload:
-    """Return the workload of the settings on a data set."""
-    modules = build_stages(settings, stages, seed, data)
+    modules = build_stages(settings, stages, seed, data.features, data.classes)
     # between the embedding and the head
     hidden: set[Tensor] = {
         p for module in modules[1:-1] for p in module.parameters() if p.dim() == 2
@@ -46,7 +46,7 @@ def builtin(
         scheduler=make_scheduler(settings, settings.updates or settings.epochs * len(train)),
         loss=mean_loss,
         train=train,
-        test=data.tests(),
+        test=Tests(data),
         judged="perplexity" if data.kind == "text" else "accuracy",
         about={
             "data_name": data.name,
@@ -68,61 +68,26 @@ def load_data(settings: TrainSettings, cache: Path) -> Split:
     return data.first(settings.train_samples, settings.test_samples)
 
 
-def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -> list[nn.Module]:
-    """Return the model cut into ``stages``; its weights do not depend on the cut."""
-    depth = settings.depth
-    if settings.model == "residual-mlp" and depth is None:
+def build_stages(
+    settings: TrainSettings, stages: int, seed: int, features: int, classes: int
+) -> list[nn.Module]:
+    """Return the model cut into ``stages``; its weights do not depend on the cut.
+
+    ``features`` are the numbers per sample, ``classes`` those of the targets, or of characters.
+    """
+    model, depth = settings.model, settings.depth
+    if model == "residual-mlp" and depth is None:
         # one block per stage beyond eight, for every method
         depth = max(6, settings.stages - 2)
-    return build_model(
-        settings.model,
-        stages,
-        width=settings.width,
-        depth=depth,
-        context=settings.context,
-        features=data.features,
-        classes=data.classes,
-        images=data.kind == "images",
-        rank=settings.rank,
-        seed=seed,
-    )
-
-
-def build_model(
-    model: str,
-    stages: int,
-    *,
-    width: int,
-    depth: int | None,  # None: the model's default
-    context: int,  # tokens per sample of text
-    features: int,  # numbers per sample of other data
-    classes: int,  # or characters of a text
-    images: bool,  # whether samples are images, which a residual MLP flattens
-    rank: int | None = None,  # of the subspace of speedrun's edges; None: dense edges
-    seed: int = 0,
-) -> list[nn.Module]:
-    """Return a model of ``presets.MODELS``, cut into ``stages``."""
-    if model == "residual-mlp":
-        blocks = 6 if depth is None else depth
-        layers = residual_mlp(
-            blocks + 2, features=features, width=width, depth=blocks, classes=classes, seed=seed
-        )
-        if images:
-            layers[0] = nn.Sequential(nn.Flatten(), layers[0])
-        return cut_evenly(layers, stages)
-    if model == "inception-v4":
-        return inception_v4(stages, width=width, classes=classes, seed=seed)
-    make: Callable[..., list[nn.Module]]
-    if model == "vgg16":
-        make = partial(vgg, depth=depth or 16, classes=classes, pool=1)
-    elif model == "resnet":
-        make = partial(resnet, depth=depth or 18, classes=classes, small_images=True)
-    elif model == "snn":
-        make = partial(snn, depth=depth or 7, features=features, classes=classes)
-    elif model == "speedrun":
-        make = partial(speedrun, depth=depth or 8, vocabulary=classes, rank=rank)
-    elif model == "lstm":
-        make = partial(residual_lstm, depth=depth or 6, vocabulary=classes)
-    else:
-        make = partial(gpt, depth=depth or 6, vocabulary=classes, context=context)
-    return make(stages, width=width, seed=seed)
+    makers: dict[str, Callable[..., list[nn.Module]]] = {
+        "residual-mlp": partial(residual_mlp, features=features, classes=classes),
+        "vgg16": partial(vgg, classes=classes),
+        "resnet": partial(resnet, classes=classes),
+        "inception-v4": partial(inception_v4, classes=classes),
+        "snn": partial(snn, features=features, classes=classes),
+        "gpt": partial(gpt, vocabulary=classes, context=settings.context),
+        "lstm": partial(residual_lstm, vocabulary=classes),
+        "speedrun": partial(speedrun, vocabulary=classes, rank=settings.rank),
+    }
+    own_depth = {} if depth is None else {"depth": depth}
+    return makers[model](stages, width=settings.width, seed=seed, **own_depth)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
@@ -25,10 +24,9 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import Comparison, describe, versions
-from .results import Run, RunStore, as_json
+from .results import Run, RunFile, as_json
 from .settings import TrainSettings, stages_of
 from .workload import epochs_of, source_of_method, stages_in, tested
-from .world import World
 
 if TYPE_CHECKING:
     from spectrain_ext.checkpoint import CheckpointManager
@@ -41,47 +39,32 @@ _KEPT = 2  # checkpoints: the newest, and another in case it is damaged
 
 
 def train_all(asked: Comparison) -> list[Run]:
-    """Train every method with every seed; read finished runs and save new ones.
-
-    Returns the runs on rank 0, nothing on other ranks. Earlier runs are kept after any error.
-    """
-    settings, world = asked.settings, asked.world
-    about = {**describe(settings, asked.first, world), **versions()}
-    runs_of = {
-        name: RunStore(asked.folder / "runs", {**about, **source_of_method(name)})
-        for name in settings.methods
-    }
+    """Train every method with every seed; read finished runs and save new ones."""
+    settings = asked.settings
+    about = {**describe(settings, asked.first), **versions()}
+    # before training: the files may change
+    abouts = {name: {**about, **source_of_method(name)} for name in settings.methods}
     per_run = settings.epochs * len(asked.first.train)
     count = len(settings.seeds) * len(settings.methods)
     runs = []
     found = 0
-    with (
-        threads(settings.threads),
-        Progress(asked.console, per_run, count, shown=world.first) as progress,
-    ):
+    with threads(settings.threads), Progress(asked.console, per_run, count) as progress:
         # seeds in the outer loop, so that all methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
-            for name, store in runs_of.items():
+            for name, mine in abouts.items():
                 method = method_of(name)
                 progress.begin(method.name, f"{number}/{len(settings.seeds)}")
-                run = store.find(method.name, seed) if world.first else None
-                folder = asked.folder / "checkpoints" / store.path(method.name, seed).stem
-                if world.tell(run is not None)[0]:
+                file = RunFile(asked.folder / "runs", f"{method.name}-seed{seed}", mine, Run)
+                run = file.read()
+                folder = asked.folder / "checkpoints" / file.path.stem
+                if run is None:
+                    run = train_once(settings, name, seed, asked, progress, folder)
+                    file.write(run)
+                else:
                     found += 1
                     progress.skip(per_run)
-                else:
-                    world.renew()
-                    folder = Path(world.tell(str(folder))[0])
-                    # with fewer stages than in the settings, other ranks have nothing to do
-                    cut = stages_of(method, settings) == settings.stages
-                    with world.part(cut, f"training with {method.name}") as part:
-                        if part is not None:
-                            run = train_once(settings, name, seed, asked, progress, part, folder)
-                    if run is not None:
-                        store.save(run)
-                if run is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    runs.append(run)
+                shutil.rmtree(folder, ignore_errors=True)
+                runs.append(run)
     if found:
         asked.console.print(
             f"{found} of {len(runs)} runs were finished before and read from {asked.folder}"
@@ -95,55 +78,37 @@ def train_once(
     seed: int,
     asked: Comparison,
     progress: Progress,
-    world: World,
     folder: Path,
-) -> Run | None:
-    """Train the method ``name`` with the weights and batch order of ``seed``, then test it.
-
-    Weights and order depend only on ``seed`` and ``settings``, so that methods are comparable. With
-    several processes each trains its stage. ``folder`` is for this run's checkpoints. Returns the
-    run on rank 0, None on other ranks.
-    """
+) -> Run:
+    """Train a method with the weights and batch order of ``seed``, then test it."""
     torch.manual_seed(seed)
     method = method_of(name)
     count = stages_of(method, settings)
     workload = asked.make(settings, method, count, seed)
     stages = stages_in(workload, count)
-    pipe = build_pipeline(
-        settings,
-        method,
-        workload,
-        stages,
-        devices=[world.device(name) for name in settings.devices[:count]],
-        stage=world.stage if world.together else None,
-    )
+    pipe = build_pipeline(settings, method, workload, stages, devices=settings.devices[:count])
     pipe.train()
-    log = _Log(pipe, world)
+    log = _Log(pipe)
     run: Callable[..., Iterator[Result]] = pipe.run
-    if settings.keeps_checkpoints:
-        manager = _manager(settings, folder, pipe, world)
+    if settings.checkpoint_every is not None:
+        # importing it takes as long as importing torch
+        from spectrain_ext.checkpoint import CheckpointManager
+
+        manager = CheckpointManager(
+            folder, pipe, every_minibatches=settings.checkpoint_every, keep=_KEPT
+        )
         log.restore(manager)
         run = partial(manager.run, extra=log.so_far)
     progress.skip(log.minibatches)
     batches = epochs_of(workload.train, settings.epochs, log.minibatches)
-    has_loss = world.stage == world.replicas.stages - 1
-    # stages between the first and the last do not use them
-    feeds = has_loss or world.stage == 0
     with _observer(asked, pipe, method.name, seed, log.minibatches) as metrics:
-        for result in run(log.timed(batches) if feeds else (), trace=metrics):
-            log.add(result, has_loss)
-            progress.advance(result.loss if has_loss else None)
-            world.tell_others("training with", method.name, "after minibatch", log.minibatches)
+        for result in run(log.timed(batches), trace=metrics):
+            log.add(result)
+            progress.advance(result.loss)
         log.so_far()
-    version_bytes = sum(world.tell(pipe.weight_version_bytes))
+    version_bytes = pipe.weight_version_bytes
     pipe.release()
-    world.collect(stages)
-    with world.alone("testing") as told:
-        if not world.first:
-            return None
-        device = pipe.devices[0]
-        model = nn.Sequential(*stages).to(device) if world.together else pipe
-        accuracy, loss = tested(model, workload.test, workload.loss, device, told)
+    accuracy, loss = tested(pipe, workload.test, workload.loss, pipe.devices[0])
     return Run(
         method=method.name,
         seed=seed,
@@ -171,39 +136,18 @@ def _observer(
     )
 
 
-def _manager(
-    settings: TrainSettings, folder: Path, pipe: Pipeline, world: World
-) -> CheckpointManager:
-    # importing it takes as long as importing torch
-    from spectrain_ext.checkpoint import CheckpointManager
-
-    group = None
-    if not world.together and dist.is_initialized():  # other ranks wait for this one
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return CheckpointManager(
-        folder,
-        pipe,
-        every_minibatches=settings.checkpoint_every,
-        every_seconds=settings.checkpoint_seconds,
-        keep=_KEPT,
-        process_group=group,
-    )
-
-
 class _Log:
     """Progress of a run, which is also saved in its checkpoints."""
 
-    def __init__(self, pipe: Pipeline, world: World) -> None:
+    def __init__(self, pipe: Pipeline) -> None:
         self.minibatches = 0
-        self.losses: list[float] = []  # up to the last exchange between ranks
+        self.losses: list[float] = []  # up to the last checkpoint
         self.seconds = 0.0  # training time without checkpoints
         self._devices = pipe.devices
-        self._world = world
         self._fresh: list[Tensor] = []
         self._began: float | None = None
 
     def restore(self, manager: CheckpointManager) -> None:
-        """Continue from the newest checkpoint, if there is one."""
         loaded = manager.restore()
         if loaded is None:
             return
@@ -224,19 +168,16 @@ class _Log:
                 self._began = time.perf_counter()
             yield batch
 
-    def add(self, result: Result, has_loss: bool) -> None:
-        """Count a minibatch, and record its loss if this rank has it."""
+    def add(self, result: Result) -> None:
         self.minibatches += 1
-        if has_loss:
-            self._fresh.append(result.loss)
+        self._fresh.append(result.loss)
 
     def so_far(self) -> dict[str, Any]:
-        """Stop the clock, share the losses with all ranks, and return the checkpoint state."""
+        """Stop the clock, read the losses, and return the checkpoint state."""
         synchronize(self._devices)
         if self._began is not None:
             self.seconds += time.perf_counter() - self._began
             self._began = None
-        fresh = torch.stack(self._fresh).tolist() if self._fresh else []
+        self.losses += torch.stack(self._fresh).tolist() if self._fresh else []
         self._fresh.clear()
-        self.losses += self._world.tell(fresh)[-1]
         return {"losses": [as_json(loss) for loss in self.losses], "seconds": self.seconds}

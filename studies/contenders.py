@@ -39,7 +39,6 @@ class Contender(NamedTuple):
 
 
 def _in_the_end(method: Method, **fields: Any) -> Method:
-    """Return the method with changed fields in its last phase."""
     if method.then is None:
         return replace(method, **fields)
     last = _in_the_end(method.then.method, **fields)
@@ -63,7 +62,6 @@ def _even(law: Law) -> Method:
 
 
 def _averaged(replicas: int, averaging: Averaging) -> Contender:
-    """Return averaged replicas with one microbatch each."""
     parts = {"microbatches": replicas}
     return Contender(find_method("sync"), parts, replicas=replicas, averaging=averaging)
 
@@ -140,10 +138,7 @@ _TEXT = {
 
 
 def _paper(model: str, updates: int, *, normalized: bool = False, **settings: Any) -> Study:
-    """Return a study of the paper's table: four stages, one microbatch, one rate for all.
-
-    Without BatchNorm, data parallelism equals ``sync`` up to the order of summation.
-    """
+    """Return a study of the paper's table; without BatchNorm, data parallelism equals ``sync``."""
     usual = _TEXT if model in ("gpt", "lstm") else _IMAGES
     alike = ("sync", "data-parallel-4") if normalized else ("sync",)
     asked = {**usual, "model": model, **settings}

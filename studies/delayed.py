@@ -92,11 +92,7 @@ class DelayedStage:
         self._own: list[VersionBuffer] = []  # for parts whose backward uses other weights
 
     def _read(self, microbatches: int) -> list[tuple[Content | None, Content | None]]:
-        """Return what the next minibatch's forwards and backwards compute with.
-
-        Reads the schedule up to that minibatch's update, and holds the weights that are named
-        there.
-        """
+        """Hold and return what the forwards and backwards up to the next update compute with."""
         if self.weights is None:
             return [(None, None)] * len(self._microbatches)
         versions, backwards = self._versions, []
@@ -200,11 +196,7 @@ class DelayedStage:
 
 
 def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]:
-    """Return the places, in each phase, of stages that are all late by ``delay`` updates.
-
-    Each has the place of the first of delay + 1 stages with one microbatch. Phases that flush have
-    no delay.
-    """
+    """Return the places, by phase, of stages that are all like the first of delay + 1 stages."""
     late = [Place(0, delay + 1, delay + 1, latest=delay)] * stages
     return [
         places_of(phase, stages, 1) if flushes(phase.schedule) else late
@@ -215,15 +207,11 @@ def uniform_places(method: Method, stages: int, delay: int) -> list[list[Place]]
 class Delayed:
     """Trains stages on one device with the gradients and predictions of a pipeline.
 
-    Losses and weights are those of ``Pipeline`` with these arguments, up to the order of sums, in
-    a fraction of its calls. Call ``train_on`` for one minibatch after another. Each stage maps a
-    tensor to a tensor, with the samples along dimension 0. Between two calls the modules hold their
-    true weights, as views of flat buffers. Random numbers come from torch's generators.
+    Losses and weights are those of ``Pipeline`` with these arguments, up to the order of sums; the
+    loss is a mean over the samples. Each stage maps a tensor to a tensor, with the samples along
+    dimension 0. Between two calls the modules hold their true weights, as views of flat buffers.
 
     Args:
-        stages: one module each.
-        optimizer, scheduler, loss_fn, method, microbatches, codec: as for ``Pipeline``; the loss is
-            a mean over the samples.
         delay: updates by which the gradients of all stages are late, with one microbatch; None: the
             delays of the pipeline.
         clip_norm: the largest 2-norm of a stage's gradient, or of all stages' if the method

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ class Row:
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
-    """Compare the finished runs of every cell at its best learning rate."""
     runs = {cell: runs_of(folder, cell, lr, seeds) for cell, lr in found.items()}
     reference = {c.settings.stages: runs[c] for c in found if c.contender == "sync"}
     rows: list[Row] = []
@@ -98,18 +97,17 @@ def rows_of(
                 tuple(loss for loss, _ in ends),
                 tuple(accuracy for _, accuracy in ends),
                 Interval.of([_at(a, end)[0] / b.loss - 1.0 for a, b in pairs]),
-                {
-                    share: None if cell.decays else _updates(pairs, share * cell.updates)
-                    for share in _SHARES
-                },
+                {share: _updates(cell, pairs, share) for share in _SHARES},
                 _time_of(cell, work[n]),
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
 
 
-def _updates(pairs: Sequence[tuple[Curve, Curve]], until: float) -> float:
-    """Return the updates of a pair's first to its second's lowest loss, over ``until``."""
+def _updates(cell: Cell, pairs: Sequence[tuple[Curve, Curve]], share: float) -> float | None:
+    if cell.decays:
+        return None
+    until = share * cell.updates
     return statistics.median(updates_to(a, least(b, until)) / until for a, b in pairs)
 
 
@@ -121,7 +119,6 @@ def _at(curve: Curve, updates: int) -> tuple[float, float]:
 
 
 def least(curve: Curve, updates: float) -> float:
-    """Return the lowest loss within the first ``updates`` updates."""
     return min(loss for update, loss, _ in curve.points if update <= updates)
 
 
@@ -167,7 +164,6 @@ def _delay(cell: Cell) -> int:
 
 
 def frontier_table(rows: Sequence[Row]) -> Table:
-    """Return a table with one row per cell."""
     table = plain_table(
         f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
@@ -199,12 +195,7 @@ def write_rows(path: Path, rows: Iterable[Any], about: Mapping[str, Any]) -> Non
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
-def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
-    write_rows(path, map(asdict, rows), about)
-
-
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw the gap of every contender over the delay."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         axes.axhline(0.0, color="black", linewidth=1.0)

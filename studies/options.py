@@ -1,8 +1,10 @@
-"""Options of both commands."""
+"""Options of several commands, and their errors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -16,6 +18,17 @@ class OptionError(ValueError):
     def __init__(self, option: str, reason: str) -> None:
         super().__init__(reason.removeprefix(f"{option}: "))  # the prefix of argument errors
         self.option = option
+
+
+@contextmanager
+def command_errors() -> Iterator[None]:
+    """Turn errors of the block into errors of the command."""
+    try:
+        yield
+    except OptionError as error:
+        raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
+    except (ModuleNotFoundError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 data_dir = click.option(

@@ -90,10 +90,7 @@ def draw_losses_over_time(
     window: int,
     metric: Metric = ACCURACY,
 ) -> None:
-    """Draw the losses over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
-
-    ``times`` are the times of a minibatch by method, in a common unit: ``times.relative_times``.
-    """
+    """Draw the losses over simulated time; ``times`` are those of a minibatch, in a common unit."""
     lines = _lines(results, window)
     ends = {line.result.method: len(line.median) * times[line.result.method] for line in lines}
     # A method several times slower than all others is cut off, to leave room for them.

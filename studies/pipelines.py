@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from spectrain_ext.cli.options import method_of, own_failures
-from spectrain_ext.distributed import DistributedPipeline
 from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.schedule import Replicas
 
 from .optimizers import make_optimizer
 from .options import OptionError
-from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
+from .settings import AUTO, TrainSettings, microbatches_in, stages_of
 from .workload import Workload, own
 
 
@@ -35,22 +32,18 @@ def build_pipeline(
     stages: Sequence[nn.Module],
     *,
     devices: Sequence[str] | None = None,
-    stage: int | None = None,
 ) -> Pipeline:
-    """Return the pipeline of a method with all options of the settings."""
-    more: dict[str, Any] = {
-        "scheduler": workload.scheduler,
-        "microbatches": microbatches_in(method, settings),
-        "window": window_of(method, settings),
-        "clip_norm": settings.clip_norm,
-        "clip_scope": "stage",  # for every method, so that they differ in nothing else
-        "recompute": settings.recompute,
-    }
-    made = workload.optimizer, workload.loss, method
-    if stage is None:
-        return Pipeline(list(stages), *made, devices, **more)
-    more |= {"replicas": settings.replicas, "device": None if devices is None else devices[stage]}
-    return DistributedPipeline(stages[stage], *made, **more)
+    return Pipeline(
+        list(stages),
+        workload.optimizer,
+        workload.loss,
+        method,
+        devices,
+        scheduler=workload.scheduler,
+        microbatches=microbatches_in(method, settings),
+        clip_norm=settings.clip_norm,
+        clip_scope="stage",  # for every method, so that they differ in nothing else
+    )
 
 
 def _an_optimizer(settings: TrainSettings, method: Method) -> torch.optim.Optimizer:
@@ -76,23 +69,19 @@ def choice(settings: TrainSettings) -> str:
     """Return one line about what the method ``auto`` chose for these settings."""
     method = method_of(AUTO)
     parts = microbatches_in(method, settings)
-    replicas = None if settings.replicas is None else Replicas(settings.replicas)
-    places = places_of(method, settings.stages, parts, settings.window, replicas)
+    places = places_of(method, settings.stages, parts)
     return in_words(method, places, _an_optimizer(settings, method))
 
 
 def _why_not(name: str, settings: TrainSettings) -> str | None:
     """Return why a method cannot work with these settings, None if it can."""
     method = method_of(name)
-    count = stages_of(method, settings)
     try:
         with own_failures(name):
             check(
                 method,
-                count,
+                stages_of(method, settings),
                 microbatches=microbatches_in(method, settings),
-                window=window_of(method, settings),
-                replicas=settings.replicas if count == settings.stages else None,
                 optimizer=_an_optimizer(settings, method),
             )
     except OptionError:  # an error of the workload, the same for every method

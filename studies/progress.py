@@ -27,10 +27,7 @@ _EVERY = 10.0  # seconds between lines
 
 
 class Progress:
-    """The progress of ``runs`` runs of ``per_run`` minibatches each, shown inside its ``with``.
-
-    Not ``shown`` if another process shows it.
-    """
+    """The progress of ``runs`` runs of ``per_run`` minibatches each, shown inside its ``with``."""
 
     def __init__(
         self,
@@ -38,7 +35,6 @@ class Progress:
         per_run: int,
         runs: int,
         *,
-        shown: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         columns = (
@@ -48,10 +44,9 @@ class Progress:
             _Rate(),
             TimeRemainingColumn(),
         )
-        bar = shown and console.is_terminal
-        self._bar = RichProgress(*columns, console=console, disable=not bar)
+        self._bar = RichProgress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=per_run * runs)
-        self._console, self._clock, self._by_lines = console, clock, shown and not bar
+        self._console, self._clock = console, clock
         self._per_run, self._left = per_run, per_run * runs
         self._began = self._told = clock()
         self._done = self._fresh = self._here = 0
@@ -75,9 +70,8 @@ class Progress:
         self._here += minibatches
         self._left -= minibatches
 
-    def advance(self, loss: Tensor | None) -> None:
-        """Count one minibatch with this loss; None if another process has the loss."""
-        if not self._by_lines:
+    def advance(self, loss: Tensor) -> None:
+        if self._console.is_terminal:
             self._bar.advance(self._task)
             return
         self._here += 1
@@ -87,13 +81,12 @@ class Progress:
         now = self._clock()
         if now - self._told < _EVERY:
             return
-        value = "" if loss is None else f" loss {loss.item():.4g},"
         rate = self._fresh / (now - self._told)
         # methods differ in speed: assume that the rest takes as long per minibatch as the work done
         left = timedelta(seconds=round(self._left * (now - self._began) / self._done))
         self._console.print(
-            f"{self._label}: minibatch {self._here} of {self._per_run},{value} "
-            f"{rate:.3g} minibatches/s, {left} left",
+            f"{self._label}: minibatch {self._here} of {self._per_run}, "
+            f"loss {loss.item():.4g}, {rate:.3g} minibatches/s, {left} left",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -103,5 +96,4 @@ class Progress:
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Return the rate, empty until it is known."""
         return Text("" if task.speed is None else f"{task.speed:.0f}/s")

@@ -32,7 +32,6 @@ from .results import (
 from .settings import TrainSettings, stages_of
 from .times import draw_methods_together, relative_times
 from .workload import Maker, Workload
-from .world import World
 
 # Every run records method and seed, and does not depend on the location of the data.
 _NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
@@ -47,26 +46,20 @@ class Comparison:
     first: Workload  # from ``make``
     folder: Path
     console: Console
-    world: World
     metrics: Path | None = None  # a file of JSON lines
     tensorboard: Path | None = None  # a folder with one folder per run
 
 
-def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[str, object]:
-    """Return what a run depends on apart from method and seed: settings, data, process count.
-
-    The process count affects only throughput; losses are the same.
-    """
+def describe(settings: TrainSettings, workload: Workload) -> dict[str, object]:
+    """Return what a run depends on apart from method and seed: settings and data."""
     values = dataclasses.asdict(settings)
     return {
         **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
-        "processes": world.size,
         **workload.about,
     }
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run depends on."""
     return {
         "spectrain_ext": build_info()["version"],
         "python": platform.python_version(),
@@ -77,14 +70,13 @@ def versions() -> dict[str, str]:
 
 def report(asked: Comparison, runs: Sequence[Run], left_out: Mapping[str, str]) -> None:
     """Write results.json, the pictures and the timelines, and print the table."""
-    settings, first, folder, world = asked.settings, asked.first, asked.folder, asked.world
+    settings, first, folder = asked.settings, asked.first, asked.folder
     results = summarize(runs)
-    about = describe(settings, first, world)
+    about = describe(settings, first)
     about |= {"methods": settings.methods, "seeds": settings.seeds}
     if left_out:
         about["left_out"] = dict(left_out)
-    devices = [world.device(name) for name in settings.devices]
-    times = relative_times(settings, asked.make, devices)
+    times = relative_times(settings, asked.make)
     write_results(
         folder / "results.json", results, settings=about, versions=versions(), times=times
     )
@@ -99,16 +91,14 @@ def report(asked: Comparison, runs: Sequence[Run], left_out: Mapping[str, str]) 
     # methods that train the uncut model have no pipeline timeline
     found = [method_of(name) for name in settings.methods]
     drawn = [method for method in found if stages_of(method, settings) == settings.stages]
-    parts, window = settings.microbatches, settings.window
+    parts = settings.microbatches
     if drawn:
         look = looks(method.name for method in found)
         colored = [(method, look[method.name].color) for method in drawn]
-        draw_methods_together(folder / "timelines.png", colored, settings.stages, parts, window)
-    draw_method_timelines(
-        folder / "timelines", drawn, settings.stages, microbatches=parts, window=window
-    )
+        draw_methods_together(folder / "timelines.png", colored, settings.stages, parts)
+    draw_method_timelines(folder / "timelines", drawn, settings.stages, microbatches=parts)
     samples = first.about.get("test_samples")
-    asked.console.print(comparison_table(results, samples, metric, world.replicas.counts))
+    asked.console.print(comparison_table(results, samples, metric))
     for told in (
         f"losses: {folder / 'losses.png'}, {folder / 'losses-over-time.png'}",
         f"timelines: {folder / 'timelines.png'}, {folder / 'timelines'}",
@@ -127,22 +117,15 @@ def _setting(settings: TrainSettings) -> str:
 
 
 def comparison_table(
-    results: Sequence[MethodResult],
-    test_samples: int | None,
-    metric: Metric = ACCURACY,
-    processes: Sequence[int] = (),
+    results: Sequence[MethodResult], test_samples: int | None, metric: Metric = ACCURACY
 ) -> Table:
-    """Return one row per method; with several seeds, mean and standard deviation.
-
-    ``test_samples``, if known, gives the worth of one sample in the accuracy column. ``processes``
-    is the number of processes per stage; empty if one process has all stages.
-    """
+    """Return one row per method; with several seeds, mean and standard deviation."""
     seeds = len(results[0].runs) if results else 0
     several = f"{seeds} seed{'s' * (seeds != 1)}"
     table = Table(
         title=f"Same initial weights, minibatches and settings; {several}",
         title_justify="left",
-        caption=_caption(seeds, test_samples, metric, processes),
+        caption=_caption(seeds, test_samples, metric),
         caption_justify="left",
     )
     table.add_column("method", style="bold", no_wrap=True)
@@ -164,16 +147,10 @@ def comparison_table(
     return table
 
 
-def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Sequence[int]) -> str:
-    share = "a stage each"
-    if max(processes, default=1) > 1:
-        share = f"{' + '.join(map(str, processes))} for the stages"
+def _caption(seeds: int, test_samples: int | None, metric: Metric) -> str:
     sentences = [
         "One process runs all stages in turn, so minibatches/s does not compare throughput: it "
         "shows the cost of a method, not the gain of its overlap on several devices."
-        if sum(processes) <= 1
-        else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
-        "stages ran on rank 0 alone.",
     ]
     if metric is ACCURACY and test_samples is not None:
         sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from spectrain_ext.files import finite, read_json, replace_file
 
@@ -37,8 +37,22 @@ class Run:
 
     @property
     def perplexity(self) -> float:
-        """Return ``exp(test_loss)``."""
         return math.exp(self.test_loss) if self.test_loss < _LARGEST_LOSS else math.inf
+
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self:
+        return cls(
+            method=str(run.pop("method")),
+            seed=int(run.pop("seed")),
+            weight_version_bytes=int(run.pop("weight_version_bytes")),
+            losses=tuple(float(loss) for loss in run.pop("losses")),
+            **{name: float(value) for name, value in run.items()},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        values["losses"] = [as_json(loss) for loss in self.losses]
+        return values | {key: as_json(values[key]) for key in ("test_loss", "test_accuracy")}
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,6 @@ class MethodResult:
 
 
 def summarize(runs: Sequence[Run]) -> list[MethodResult]:
-    """Group ``runs`` by method, in order of first appearance."""
     methods = dict.fromkeys(run.method for run in runs)
     return [
         MethodResult(method, tuple(run for run in runs if run.method == method))
@@ -174,50 +187,40 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
     }
 
 
-class RunStore:
-    """One JSON file per run, identified by method, seed and all else that the run depends on."""
+class Kept(Protocol):
+    """A run that a file keeps."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
-        self._folder = folder
-        self._settings = json.loads(json.dumps(dict(settings), sort_keys=True))
-        text = json.dumps(self._settings, sort_keys=True)
-        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self: ...
 
-    def path(self, method: str, seed: int) -> Path:
-        """Return the path of a run's file."""
-        return self._folder / f"{method}-seed{seed}-{self._key}.json"
+    def to_json(self) -> dict[str, Any]: ...
 
-    def find(self, method: str, seed: int) -> Run | None:
+
+K = TypeVar("K", bound=Kept)
+
+
+class RunFile(Generic[K]):
+    """The JSON file of a run, found by its name and all that it depends on."""
+
+    def __init__(self, folder: Path, name: str, about: Mapping[str, object], kind: type[K]) -> None:
+        text = json.dumps(dict(about), sort_keys=True)
+        self._about, self._kind = json.loads(text), kind
+        key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = folder / f"{name}-{key}.json"
+
+    def read(self) -> K | None:
         """Return the finished run, or None if it does not exist or its file is damaged."""
         try:
-            document = read_json(self.path(method, seed), _LARGEST)
-            values = document["run"]
-            losses = tuple(float(loss) for loss in values.pop("losses"))
-            run = Run(
-                method=str(values.pop("method")),
-                seed=int(values.pop("seed")),
-                weight_version_bytes=int(values.pop("weight_version_bytes")),
-                losses=losses,
-                **{name: float(value) for name, value in values.items()},
-            )
+            document = read_json(self.path, _LARGEST)
+            same = document["settings"] == self._about
+            return self._kind.of_json(document["run"]) if same else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
-        same = document.get("settings") == self._settings
-        sound = (
-            (0 <= run.test_accuracy <= 1 or math.isnan(run.test_accuracy))
-            and 0 <= run.minibatches_per_second < math.inf
-            and run.weight_version_bytes >= 0
-        )
-        return run if same and sound and (run.method, run.seed) == (method, seed) else None
 
-    def save(self, run: Run) -> None:
-        """Write a finished run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        values = dataclasses.asdict(run)
-        values["losses"] = [as_json(loss) for loss in run.losses]
-        values |= {name: as_json(values[name]) for name in ("test_loss", "test_accuracy")}
-        text = json.dumps({"settings": self._settings, "run": values}, indent=1, allow_nan=False)
-        replace_file(self.path(run.method, run.seed), f"{text}\n".encode())
+    def write(self, run: K) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        document = {"settings": self._about, "run": run.to_json()}
+        replace_file(self.path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
 def as_json(value: float) -> float | str:

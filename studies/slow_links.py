@@ -33,11 +33,10 @@ from spectrain_ext.timelines import simulate_method
 from . import REMEDY
 from .frontier import Interval, least, updates_to, write_rows
 from .looks import looks
-from .options import data_dir
+from .options import command_errors, data_dir
 from .report import versions
 from .settings import settle
 from .study import Cell, Curve, maker_in, prepare, run_one, runs_of, search
-from .world import World, agreed
 
 STAGES = 8
 #: From the benchmark: tokens per step, bytes of a token's activation in bfloat16, and a stage's
@@ -97,7 +96,6 @@ class Way(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the edge format."""
         return self.codec if self.rank is None else "subspace"
 
     @property
@@ -110,7 +108,7 @@ class Way(NamedTuple):
     def cell(self, data: Path | None) -> Cell:
         asked = {**TEXT, **SETTINGS[self.setting], "data_dir": data, "codec": self.codec}
         asked |= {"microbatches": self.microbatches, "rank": self.rank}
-        settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
+        settings = settle({**asked, "methods": ["sync"]})
         return Cell(self.method, settings, UPDATES[self.setting], LENGTH)
 
 
@@ -205,7 +203,6 @@ def _stands_for(way: Way, method: str, m: int) -> bool:
 
 
 def best_of(rows: Iterable[Row]) -> list[Row]:
-    """Return the fastest row for each setting, method and codec."""
     found: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.way.setting, row.method, row.way.name
@@ -223,7 +220,6 @@ _DASHES: Mapping[str, Any] = {
 
 
 def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
-    """Draw mean test losses over the time on these links, one line per row."""
     with picture(path, 8.0, 4.8) as figure:
         axes = figure.add_subplot()
         drawn = looks(row.method for row in curves)
@@ -244,7 +240,6 @@ def draw(path: Path, curves: Mapping[Row, Sequence[Curve]]) -> None:
 
 
 def table_of(rows: Iterable[Row]) -> Table:
-    """Return the rows as a table for the terminal."""
     table = plain_table(
         "Against 1f1b in bfloat16 with its best M",
         *("", "method", "codec", "M", "lr", "steps", "seeds", "s per step", "time"),
@@ -294,7 +289,7 @@ def slow_links(
     require("scipy", "confidence intervals come from SciPy", REMEDY)
     console = plain_console()
     chains = [ways for setting in dict.fromkeys(settings) for ways in chains_of(setting)]
-    with agreed(World()):
+    with command_errors():
         cell = chains[0][0].cell(data_dir)
         prepare(cell, cell.settings.lr, 0, maker_in(cell.settings, out))
         out.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,6 @@ options.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +17,11 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from spectrain_ext.codecs import NAMES
-from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
 
@@ -32,7 +29,7 @@ from .builtin import maker_of
 from .contenders import Study, contender
 from .delayed import Delayed, Replicated
 from .options import OptionError
-from .results import as_json
+from .results import RunFile, as_json
 from .settings import TrainSettings, microbatches_in, settle
 from .workload import (
     Maker,
@@ -45,9 +42,7 @@ from .workload import (
     start_rate,
     tested,
 )
-from .world import World
 
-_LARGEST = 1 << 24  # bytes of a run's file
 _POINTS = 20  # points of a curve per synchronous run
 _SMOOTHED = 4  # points that are averaged
 _ENDLESS = 1000  # upper bound of epochs; the cell sets the length of a run
@@ -55,19 +50,15 @@ _ENDLESS = 1000  # upper bound of epochs; the cell sets the length of a run
 
 @dataclass(frozen=True)
 class Cell:
-    """One contender with one number of stages and of microbatches.
-
-    ``length`` is in synchronous runs of ``updates`` updates each.
-    """
+    """One contender with one number of stages and of microbatches."""
 
     contender: str
     settings: TrainSettings
-    updates: int
-    length: float
+    updates: int  # of a synchronous run
+    length: float  # of a run, in synchronous ones
 
     @property
     def total(self) -> int:
-        """Updates of a run."""
         return round(self.updates * self.length)
 
     @property
@@ -114,7 +105,7 @@ def cells_of(
                 flushing = all(flushes(phase.schedule) for phase in phases_of(method))
                 parts = changes.get("microbatches", 1 if flushing else m)
                 asked = {**usual, "data_dir": data_dir, "stages": n, "microbatches": parts}
-                settings = settle({**asked, "methods": ["sync"]}, World.of_environment())
+                settings = settle({**asked, "methods": ["sync"]})
                 try:
                     check(method, n, microbatches=parts // replicas)
                 except ValueError as error:
@@ -147,8 +138,16 @@ class Curve:
 
     @property
     def loss(self) -> float:
-        """Loss at the end."""
         return self.points[-1][1]
+
+    @classmethod
+    def of_json(cls, run: dict[str, Any]) -> Self:
+        points = tuple((int(u), float(loss), float(a)) for u, loss, a in run["points"])
+        return cls(points, float(run["seconds"]))
+
+    def to_json(self) -> dict[str, Any]:
+        points = [(u, as_json(loss), as_json(a)) for u, loss, a in self.points]
+        return {"points": points, "seconds": self.seconds}
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -192,7 +191,6 @@ def prepare(cell: Cell, lr: float, seed: int, make: Maker) -> tuple[Workload, li
 
 
 def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
-    """Train one cell with one learning rate and seed."""
     workload, replicas = prepare(cell, lr, seed, make)
     training: Delayed | Replicated = replicas[0]
     averaging = contender(cell.contender).averaging
@@ -213,57 +211,29 @@ def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     return Curve(tuple(points), time.perf_counter() - began)
 
 
-class Curves:
-    """The finished runs of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _path(self, cell: Cell, lr: float, seed: int) -> tuple[Path, dict[str, Any]]:
-        settings = dataclasses.asdict(cell.with_rate(lr))
-        for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
-            del settings[name]
-        asked = {
-            "contender": cell.contender,
-            "updates": cell.updates,
-            "length": cell.length,
-            "seed": seed,
-            "settings": settings,
-            **source_of_method(cell.contender),
-        }
-        if cell.settings.workload is not None:
-            asked |= source_of_workload(cell.settings.workload)
-        asked = json.loads(json.dumps(asked, sort_keys=True))
-        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-        s = cell.settings
-        folder = self._folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
-        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json"
-        return folder / name, asked
-
-    def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
-        """Return the finished run, or None if it does not exist or its file is damaged."""
-        path, asked = self._path(cell, lr, seed)
-        try:
-            document = read_json(path, _LARGEST)
-            if {key: document.get(key) for key in asked} != asked:
-                return None
-            points = tuple((int(u), float(loss), float(a)) for u, loss, a in document["points"])
-            return Curve(points, float(document["seconds"])) if points else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def save(self, cell: Cell, lr: float, seed: int, curve: Curve) -> None:
-        """Write a finished run."""
-        path, asked = self._path(cell, lr, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
-        text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
-        replace_file(path, f"{text}\n".encode())
+def run_file(folder: Path, cell: Cell, lr: float, seed: int) -> RunFile[Curve]:
+    settings = dataclasses.asdict(cell.with_rate(lr))
+    for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
+        del settings[name]
+    about = {
+        "contender": cell.contender,
+        "updates": cell.updates,
+        "length": cell.length,
+        "seed": seed,
+        "settings": settings,
+        **source_of_method(cell.contender),
+    }
+    s = cell.settings
+    if s.workload is not None:
+        about |= source_of_workload(s.workload)
+    below = folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
+    name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}"
+    return RunFile(below, name, about, Curve)
 
 
 def runs_of(folder: Path, cell: Cell, lr: float, seeds: Iterable[int]) -> dict[int, Curve]:
     """Return the finished runs, with the tests that they are judged by, by seed."""
-    read = {seed: Curves(folder).find(cell, lr, seed) for seed in seeds}
+    read = {seed: run_file(folder, cell, lr, seed).read() for seed in seeds}
     return {seed: judged(cell, curve) for seed, curve in read.items() if curve is not None}
 
 
@@ -278,7 +248,6 @@ def maker_in(settings: TrainSettings, folder: Path) -> Maker:
 
 
 def own_study(workload: str, epochs: int) -> Study:
-    """Return the study of a workload made by ``module:function``."""
     if start_rate(workload) is None:
         raise OptionError(
             "workload",
@@ -286,19 +255,19 @@ def own_study(workload: str, epochs: int) -> Study:
             "there on",
         )
     asked = {"workload": workload, "epochs": epochs}
-    settings = settle({**asked, "stages": 1, "methods": ["sync"]}, World())
+    settings = settle({**asked, "stages": 1, "methods": ["sync"]})
     first = own(settings, find_method("sync"), 1, 0)
     return Study(asked, epochs * len(first.train), stages=(4,))
 
 
 def run_one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
     """Return the run of a cell with this rate and seed; train it if the folder does not have it."""
-    curves = Curves(folder)
-    found = curves.find(cell, lr, seed)
+    file = run_file(folder, cell, lr, seed)
+    found = file.read()
     if found is None:
         torch.set_num_threads(1)
         found = train(cell, lr, seed, maker_in(cell.settings, folder))
-        curves.save(cell, lr, seed, found)
+        file.write(found)
     return found
 
 
@@ -309,15 +278,13 @@ def search(
     seeds: Sequence[int],
     first: int,
     *,
-    fine: bool = False,
     reach: int = 2,
 ) -> float:
     """Return the learning rate with the lowest loss, among ``start`` times powers of two.
 
     The search descends from the start until ``reach`` rates on either side are worse, judged by the
     ``first`` seeds, and then trains the other seeds at the best rate. Without judging seeds the
-    start is the result. ``fine`` also tries the best rate times and divided by the square root of
-    two at the end. With only one neighbour on either side the search missed lower losses of
+    start is the result. With only one neighbour on either side the search missed lower losses of
     ``vanilla`` and ``pipemare-t2`` (digits, eight stages): the loss has several minima over the
     rate.
     """
@@ -337,8 +304,6 @@ def search(
         if better == best or abs(better) > 6:
             break
         best = better
-    if first and fine:
-        best = min((best, best + 0.5, best - 0.5), key=loss)
     for seed in seeds:
         run_one(folder, cell, rate(best), seed)
     return rate(best)
@@ -350,20 +315,14 @@ def search_all(
     seeds: Sequence[int],
     first: int,
     *,
-    fine: bool = False,
     jobs: int = 1,
 ) -> Iterator[tuple[Cell, float]]:
-    """Search every cell, starting at its settings' learning rate; yield each result when done.
-
-    With several ``jobs``, each is a process with one thread.
-    """
+    """Search every cell in ``jobs`` processes of one thread; yield each result when done."""
     if jobs == 1:
         for cell in cells:
-            yield cell, search(folder, cell, cell.settings.lr, seeds, first, fine=fine)
+            yield cell, search(folder, cell, cell.settings.lr, seeds, first)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        todo = {
-            pool.submit(search, folder, c, c.settings.lr, seeds, first, fine=fine): c for c in cells
-        }
+        todo = {pool.submit(search, folder, c, c.settings.lr, seeds, first): c for c in cells}
         for done in as_completed(todo):
             yield todo[done], done.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,14 +20,13 @@ from .frontier import (
     draw_gaps,
     frontier_table,
     rows_of,
-    write_frontier,
+    write_rows,
 )
-from .options import OptionError, data_dir, finite, numbers_listed, workload
+from .options import OptionError, command_errors, data_dir, finite, numbers_listed, workload
 from .report import versions
 from .settings import Optimizer
 from .study import cells_of, maker_in, own_study, prepare, search_all
 from .workload import stages_in
-from .world import World, agreed
 
 _DATA = "digits"
 _EPOCHS = 3
@@ -104,11 +104,6 @@ _EPOCHS = 3
     "M < N - 1]",
 )
 @click.option("--seeds", type=FEW, default=5, help="Number of seeds, from 0 on.")
-@click.option(
-    "--fine",
-    is_flag=True,
-    help="Also try the best learning rate times and divided by the square root of two.",
-)
 @click.option("--jobs", type=FEW, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
@@ -128,7 +123,6 @@ def study(
     updates: int | None,
     length: float | None,
     seeds: int,
-    fine: bool,
     jobs: int,
     out: Path | None,
 ) -> None:
@@ -141,9 +135,9 @@ def study(
     label = workload.rpartition(":")[2] if workload else data or _DATA
     folder = out or Path("runs") / f"study-{label}"
     console = plain_console()
-    with agreed(World()):
+    with command_errors():
         work = _work(data, workload, epochs, updates)
-        work = _otherwise(work, fine, optimizer=optimizer, lr_schedule=lr_schedule)
+        work = _otherwise(work, optimizer=optimizer, lr_schedule=lr_schedule)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
         with own_failures(*wanted, *([workload] if workload else [])):
             cells = cells_of(
@@ -167,7 +161,7 @@ def study(
     del examples
     began = time.monotonic()
     found = {}
-    for cell, lr in search_all(folder, cells, range(seeds), work.judges, fine=fine, jobs=jobs):
+    for cell, lr in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
         found[cell] = lr
         console.print(
             f"{len(found)}/{len(cells)} {cell.contender}, {cell.settings.stages} stages, "
@@ -188,7 +182,7 @@ def study(
     }
     options = [f"--{name} {value}" for name, value in asked.items() if value is not None]
     about: dict[str, Any] = {
-        "command": " ".join(["python -m studies study", *options, *(["--fine"] if fine else [])]),
+        "command": " ".join(["python -m studies study", *options]),
         "data": workload or data or _DATA,
         "seeds": seeds,
         "updates": cells[0].updates,
@@ -198,7 +192,7 @@ def study(
         "cpu": cpu_name(),
         "versions": versions(),
     }
-    write_frontier(folder / "frontier.json", rows, about)
+    write_rows(folder / "frontier.json", map(asdict, rows), about)
     draw_gaps(folder / "gaps.png", rows, f"{name}, {seeds} seeds")
     console.print(frontier_table(rows))
     console.print(f"numbers and picture: {folder}", soft_wrap=True)
@@ -219,14 +213,12 @@ def _work(data: str | None, workload: str | None, epochs: int | None, updates: i
     return work._replace(updates=updates or work.updates)
 
 
-def _otherwise(work: Study, fine: bool, **chosen: str | None) -> Study:
-    """Return the study with the settings that are not None."""
+def _otherwise(work: Study, **chosen: str | None) -> Study:
     settings = {name: value for name, value in chosen.items() if value is not None}
     if "workload" in work.settings and "lr_schedule" in settings:
         raise OptionError("lr-schedule", "is of --data; the function of --workload makes its own")
-    for option, given in (("optimizer", "optimizer" in settings), ("fine", fine)):
-        if given and not work.judges:
-            raise OptionError(
-                option, "is of studies that seek learning rates; this one has its own"
-            )
+    if "optimizer" in settings and not work.judges:
+        raise OptionError(
+            "optimizer", "is of studies that seek learning rates; this one has its own"
+        )
     return work._replace(settings={**work.settings, **settings})

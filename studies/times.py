@@ -13,15 +13,15 @@ import torch
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
 from spectrain_ext.extras import picture
-from spectrain_ext.method import Method, Window, find_method, microbatches_of
-from spectrain_ext.schedule import Kind, Span, takes_window
+from spectrain_ext.method import Method, find_method, microbatches_of
+from spectrain_ext.schedule import Kind, Span
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
 
 from .looks import REFERENCE
 from .pipelines import synchronize
-from .settings import TrainSettings, microbatches_in, stages_of, window_of
+from .settings import TrainSettings, microbatches_in, stages_of
 from .workload import Maker, stages_in
 
 # measurements per stage; the fastest counts, because other processes may use the machine
@@ -45,11 +45,7 @@ class Work(NamedTuple):
 def measured_work(
     settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
-    """Measure each stage's work for a minibatch in turn, with the settings' threads.
-
-    ``partitioning.measure`` empties the caches before every run, as other stages on the device
-    would; here every stage has its own.
-    """
+    """Measure each stage's work for a minibatch in turn, with warm caches."""
     workload = make(settings, find_method(REFERENCE), stages, 0)
     modules = stages_in(workload, stages)
     value, target = next(iter(workload.train))
@@ -81,12 +77,11 @@ def measured_work(
     return Work(forward, backward)
 
 
-def minibatch_time(method: Method, microbatches: int, work: Work, window: Window = None) -> float:
+def minibatch_time(method: Method, microbatches: int, work: Work) -> float:
     """Return the seconds of a minibatch in a method's schedule, with one device per stage.
 
     A method with several stages per device (``chunks``) has fewer devices by that factor. A
     microbatch takes its share of a minibatch's work; updates, predictions and copies take no time.
-    ``window`` is as for ``Pipeline``.
     """
     stages = len(work.forward)
     spans = simulate_method(
@@ -94,33 +89,24 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
         stages,
         _SIMULATED + 2 * stages // microbatches,
         microbatches=microbatches,
-        window=window,
         forward=[f / microbatches for f in work.forward],
         backward=[b / microbatches for b in work.backward],
     )
     return summarize(spans).period
 
 
-def relative_times(
-    settings: TrainSettings, make: Maker, devices: Sequence[str]
-) -> dict[str, float]:
-    """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble.
-
-    If a device has several stages, the work of as many stages counts.
-    """
-    works: dict[int, Work] = {}
-
-    def work_of(stages: int) -> Work:
-        if stages not in works:
-            works[stages] = measured_work(settings, make, stages, devices[:stages])
-        return works[stages]
-
-    slowest = work_of(settings.stages).slowest
+def relative_times(settings: TrainSettings, make: Maker) -> dict[str, float]:
+    """Return, by method, the time of a minibatch over the slowest stage's work: 1 has no bubble."""
+    counted = [(m, stages_of(m, settings)) for m in map(method_of, settings.methods)]
+    work = {
+        n: measured_work(settings, make, n, settings.devices[:n])
+        for n in {settings.stages, *(n for _, n in counted)}
+    }
+    slowest = work[settings.stages].slowest
     found = {}
-    for method in map(method_of, settings.methods):
-        parts, window = microbatches_in(method, settings), window_of(method, settings)
-        work = work_of(stages_of(method, settings))
-        found[method.name] = minibatch_time(method, parts, work, window) / slowest / method.chunks
+    for method, n in counted:
+        period = minibatch_time(method, microbatches_in(method, settings), work[n])
+        found[method.name] = period / slowest / method.chunks
     return found
 
 
@@ -135,13 +121,11 @@ def draw_methods_together(
     methods: Sequence[tuple[str | Method, str]],
     stages: int,
     microbatches: int | Literal["auto"] = "auto",
-    window: Window = None,
 ) -> None:
     """Draw the start of the schedules of methods, each with the colour of its name, into ``path``.
 
     A minibatch's forward takes one unit on every stage and its backward two; a microbatch takes its
-    share. Updates and predictions take no time. Each name is followed by the number of finished
-    minibatches and the idle share of its stages. Methods that flush ignore ``window``.
+    share. Updates and predictions take no time.
     """
     until = 6.0 * max(stages, 4)  # two minibatches without any overlap
     runs = []
@@ -153,7 +137,6 @@ def draw_methods_together(
             stages,
             int(until / 3.0) + 2,
             microbatches=parts,
-            window=window if takes_window(method.schedule) else None,
             forward=1.0 / parts,
             backward=2.0 / parts,
         )

@@ -68,7 +68,6 @@ Maker: TypeAlias = "Callable[[TrainSettings, Method, int, int], Workload]"
 
 
 def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
-    """Return the model cut into stages."""
     return cut_evenly(list(workload.model), stages)
 
 
@@ -87,18 +86,12 @@ def tested(
     test: Iterable[Batch],
     loss: Callable[[Any, Any], Tensor] = mean_loss,
     device: torch.device | str = "cpu",
-    told: Callable[..., None] = lambda *words: None,
 ) -> tuple[float, float]:
-    """Return accuracy and mean loss over all targets; leave the model in evaluation mode.
-
-    The accuracy is nan if targets are not classes. ``told`` is called with the progress from time
-    to time.
-    """
+    """Return accuracy, nan if targets are not classes, and mean loss over all targets."""
     model.eval()
     total, correct, count = 0.0, 0.0, 0
     with torch.no_grad():
-        for number, (inputs, targets) in enumerate(test):
-            told("testing with minibatch", number)
+        for inputs, targets in test:
             outputs = model(inputs.to(device)).cpu()
             total += loss(outputs, targets).item() * targets.numel()
             count += targets.numel()
@@ -156,17 +149,13 @@ def _function_of(name: str) -> Callable[..., Any]:
 
 
 def start_rate(name: str) -> float | None:
-    """Return the default of the function's ``lr``, None if it has none."""
     parameter = parameters_of(name).get("lr")
     default = None if parameter is None else parameter.default
     return float(default) if isinstance(default, (int, float)) else None
 
 
 def own(settings: TrainSettings, method: Method, stages: int, seed: int) -> Workload:
-    """Call the function of the settings' ``workload`` with the options it has parameters for.
-
-    It runs with torch's random state seeded by ``seed``; the previous state is restored afterwards.
-    """
+    """Call the function of ``workload`` with the options that it has parameters for."""
     name = settings.workload
     assert name is not None
     offered = {

@@ -32,7 +32,7 @@ class Delays:
     def __init__(self, scale: Scale) -> None:
         self.entered = 0
         self._longest = int(scale.delay_s * _cycles_per_second()) if scale.on_gpu else 0
-        self._stream: Any = streams.CudaStream if scale.on_gpu else streams.HostStream
+        self._stream: Any = streams.CudaStream if scale.on_gpu else streams.Stream
 
     @contextmanager
     def seeded(self, seed: int, device: str | None = None) -> Iterator[None]:

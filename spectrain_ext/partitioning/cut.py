@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
+from numbers import Integral
 from typing import Any, Protocol
 
 from spectrain_ext.files import read_json
 
 from .profile import BlockProfile, Profile, Tie, made_of, one_each
 
-_NEVER = float("inf")
 _LARGEST = 1 << 24  # bytes of a plan's file
 
 #: What to do about something that blocks share.
@@ -28,25 +30,15 @@ PLAN_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """The estimated cost of one stage, from a profile.
-
-    Attributes:
-        blocks: half-open range of the stage's blocks.
-        compute_seconds: forward and backward of one microbatch, divided by replicas and speed.
-        transfer_seconds: activations and gradients through both edges; 0 without a bandwidth.
-        parameter_bytes: size of the parameters, counted once.
-        memory_bytes: all copies of the parameters, plus saved tensors of the window.
-        speed: how many times as fast as the measured device the stage's devices are.
-        modules: the names of the first and the last block, or of the only one.
-    """
+    """The estimated cost of one stage, from a profile."""
 
     blocks: range
-    compute_seconds: float
-    transfer_seconds: float
-    parameter_bytes: int
-    memory_bytes: int
-    speed: float = 1.0
-    modules: str = ""
+    compute_seconds: float  # forward and backward of one microbatch, by replicas and speed
+    transfer_seconds: float  # activations and gradients over both edges; 0 without a bandwidth
+    parameter_bytes: int  # counted once
+    memory_bytes: int  # all copies of the parameters, and the saved tensors of the window
+    speed: float  # how many times as fast as the measured device the stage's devices are
+    modules: str  # the names of the first and the last block, or of the only one
 
     @property
     def seconds(self) -> float:
@@ -142,11 +134,9 @@ def cut(
         >>> st.partitioning.cut(profile, 2).ends
         (2, 4)
     """
-    blocks = len(profile.blocks)
-    if not 1 <= n_stages <= blocks:
-        raise ValueError(f"n_stages: expected 1 to {blocks} (the blocks), got {n_stages}")
+    check_stages(n_stages, len(profile.blocks))
     paces = one_each("speeds", (1.0,) * n_stages if speeds is None else speeds, n_stages, "stage")
-    widths = None
+    widths: Sequence[float] = [math.inf] * (n_stages - 1)
     if bandwidth is not None:
         widths = one_each("bandwidth", bandwidth, n_stages - 1, "boundary of stages")
     shares = (1,) * n_stages if replicas is None else replicas
@@ -154,7 +144,7 @@ def cut(
         raise ValueError(
             f"replicas: expected one number of at least 1 per stage ({n_stages}), got {replicas}"
         )
-    limits: Sequence[float] = [_NEVER] * n_stages
+    limits: Sequence[float] = [math.inf] * n_stages
     if memory_limit is not None:
         limits = one_each("memory_limit", memory_limit, n_stages, "stage")
     places = _places(profile, n_stages)
@@ -162,22 +152,42 @@ def cut(
 
     def slowest(start: int, end: int, k: int) -> float:
         within = costs.memory(start, end, k) <= limits[k]
-        return costs.seconds(start, end, k) if within else _NEVER
+        return costs.seconds(start, end, k) if within else math.inf
 
     best, _ = _search(places, n_stages, slowest, max)
-    if best == _NEVER:
-        raise ValueError(_too_little_memory(costs, places, limits, n_stages))
+    if best == math.inf:
+
+        def share(start: int, end: int, k: int) -> float:
+            return costs.memory(start, end, k) / max(limits[k], 1)
+
+        least, ends = _search(places, n_stages, share, max)
+        raise ValueError(
+            f"memory_limit: no division into {n_stages} stages keeps it; the one that comes "
+            f"closest (ends {list(ends)}) has a stage that takes {100 * least:.0f} % of its limit"
+        )
 
     def unevenness(start: int, end: int, k: int) -> float:
         seconds = slowest(start, end, k)
-        return seconds**2 if seconds <= best else _NEVER
+        return seconds**2 if seconds <= best else math.inf
 
-    _, ends = _search(places, n_stages, unevenness, lambda a, b: a + b)
-    starts = (0, *ends[:-1])
-    return Cut(
-        ends,
-        tuple(costs.estimate(s, e, k) for k, (s, e) in enumerate(zip(starts, ends, strict=True))),
-    )
+    _, ends = _search(places, n_stages, unevenness, operator.add)
+    stages = enumerate(pairwise((0, *ends)))
+    return Cut(ends, tuple(costs.estimate(start, end, k) for k, (start, end) in stages))
+
+
+def check_stages(n_stages: int, blocks: int) -> None:
+    if not 1 <= n_stages <= blocks:
+        raise ValueError(f"n_stages: expected 1 to {blocks} (the blocks), got {n_stages}")
+
+
+def check_ends(ends: Sequence[int], blocks: int) -> None:
+    whole = all(isinstance(end, Integral) and end is not True for end in ends)
+    ascending = whole and all(a < b for a, b in pairwise((0, *ends)))
+    if not (ends and ascending and ends[-1] == blocks):
+        raise ValueError(
+            f"ends: expected ascending numbers, the last of them {blocks} (the blocks), got "
+            f"{reprlib.repr(list(ends))}"
+        )
 
 
 class _Costs:
@@ -188,9 +198,9 @@ class _Costs:
         profile: Profile,
         replicas: Sequence[int],
         speeds: Sequence[float],
-        bandwidths: Sequence[float] | None,
+        bandwidths: Sequence[float],  # between stages
     ) -> None:
-        blocks, n = profile.blocks, len(replicas)
+        blocks = profile.blocks
         self._names = [block.name for block in blocks]
         self._replicas, self._speeds = replicas, speeds
         self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
@@ -199,8 +209,7 @@ class _Costs:
         # bytes that cross the boundary before each block, and after the last
         self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
         # seconds per byte of the edges before and after every stage
-        inner = [0.0] * (n - 1) if bandwidths is None else [2.0 / width for width in bandwidths]
-        self._per_byte = [0.0, *inner, 0.0]
+        self._per_byte = [0.0, *(2.0 / width for width in bandwidths), 0.0]
 
     def transfer(self, start: int, end: int, k: int) -> float:
         before, after = self._per_byte[k : k + 2]
@@ -239,14 +248,14 @@ def _search(
     """Return the least joined cost of n stages, and their ends (the earliest of equal ones)."""
     last = len(places) - 1
     # least[q]: cost of the first k stages if they end at places[q]
-    least = [0.0] + [_NEVER] * last
+    least = [0.0] + [math.inf] * last
     choices: list[list[int]] = []
     for k in range(n):
-        now = [_NEVER] * (last + 1)
+        now = [math.inf] * (last + 1)
         chosen = [0] * (last + 1)
         for q in range(k + 1, last + 1):
             for p in range(k, q):
-                if least[p] == _NEVER:
+                if least[p] == math.inf:
                     continue
                 joined = join(least[p], cost(places[p], places[q], k))
                 if joined < now[q]:
@@ -261,6 +270,15 @@ def _search(
     return least[last], tuple(reversed(ends))
 
 
+def open_places(profile: Profile) -> list[int]:
+    """Return the blocks before which a profile's ties allow a cut."""
+    return [
+        place
+        for place in range(1, len(profile.blocks))
+        if not any(tie.first < place <= tie.last for tie in profile.ties)
+    ]
+
+
 def _places(profile: Profile, n: int) -> list[int]:
     blocks = len(profile.blocks)
     for tie in profile.ties:
@@ -268,11 +286,7 @@ def _places(profile: Profile, n: int) -> list[int]:
             raise ValueError(
                 f"profile: a tie between blocks {tie.first} and {tie.last} of {blocks}"
             )
-    inner = [
-        place
-        for place in range(1, blocks)
-        if not any(tie.first < place <= tie.last for tie in profile.ties)
-    ]
+    inner = open_places(profile)
     if len(inner) < n - 1:
         shared = "; ".join(tie.what for tie in profile.ties)
         raise ValueError(
@@ -280,17 +294,6 @@ def _places(profile: Profile, n: int) -> list[int]:
             f"leave {len(inner)}: {shared}; {REMEDY}"
         )
     return [0, *inner, blocks]
-
-
-def _too_little_memory(costs: _Costs, places: list[int], limits: Sequence[float], n: int) -> str:
-    def needed(start: int, end: int, k: int) -> float:
-        return costs.memory(start, end, k) / max(limits[k], 1)
-
-    share, ends = _search(places, n, needed, max)
-    return (
-        f"memory_limit: no division into {n} stages keeps it; the one that comes closest (ends "
-        f"{list(ends)}) has a stage that takes {100 * share:.0f} % of its limit"
-    )
 
 
 # A plan's cut
@@ -324,9 +327,7 @@ class PlannedCut:
         """Raise ValueError unless the plan is for these blocks and this number of stages."""
         for index, (theirs, ours) in enumerate(zip_longest(self.names, names)):
             if theirs != ours:
-                said, has = (
-                    "nothing" if name is None else reprlib.repr(name) for name in (theirs, ours)
-                )
+                said, has = ("nothing" if n is None else reprlib.repr(n) for n in (theirs, ours))
                 raise ValueError(
                     f"plan: it is of another model: at block {index} its "
                     f"{reprlib.repr(self.model)} of {len(self.blocks)} blocks has {said}, this one "
@@ -349,38 +350,24 @@ def planned_cut(plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument) 
     elif hasattr(plan, "document"):
         document = plan.document()
     else:
-        raise TypeError(
-            f"plan: expected a file's name, a Plan or its document, got a {type(plan).__name__}"
-        )
+        kind = type(plan).__name__
+        raise TypeError(f"plan: expected a file's name, a Plan or its document, got a {kind}")
     try:
         return _planned(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"{where}: expected one that spectrain plan has written: {what}"
-        ) from error
+        where += ": expected one that spectrain plan has written"
+        raise ValueError(f"{where}: {what}") from error
 
 
 def _planned(document: Mapping[str, Any]) -> PlannedCut:
-    if document["spectrain_plan"] != PLAN_FORMAT:
-        raise ValueError(
-            f"spectrain_plan: expected format {PLAN_FORMAT}, got "
-            f"{reprlib.repr(document['spectrain_plan'])}"
-        )
+    if (form := document["spectrain_plan"]) != PLAN_FORMAT:
+        raise ValueError(f"spectrain_plan: expected format {PLAN_FORMAT}, got {reprlib.repr(form)}")
     blocks = made_of(BlockProfile, document["blocks"], "blocks")
     if not blocks or not all(isinstance(block.name, str) for block in blocks):
         raise ValueError("blocks: expected some, with names")
     ends = tuple(document["ends"])
-    if not (
-        ends
-        and all(type(end) is int for end in ends)
-        and all(a < b for a, b in zip((0, *ends), ends, strict=False))
-        and ends[-1] == len(blocks)
-    ):
-        raise ValueError(
-            f"ends: expected ascending numbers, the last of them {len(blocks)} (the blocks), got "
-            f"{reprlib.repr(document['ends'])}"
-        )
+    check_ends(ends, len(blocks))
     settings = dict(document["settings"])
     for name, value in settings.items():
         if not isinstance(value, _SETTINGS.get(name, ())) or isinstance(value, bool):

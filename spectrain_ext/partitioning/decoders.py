@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,10 +20,18 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport.message import Value
 
-from .columns import Inputs
-from .outline import SPLIT_HINT, Outline, adapted, evaluated, find_outline, hidden_of, members_of
+from .outline import (
+    SPLIT_HINT,
+    Inputs,
+    Outline,
+    adapted,
+    evaluated,
+    find_outline,
+    hidden_of,
+    members_of,
+)
 from .profile import BlockProfile, Profile, measure
-from .provenance import Provenance, is_valueless
+from .provenance import Provenance, is_valueless, running
 
 
 class _Inbox:
@@ -40,20 +47,21 @@ class _Inbox:
 
 
 class _EndOfStage(BaseException):
-    """Leaves a model's forward after the stage's last block."""
-
-    def __init__(self, hand: _Inbox, hidden: Tensor) -> None:
-        super().__init__()
-        self.hand = hand
-        self.hidden = hidden
+    """Leaves a model's forward, with the hidden state, after the stage's last block."""
 
 
 # Forwards of stand-ins, the valueless copies of other stages' modules
 
 
-def _pass_hidden_on(members: int, *args: Any, **kwargs: Any) -> Any:
+def _pass_hidden_on(
+    hand: _Inbox, members: int, enters: bool, leaves: bool, *args: Any, **kwargs: Any
+) -> Any:
     """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
+    if leaves:
+        raise _EndOfStage(hidden)
+    if enters:
+        hidden = hand.take()
     return (hidden, *[None] * (members - 1)) if members else hidden
 
 
@@ -154,23 +162,18 @@ class DecoderStage(nn.Module):
         blocks = list(members_of(model.get_submodule(outline.path)))
         for index, (module, members) in enumerate(zip(blocks, outline.members, strict=True)):
             name = f"{outline.path}.{index}"
-            here = first <= index < last
-            block = module if here else stand_in(name, partial(_pass_hidden_on, members))
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
-            if here and (enters or leaves):
-                block = copy_sharing(block, {})
-            if enters and here:
-                block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
-            elif enters:
-                block.register_forward_hook(partial(_replace, hand))
-            if leaves and here:
-                block.register_forward_hook(partial(_leave, hand))
-            elif leaves:
-                block.register_forward_pre_hook(partial(_leave_before, hand), with_kwargs=True)
-            if here:
-                self.block_names.append(f"model.{name}")
-            if block is not module:
+            if not first <= index < last:
+                yield name, stand_in(name, partial(_pass_hidden_on, hand, members, enters, leaves))
+                continue
+            self.block_names.append(f"model.{name}")
+            if enters or leaves:
+                block = copy_sharing(module, {})
+                if enters:
+                    block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
+                if leaves:
+                    block.register_forward_hook(_leave)
                 yield name, block
 
     def forward(self, value: Any) -> Any:
@@ -183,9 +186,7 @@ class DecoderStage(nn.Module):
             output = self.model(**given, **outline.fixed)
             left = self._last
         except _EndOfStage as leaving:
-            if leaving.hand is not hand:
-                raise
-            output, left = leaving.hidden, True
+            (output,), left = leaving.args, True
         finally:
             hand.hidden = None
         if not hand.taken or not left:
@@ -224,16 +225,8 @@ def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return args, {**kwargs, "hidden_states": hand.take()}
 
 
-def _replace(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
-    return (hand.take(), *output[1:]) if isinstance(output, (tuple, list)) else hand.take()
-
-
-def _leave(hand: _Inbox, _: nn.Module, args: object, output: Any) -> Any:
-    raise _EndOfStage(hand, output[0] if isinstance(output, (tuple, list)) else output)
-
-
-def _leave_before(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _EndOfStage(hand, hidden_of(args, kwargs))
+def _leave(_: nn.Module, args: object, output: Any) -> Any:
+    raise _EndOfStage(output[0] if isinstance(output, (tuple, list)) else output)
 
 
 def copy_sharing(
@@ -251,12 +244,8 @@ def copy_sharing(
             children[name] = copy_sharing(child, replaced, path + ".")
     vars(copied)["_modules"] = children
     vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
-    for own in (
-        "_buffers",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    ):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    for own in ("_buffers", *hooks):
         vars(copied)[own] = copy.copy(vars(module)[own])
     return copied
 
@@ -274,7 +263,7 @@ class Decoder:
         if is_valueless(model):
             self.provenance = Provenance(model)
             self.example = self.provenance.given(self.example)
-        with self.watched():
+        with running(self.provenance):
             outline, self.output = find_outline(model, self.example, example is None, more)
             outline = replace(outline, prefix=prefix)
             if given is not model:
@@ -306,21 +295,14 @@ class Decoder:
             f"{why}; {SPLIT_HINT}"
         ) from why
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which to run the model, which may be without values."""
-        return nullcontext() if self.provenance is None else self.provenance.kept()
-
     @property
     def names(self) -> list[str]:
         """Names of the blocks; those before and after the list by a module with parameters."""
         outline = self.outline
-        learns = {
-            name: side_module
-            for name, side_module in outline.side_modules.items()
-            if next(self.model.get_submodule(name).parameters(), None) is not None
-        }
-        first = next((name for name, side in learns.items() if side.before), "before")
-        last = next((n for n, side in learns.items() if side.after and not side.before), "after")
+        sides = outline.side_modules.items()
+        learn = [(n, side) for n, side in sides if [*self.model.get_submodule(n).parameters()]]
+        first = next((name for name, side in learn if side.before), "before")
+        last = next((name for name, side in learn if side.after and not side.before), "after")
         return [first, *(f"{outline.path}.{index}" for index in range(len(outline.members))), last]
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
@@ -333,20 +315,18 @@ class Decoder:
         return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
-        found = _tensors(self._run(stages, self.example))
-        wanted = _tensors(self.output)
-        same = len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=False):
-            alike = _close if self.provenance is None else self.provenance.same
-            same = same and a.shape == b.shape and alike(a, b)
-        if not same:
+        found, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
+        alike = _close if self.provenance is None else self.provenance.same
+        if len(found) != len(wanted) or not all(
+            a.shape == b.shape and alike(a, b) for a, b in zip(found, wanted, strict=True)
+        ):
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
-        with evaluated(nn.ModuleList([self.model, *stages])), self.watched():
+        with evaluated(nn.ModuleList([self.model, *stages])), running(self.provenance):
             for stage in stages:
                 value = stage(value)
         return value

@@ -1,24 +1,35 @@
-"""Fills stages on the meta device with values from files or from an initializer."""
+"""Fills stages on the meta device with values from safetensors files or from an initializer."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spectrain_ext.errors import CheckpointError, differing, kind_of
+from spectrain_ext.files import MODEL_INDEX, read_json
 from spectrain_ext.rng import RNG_LOCK, mixed_seed
 
 from .outline import is_pretrained
-from .stored import Source, Stored, sources_of
+from .provenance import slots_of
+
+_ONE = "model.safetensors"
+_LARGEST = 2**28  # bytes of an index
+# By the first two letters of safetensors' name of a dtype; other names are integers.
+_KINDS = dict.fromkeys(("F8", "F1", "F3", "F6", "BF"), "floating point")
+_KINDS |= {"BO": "bool", "C6": "complex"}
 
 Initializer = Callable[[nn.Module], object]
 
@@ -79,24 +90,33 @@ def materialize(
     )
     if source is not None:
         filler.find(Stored(source), strict)
-    with ExitStack() as undo, torch.no_grad():
-        undo.callback(filler.undo)
-        filler.allocate()
-        filler.initialize()
-        filler.read()
-        undo.pop_all()
+    with torch.no_grad():
+        try:
+            filler.allocate()
+            filler.initialize()
+            filler.read()
+        except BaseException:
+            filler.undo()
+            raise
     filler.keep()
+
+
+class Source(NamedTuple):
+    """The stored tensor, or several to be combined, for one tensor of the model."""
+
+    names: tuple[str, ...]  # in the files
+    make: Callable[[], Tensor]  # reads it, on the CPU
 
 
 @dataclass(eq=False)
 class _StageTensor:
     old: Tensor
+    new: Tensor
     shown: str  # description for errors
     names: list[str] = field(default_factory=list)  # in the uncut model, earliest stage's first
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     saved: bool = False
     source: Source | None = None
-    new: Tensor | None = None
 
     def put(self, tensor: Tensor) -> None:
         self.new = tensor
@@ -108,9 +128,7 @@ class _Filler:
     def __init__(
         self, stages: Sequence[nn.Module], device: torch.device, init: Initializer | None
     ) -> None:
-        self._stages = stages
-        self._device = device
-        self._init = init
+        self._stages, self._device, self._init = stages, device, init
         self._tensors: dict[int, _StageTensor] = {}
         self._own: dict[nn.Module, list[_StageTensor]] = {}
         self._where: object = None
@@ -119,18 +137,13 @@ class _Filler:
         self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
         self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
-            self._collect(stage)
-
-    def _collect(self, stage: nn.Module) -> None:
-        tied = getattr(stage, "tied_names", {})
-        for path, module in stage.named_modules(remove_duplicate=False):
-            for key, tensor in chain(module._parameters.items(), module._buffers.items()):
-                if tensor is None:
-                    continue
-                name = f"{path}.{key}" if path else key
+            place = getattr(stage, "cut_place", None)
+            called = type(stage).__name__ if place is None else f"stage {place[0]}"
+            tied = getattr(stage, "tied_names", {})
+            for module, key, name, tensor in slots_of(stage):
                 kind = "parameter" if key in module._parameters else "buffer"
-                shown = f"{_called(stage)}: {kind} {name!r}"
-                held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, shown))
+                shown = f"{called}: {kind} {name!r}"
+                held = self._tensors.setdefault(id(tensor), _StageTensor(tensor, tensor, shown))
                 held.names += tied.get(name) or [_full_name(stage, name)]
                 held.places.append((module, key))
                 if (origin := _origin(module)) is not module:
@@ -157,9 +170,8 @@ class _Filler:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
                 dtype = held.old.dtype
-                if source is not first and not first.make().to(dtype).equal(
-                    source.make().to(dtype)
-                ):
+                same = source is first or first.make().to(dtype).equal(source.make().to(dtype))
+                if not same:
                     raise CheckpointError(f"{stored.path}: {differing(first.names[0], key)}")
             if held.source is None and held.saved and self._init is None:
                 raise CheckpointError(
@@ -193,7 +205,7 @@ class _Filler:
 
     def read(self) -> None:
         for held in self._tensors.values():
-            if held.source is not None and held.new is not None:
+            if held.source is not None:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
                 _check(held, self._where, names, value.shape, kind_of(value.dtype))
@@ -202,7 +214,6 @@ class _Filler:
                 del value  # unmap it before the next one
 
     def keep(self) -> None:
-        """Remember the new tensors for stages that share them and are filled later."""
         for module in self._own:
             vars(module).pop("origin", None)
         for held in self._tensors.values():
@@ -216,8 +227,10 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        with RNG_LOCK, _generators(self._device) as generators:
-            self._generators, self._seed = generators, torch.initial_seed()
+        self._generators = _generators(self._device)
+        others = [generator.device for generator in self._generators[1:]]
+        with RNG_LOCK, torch.random.fork_rng(others):
+            self._seed = torch.initial_seed()
             for stage in self._stages:
                 self._initialize_module(stage, "", stage, _reset)
             self._note_initialized(list(self._empty))
@@ -271,16 +284,14 @@ class _Filler:
                 now = getattr(module, key)
                 if now is not held.new and not now.is_meta:
                     held.put(now)  # replaced by the initializer: use it in all places
-            if not self._is_empty(held):
+            if _is_marked_by_nan(held.new):
+                is_empty = bool(held.new.sum().isnan())
+            else:
+                is_empty = held.new._version == self._empty[held]
+            if not is_empty:
                 del self._empty[held]
                 found.append(held)
         return found
-
-    def _is_empty(self, held: _StageTensor) -> bool:
-        assert held.new is not None
-        if _is_marked_by_nan(held.new):
-            return bool(held.new.sum().isnan())
-        return held.new._version == self._empty[held]
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:
@@ -288,20 +299,14 @@ def _is_marked_by_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
-@contextmanager
-def _generators(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Yield the generators that initializers draw from, and restore them afterwards."""
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that initializers draw from."""
     found = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         found.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in found]
-    try:
-        yield found
-    finally:
-        for generator, state in zip(found, states, strict=True):
-            generator.set_state(state)
+    return found
 
 
 def _reset(module: nn.Module) -> None:
@@ -322,11 +327,6 @@ def _full_name(stage: nn.Module, name: str) -> str:
     return full_name(name) if callable(full_name) else name
 
 
-def _called(stage: nn.Module) -> str:
-    place = getattr(stage, "cut_place", None)
-    return type(stage).__name__ if place is None else f"stage {place[0]}"
-
-
 def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], kind: str) -> None:
     if list(shape) != list(held.old.shape):
         raise CheckpointError(
@@ -337,3 +337,125 @@ def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], k
         raise CheckpointError(
             f"{where}: {name!r} is {kind}, expected {kind_of(held.old.dtype)} for {held.shown}"
         )
+
+
+# Files
+
+
+class Stored:
+    """A safetensors file, or a folder with one or with an index of several."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
+        index = self.path / MODEL_INDEX
+        if not self.path.is_dir() or (self.path / _ONE).is_file():
+            file = self.path / _ONE if self.path.is_dir() else self.path
+            with _opened(file) as opened:
+                self.files = dict.fromkeys(opened.keys(), file)
+            return
+        if not index.is_file():
+            raise CheckpointError(f"{self.path}: expected {_ONE} or {MODEL_INDEX} there")
+        try:
+            places = read_json(index, _LARGEST)["weight_map"]
+            files = {str(key): str(name) for key, name in places.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: cannot be read, {error!r}") from error
+        for key, name in files.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: {key!r} is in {name!r}, which is no file's name")
+        self.files = {key: self.path / name for key, name in files.items()}
+
+    def look(self, key: str) -> tuple[list[int], str]:
+        """Return a tensor's shape and kind of numbers."""
+        file = self.files[key]
+        if file not in self._headers:
+            with _opened(file) as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                self._headers[file] = {
+                    name: (list(part.get_shape()), _KINDS.get(part.get_dtype()[:2], "integer"))
+                    for name, part in slices.items()
+                }
+        if key not in self._headers[file]:
+            raise CheckpointError(f"{file}: has no {key!r}, which the index says is there")
+        return self._headers[file][key]
+
+    def read(self, key: str) -> Tensor:
+        # Opened for each tensor: what has been read of a mapped file stays in memory.
+        with _opened(self.files[key]) as opened:
+            tensor: Tensor = opened.get_tensor(key)
+            return tensor
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot be read, {error}") from error
+
+
+def sources_of(
+    stored: Stored,
+    known: Set[str],
+    # A Hugging Face model, which knows older names, conversions of tensors that files hold in other
+    # pieces, and the prefix that a base model's files lack; or None.
+    pretrained: Any,
+) -> tuple[dict[str, Source], list[str]]:
+    """Return the source for each of a model's names, and the stored tensors that match no name."""
+    renamings: list[Any] = []
+    converters: dict[str, Any] = {}  # by the pattern of a stored name
+    if pretrained is not None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        for each in get_model_conversion_mapping(pretrained):
+            if isinstance(each, WeightConverter):
+                converters.update(dict.fromkeys(each.source_patterns, each))
+            else:
+                renamings.append(each)
+    distinct = list(dict.fromkeys(converters.values()))
+    found: dict[str, Source] = {}
+    pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
+    left: list[str] = []
+    prefix = f"{getattr(pretrained, 'base_model_prefix', '')}."
+
+    def own(name: str) -> str | None:
+        ways = (name, prefix + name, name.removeprefix(prefix))
+        return next((way for way in ways if way in known), None)
+
+    def combined(names: tuple[str, ...], given: list[tuple[str, str]], name: str) -> Tensor:
+        converter = deepcopy(converters[given[0][1]])
+        for key, pattern in given:
+            converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
+        made = converter.convert(names[0], model=pretrained, config=pretrained.config)[name]
+        tensor: Tensor = made[0] if isinstance(made, list) else made
+        return tensor
+
+    for key in sorted(stored.files, key=_by_numbers):
+        renamed, pattern = key, None
+        if pretrained is not None:
+            renamed, pattern = rename_source_key(key, renamings, distinct)
+        if pattern is not None:
+            first, *_ = targets = converters[pattern].target_patterns
+            names = tuple(own(renamed.replace(first, target)) or "" for target in targets)
+            if all(names):
+                pieces.setdefault(names, []).append((key, pattern))
+                continue
+        name = own(renamed) or own(key)
+        if name is None:
+            left.append(key)
+        else:
+            found[name] = Source((key,), partial(stored.read, key))
+    for names, given in pieces.items():
+        keys = tuple(key for key, _ in given)
+        for name in names:
+            found[name] = Source(keys, partial(combined, names, given, name))
+    ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return found, [key for key in left if not any(re.search(way, key) for way in ignored)]
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 2 before layer 10; pieces are combined in this order."""
+    return [(int(atom), "") if atom.isdigit() else (-1, atom) for atom in name.split(".")]

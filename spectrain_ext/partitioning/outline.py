@@ -1,22 +1,154 @@
-"""Finds a model's list of blocks, and what surrounds it, by hooks on a forward."""
+"""Finds how to call a model, its list of blocks, and what surrounds it, by hooks on a forward."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .columns import Columns, columns_of
-
 SPLIT_HINT = (
     "name submodules to cut before (split_points), or give a list of blocks with before= and after="
 )
+
+Inputs = dict[str, Tensor]
+
+_FIRST = ("attention_mask", "position_ids", "token_type_ids")
+_NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
+_OPTIONS = ("output_", "return_", "use_", "logits_to_keep")
+_LABELS = ("label", "labels", "label_ids")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How to pass tensors to a forward: by position if there are no names."""
+
+    names: tuple[str, ...] = ()
+    whole: bool = False  # pass a dict as the only argument
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments
+
+    def __call__(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.names:
+            return tuple(values), {}
+        named = dict(zip(self.names, values, strict=True))
+        return ((named,), {}) if self.whole else ((), named)
+
+    def run(self, model: nn.Module, value: Any) -> Any:
+        args, kwargs = self(value if isinstance(value, tuple) else (value,))
+        return model(*args, **kwargs, **self.fixed)
+
+
+BY_POSITION = Call()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The use of each column of a batch; columns not named here are dropped."""
+
+    takes: tuple[str, ...]  # that the forward accepts, the main one first
+    needed: tuple[str, ...]  # that the forward requires
+    labels: tuple[str, ...] = ()  # parameters of the forward that only its loss uses
+    refused: tuple[str, ...] = ()  # parameters of the forward that stages do not accept
+    more: tuple[str, ...] = ()  # that the caller keeps for the loss
+    whole: bool = False  # whether the forward takes a dict
+
+    @property
+    def call(self) -> Call:
+        return Call(self.takes, self.whole)
+
+    def kept(self, batch: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the columns to keep, as transformers' ``Trainer`` does; checks as ``of``."""
+        self.of(batch, where)
+        names = (*self.takes, *self.labels, *_LABELS, *self.more)
+        return {n: value for n, value in batch.items() if n in names and value is not None}
+
+    def of(self, batch: object, where: str = "batch") -> Inputs:
+        """Return the forward's columns of a batch; TypeError if they do not fit."""
+        if isinstance(batch, Tensor):
+            batch = {self.takes[0]: batch}
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"{where}: expected a mapping of the model's arguments, or {self.takes[0]!r} "
+                f"alone, got a {type(batch).__name__}"
+            )
+        given = {name: value for name, value in batch.items() if value is not None}
+        if any(name not in given for name in self.needed):
+            rest = [name for name in self.takes if name not in self.needed]
+            said = quoted(self.needed) + (f", and maybe {quoted(rest)}" if rest else "")
+            said += f", and for the loss {quoted(self.labels)}" if self.labels else ""
+            raise TypeError(f"{where}: expected {said}; got {quoted(batch)}")
+        for name in self.refused:
+            if name in given and name not in self.more:
+                raise TypeError(
+                    f"{where}: the model's forward takes {name!r}, and its stages do not, which "
+                    f"were cut with {quoted(self.takes)}; leave it out, or cut the model with an "
+                    "example_input that has it"
+                )
+        return {name: given[name] for name in self.takes if name in given}
+
+    def narrowed(self, example: object) -> Columns:
+        """Restrict to an example's columns: a traced model takes and needs exactly these."""
+        given = tuple(self.of(example))
+        left = tuple(name for name in self.takes if name not in given)
+        return replace(self, takes=given, needed=given, refused=(*self.refused, *left))
+
+
+def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
+    """Return the columns for the forward of a Hugging Face model."""
+    parameters = inspect.signature(model.forward).parameters
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    named = [n for n, p in parameters.items() if p.kind not in _VARIADIC and n != main]
+    refused = tuple(n for n in named if n in _NEVER or n.startswith(_OPTIONS))
+    labels = tuple(n for n in named if _is_label(n) and n not in refused)
+    rest = [n for n in named if n not in (*labels, *refused)]
+    rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    return Columns((main, *rest), (main,), labels, refused, more)
+
+
+def columns_in(
+    model: nn.Module, example: Mapping[str, object], more: tuple[str, ...] = ()
+) -> Columns:
+    """Return the columns for any forward: keywords if those of the example fit, or one dict."""
+    parameters = inspect.signature(model.forward).parameters
+    named = {n: p for n, p in parameters.items() if p.kind not in _VARIADIC}
+    positional = [n for n, p in named.items() if p.kind is not p.KEYWORD_ONLY]
+    keywords = [n for n, p in named.items() if p.kind is not p.POSITIONAL_ONLY]
+    needed = [n for n, p in named.items() if p.default is p.empty]
+    tensors = tuple(name for name, value in example.items() if isinstance(value, Tensor))
+    wanted = [name for name in keywords if example.get(name) is not None]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = (*wanted, *(n for n in tensors if any_name and n not in named))
+    if given and set(needed) <= set(given):
+        for name in given:
+            if name not in tensors:
+                kind = type(example[name]).__name__
+                raise TypeError(f"example_input[{name!r}]: expected a tensor, got a {kind}")
+        labels = tuple(name for name in keywords if _is_label(name) and name not in given)
+        rest = tuple(name for name in keywords if name not in (*given, *labels))
+        return Columns(given, given, labels, rest, more)
+    if tensors and not wanted and positional and set(needed) <= {positional[0]}:
+        return Columns(tensors, tensors, more=more, whole=True)
+    raise TypeError(
+        f"example_input: the model's forward needs {quoted(needed) or 'other arguments'}, got "
+        f"{quoted(example)}"
+    )
+
+
+def _is_label(name: str) -> bool:
+    return "label" in name or name in ("start_positions", "end_positions")
+
+
+def quoted(names: Iterable[object]) -> str:
+    return ", ".join(map(repr, names))
+
+
+# Models with a list of blocks
 
 
 @dataclass(frozen=True)
@@ -78,15 +210,17 @@ def adapted(model: nn.Module) -> tuple[nn.Module, str]:
     return base, f"{name}."
 
 
-def takes_ids(model: object) -> bool:
-    return getattr(model, "main_input_name", None) == "input_ids"
-
-
 def outline_columns(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
 ) -> tuple[Outline, Any]:
     """Run a model; return an outline with its columns only, and its output."""
-    outline = Outline("", (), {}, columns_of(model, more), _fixed(model))
+    known = inspect.signature(model.forward).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    caches = "use_cache" in known or (any_name and hasattr(of_text, "use_cache"))
+    fixed = {"use_cache": False} if caches else {}
+    outline = Outline("", (), {}, columns_of(model, more), fixed)
     given = outline.columns.of(example, "example_input")
     try:
         with evaluated(model):
@@ -102,15 +236,6 @@ def outline_columns(
             why += "; give decoder_input_ids too: its stages do not make them from labels"
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
         raise ValueError(f"example_input: {what} {shapes}: {why}") from error
-
-
-def _fixed(model: nn.Module) -> dict[str, Any]:
-    known = inspect.signature(model.forward).parameters
-    more = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    config: Any = getattr(model, "config", None)
-    of_text = getattr(config, "get_text_config", lambda: config)()
-    caches = "use_cache" in known or (more and hasattr(of_text, "use_cache"))
-    return {"use_cache": False} if caches else {}
 
 
 def find_outline(
@@ -134,7 +259,8 @@ def find_outline(
             f"model: {type(model).__name__} divides its weights in evaluation, of which a pipeline "
             "keeps several versions; set model.config.rescale_every = 0"
         )
-    with _Watch(model) as watch:
+    watch = _Watch(model)
+    with hooked(model.modules(), watch.begin, watch.end):
         outline, output = outline_columns(model, example, made_up, more)
     path, members = watch.blocks()
     outside = watch.side_modules(path)
@@ -159,13 +285,28 @@ def evaluated(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module], begin: Callable[..., None], end: Callable[..., None]
+) -> Iterator[None]:
+    """Call functions before the modules' forwards, with their keyword arguments too, and after."""
+    handles: list[Any] = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class _Watch:
     """Records when a model's modules are called, and which list members feed the next."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kind = type(model).__name__
-        self._handles: list[Any] = []
         self._calls: dict[nn.Module, list[tuple[int, int]]] = {}  # begins and ends, by _turn
         self._open: dict[nn.Module, list[int]] = {}
         self._returned: dict[nn.Module, Any] = {}
@@ -179,26 +320,13 @@ class _Watch:
         }
         self._listed = {member for members in self._lists.values() for member in members}
 
-    def __enter__(self) -> _Watch:
-        for module in self._model.modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(self._end),
-            ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._made = None
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._turn += 1
         self._open.setdefault(module, []).append(self._turn)
         if module in self._listed and self._made and self._made[0] is hidden_of(args, kwargs):
             self._follows[module] = self._made[1]
 
-    def _end(self, module: nn.Module, args: object, output: Any) -> None:
+    def end(self, module: nn.Module, args: object, output: Any) -> None:
         self._turn += 1
         self._calls.setdefault(module, []).append((self._open[module].pop(), self._turn))
         several = isinstance(output, (tuple, list))

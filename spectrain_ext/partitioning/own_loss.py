@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.rng import RNG_LOCK
-
 from .decoders import copy_sharing
-from .outline import Outline, evaluated
-from .profile import untouched
-from .provenance import Provenance
+from .outline import Outline, evaluated, quoted
+from .profile import forked_rng, untouched
+from .provenance import Provenance, running
 
 #: The label of positions without a loss.
 _IGNORED = -100
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class OwnLoss:
     """``loss_fn(output, batch)``, the ``loss`` that the model returns when it gets labels.
 
@@ -27,30 +27,19 @@ class OwnLoss:
     mean is exact over microbatches with different numbers of labels.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        # The model's arguments for the function; an _Argument names the source of a tensor.
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        labels: tuple[str, ...],
-        predicted: slice | None = None,  # labels in the sum; None: the loss is a mean over samples
-    ) -> None:
-        self._function = function
-        self._predicted = predicted
-        self._args = args
-        self._kwargs = kwargs
-        self.labels = labels
+    _function: Callable[..., Tensor]
+    # The model's arguments for the function; an _Argument names the source of a tensor.
+    _args: tuple[Any, ...]
+    _kwargs: Mapping[str, Any]
+    labels: tuple[str, ...]
+    _predicted: slice | None = None  # labels in the sum; None: the loss is a mean over samples
 
     def _with_labels(self, batch: Any) -> Any:
         if isinstance(batch, Tensor) and len(self.labels) == 1:
             batch = {self.labels[0]: batch}
         if not isinstance(batch, Mapping) or any(name not in batch for name in self.labels):
-            has = (
-                ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-            )
-            names = ", ".join(map(repr, self.labels))
-            raise TypeError(f"batch: the loss needs {names}, got {has}")
+            has = quoted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise TypeError(f"batch: the loss needs {quoted(self.labels)}, got {has}")
         return batch
 
     def count(self, batch: Any) -> Tensor:
@@ -88,23 +77,21 @@ def own_loss(
     """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
-    given = outline.columns.of(example)
     labels = _labels(model.config, outline.columns.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
+    batch = {**outline.columns.of(example), **labels}
     config = vars(model.config)
     before = dict(config)
     found: OwnLoss | str = ""
     try:
         with evaluated(model):
-            found = _learned(model, given, labels, outline, provenance)
+            found = _learned(model, batch, tuple(labels), outline.fixed, provenance)
             if isinstance(found, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
-                devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-                draws = torch.random.fork_rng(devices)
-                with RNG_LOCK, untouched(model), draws, suppress(Exception):
+                with untouched(model), forked_rng([model]), suppress(Exception):
                     model.train()
-                    trained = _learned(model, given, labels, outline, provenance)
+                    trained = _learned(model, batch, tuple(labels), outline.fixed, provenance)
                     found = trained if isinstance(trained, str) else found
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
@@ -116,9 +103,9 @@ def own_loss(
 
 def _learned(
     model: Any,
-    given: Mapping[str, Tensor],
-    labels: Mapping[str, Tensor],
-    outline: Outline,
+    batch: Mapping[str, Tensor],
+    labels: tuple[str, ...],
+    fixed: Mapping[str, Any],
     provenance: Provenance | None,
 ) -> OwnLoss | str:
     """Return a model's loss in its present mode, if recomputing it gives the same value."""
@@ -132,12 +119,11 @@ def _learned(
 
     copied = copy_sharing(model, {})
     vars(copied)["_loss_function"] = watched
-    with nullcontext() if provenance is None else provenance.kept():
-        output = copied(**given, **labels, **outline.fixed)
+    with running(provenance):
+        output = copied(**batch, **fixed)
     if len(calls) != 1:
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs = calls[0]
-    batch = {**given, **labels}
 
     def place(value: Any) -> Any:
         for source, holder in (("output", output), ("batch", batch)):
@@ -147,9 +133,9 @@ def _learned(
         return None if isinstance(value, Tensor) else value
 
     arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
-    loss = OwnLoss(real, *arguments, tuple(labels))
+    loss = OwnLoss(real, *arguments, labels)
     try:
-        with nullcontext() if provenance is None else provenance.kept():
+        with running(provenance):
             found = loss(output, batch)
             assert isinstance(found, Tensor)
             same = torch.equal if provenance is None else provenance.same
@@ -159,12 +145,11 @@ def _learned(
     if not is_same:
         return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
     if provenance is not None:  # there are no values, so make some up
-        output, batch = (
-            {key: _with_values(value) for key, value in each.items()} for each in (output, batch)
-        )
+        output = {key: _with_values(value) for key, value in output.items()}
+        batch = {key: _with_values(value) for key, value in batch.items()}
     # Is it a mean over all labels, or over all but the first (next-token prediction)?
     for predicted in (slice(None), slice(1, None)):
-        summed = OwnLoss(real, *arguments, tuple(labels), predicted)
+        summed = replace(loss, _predicted=predicted)
         if _is_quotient(loss, summed, output, batch):
             return summed
     return loss

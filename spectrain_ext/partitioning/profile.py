@@ -6,7 +6,7 @@ import reprlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
 from .outline import modes_kept
-from .provenance import Provenance, Writes, is_valueless, storage_of
+from .provenance import Provenance, Writes, is_valueless, running, storage_of
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
 _MOST = 10**18  # limit of a profile's numbers, so that sums, products and squares stay finite
@@ -60,35 +60,23 @@ def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class BlockProfile:
-    """The cost of one block for one microbatch.
+    """The cost of one block for one microbatch."""
 
-    Attributes:
-        seconds: time of one forward and backward.
-        output_bytes: size of the tensors passed to the next block.
-        parameter_bytes: size of the parameters, each counted once.
-        saved_bytes: size of the tensors that autograd saves for the backward, without parameters.
-        name: the model's name of the block or of its first submodule, for messages.
-        forward_seconds: time of the forward; None: a third of ``seconds``.
-    """
-
-    seconds: float
-    output_bytes: int = 0
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-    name: str = ""
-    forward_seconds: float | None = None
+    seconds: float  # of one forward and backward
+    output_bytes: int = 0  # of the tensors passed to the next block
+    parameter_bytes: int = 0  # each parameter counted once
+    saved_bytes: int = 0  # of what autograd saves for the backward, without parameters
+    name: str = ""  # of the block or of its first submodule in the model, for messages
+    forward_seconds: float | None = None  # None: a third of ``seconds``
 
     def __post_init__(self) -> None:
         for field in ("seconds", "output_bytes", "parameter_bytes", "saved_bytes"):
             check_number(field, getattr(self, field))
-        if self.forward_seconds is None:
-            return
-        check_number("forward_seconds", self.forward_seconds)
-        if self.forward_seconds > self.seconds:
-            raise ValueError(
-                f"forward_seconds: expected 0 to all of the {self.seconds} seconds, got "
-                f"{self.forward_seconds}"
-            )
+        if (forward := self.forward_seconds) is not None:
+            check_number("forward_seconds", forward)
+            if forward > self.seconds:
+                most = f"all of the {self.seconds} seconds"
+                raise ValueError(f"forward_seconds: expected 0 to {most}, got {forward}")
 
     @property
     def parts(self) -> tuple[float, float]:
@@ -98,17 +86,11 @@ class BlockProfile:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Something that two blocks share, so that they must be on one stage.
+    """Something that two blocks share, so that they must be on one stage."""
 
-    Attributes:
-        first: index of the earlier block.
-        last: index of the later block.
-        what: description of both places, for messages.
-    """
-
-    first: int
+    first: int  # index of the earlier block
     last: int
-    what: str
+    what: str  # both places, for messages
 
     def __post_init__(self) -> None:
         check_number("first", self.first)
@@ -137,12 +119,7 @@ class Profile:
     shared: tuple[Tie, ...] = ()
 
 
-def measure(
-    blocks: Sequence[nn.Module],
-    example_input: Value,
-    *,
-    repeats: int = 5,
-) -> Profile:
+def measure(blocks: Sequence[nn.Module], example_input: Value, *, repeats: int = 5) -> Profile:
     """Time the forward and backward of every block, and return the medians.
 
     Parameters, gradients, module buffers and random number generators are left unchanged. Blocks on
@@ -169,17 +146,15 @@ def measure(
     if is_valueless(*blocks):
         return Profile(tuple(_estimated(blocks, value)))
     found: list[BlockProfile] = []
-    with _forked_rng(blocks):
+    with forked_rng(blocks):
         for index, block in enumerate(blocks):
             with untouched(block):
-                last = index == len(blocks) - 1
-                profile, value = _measured(block, value, index, last, repeats)
+                profile, value = _measured(block, value, index, index == len(blocks) - 1, repeats)
             found.append(profile)
     return Profile(tuple(found))
 
 
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
-    """Estimate the cost of blocks on the meta device from their operations."""
     from torch.utils.flop_counter import FlopCounterMode
 
     provenance = Provenance(nn.ModuleList(blocks))
@@ -188,13 +163,8 @@ def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfi
         for index, block in enumerate(blocks):
             saved: dict[int, int] = {}
             counter = FlopCounterMode(display=False)
-            with (
-                counter,
-                _counting(block, saved),
-                blaming_example(f"block {index} ({type(block).__name__})", value),
-            ):
-                output = block(_entered(value, index))
-            output = _checked(output, index, index == len(blocks) - 1)
+            with counter, _counting(block, saved):
+                output = _output(block, _entered(value, index), index, index == len(blocks) - 1)
             value = each(output, Tensor.detach)
             seconds = 3e-12 * counter.get_total_flops()
             yield _profile(index, block, seconds, value, sum(saved.values()))
@@ -245,19 +215,14 @@ def _counting(block: nn.Module, saved: dict[int, int]) -> saved_tensors_hooks:
 
 def profile_by_parameters(blocks: Sequence[nn.Module]) -> Profile:
     """Return a profile with a nanosecond per parameter, without running the blocks."""
-
-    def block(index: int, module: nn.Module) -> BlockProfile:
+    found = []
+    for index, module in enumerate(blocks):
         # An embedding looks up one row per token, which takes no time.
-        looked_up = {
-            p
-            for part in module.modules()
-            if isinstance(part, nn.Embedding)
-            for p in part.parameters()
-        }
+        tables = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+        looked_up = {p for table in tables for p in table.parameters()}
         used = sum(p.numel() for p in module.parameters() if p not in looked_up)
-        return _profile(index, module, 1e-9 * used)
-
-    return Profile(tuple(block(index, module) for index, module in enumerate(blocks)))
+        found.append(_profile(index, module, 1e-9 * used))
+    return Profile(tuple(found))
 
 
 def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
@@ -285,21 +250,16 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
             f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
             "every rank must cut the same model"
         )
-    numbers = torch.tensor(
-        [
-            (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
-            for b in profile.blocks
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.broadcast(numbers, 0)
-    told = [
-        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
-        for (seconds, output, parameters, saved, forward), block in zip(
-            numbers.tolist(), profile.blocks, strict=True
-        )
+    sent = [
+        (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
+        for b in profile.blocks
     ]
+    numbers = torch.tensor(sent, dtype=torch.float64, device=device)
+    dist.broadcast(numbers, 0)
+    told = []
+    for (seconds, *sizes, forward), block in zip(numbers.tolist(), profile.blocks, strict=True):
+        output, parameters, saved = map(int, sizes)
+        told.append(BlockProfile(seconds, output, parameters, saved, block.name, forward))
     return Profile(tuple(told))
 
 
@@ -327,9 +287,7 @@ def _forward_backward(
     with torch.enable_grad():
         _forget(given)
         start = time.perf_counter()
-        with blaming_example(f"block {index} ({type(block).__name__})", value):
-            output = block(given)
-        output = _checked(output, index, last)
+        output = _output(block, given, index, last)
         _wait(output)
         forward = time.perf_counter() - start
         roots = [t for t in tensors_in(output) if t.requires_grad]
@@ -363,7 +321,7 @@ def _forget(value: Value) -> None:
 
 
 @contextmanager
-def _forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def forked_rng(blocks: Iterable[nn.Module]) -> Iterator[None]:
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
     with RNG_LOCK, torch.random.fork_rng(devices=cuda):
@@ -376,26 +334,22 @@ def written_buffers(
     example: object,
     blocks: Sequence[nn.Module],  # may hold further buffers, such as constants of the code
 ) -> set[int]:
-    """Return the storages of module buffers that a forward writes to, in training or evaluation.
-
-    They are those of all buffers if ``example`` is None or a forward fails.
-    """
+    """Return the storages of buffers that a forward writes to; all without an example that runs."""
     storages = {storage_of(b) for module in (model, *blocks) for b in module.buffers()}
     if example is None:
         return storages
     provenance = Provenance(model) if is_valueless(model) else None
+    writes = Writes()
     try:
         value = as_value(example, "example_input")
-        with modes_kept(model), untouched(model), _forked_rng([model]), ExitStack() as inside:
-            if provenance is not None:
-                value = provenance.given(value)
-                inside.enter_context(provenance.kept())
-            inside.enter_context(writes := Writes())
-            inside.enter_context(torch.no_grad())
+        if provenance is not None:
+            value = provenance.given(value)
+        with modes_kept(model), untouched(model), forked_rng([model]), running(provenance), writes:
             for training in (True, False):
                 for module in model.modules():
                     module.training = training
-                run(_entered(value, 0))
+                with torch.no_grad():
+                    run(_entered(value, 0))
     except Exception:
         return storages
     found = writes.storages
@@ -431,8 +385,8 @@ def _wait(value: Value) -> None:
             torch.cuda.synchronize(device)
 
 
-def _checked(output: object, index: int, last: bool) -> Value:
-    """Return the value for the next block, or the tensors in the last block's output."""
-    if last:
-        return tuple(tensors_in(output))
-    return as_value(output, f"block {index}", refused)
+def _output(block: nn.Module, given: Value, index: int, last: bool) -> Value:
+    """Run a block; return the value for the next one, or the tensors in the last one's output."""
+    with blaming_example(f"block {index} ({type(block).__name__})", given):
+        output = block(given)
+    return tuple(tensors_in(output)) if last else as_value(output, f"block {index}", refused)

@@ -65,28 +65,22 @@ class Program:
         self._module = module
         self._form = form
         self._guards = guards
-        self._single_sample_error: str | None = None
+        #: why a single sample has no program, if this one is not for it
+        self.single_sample_error: str | None = None
         self._dtypes = [t.dtype for t in tensors]
-        constants = list(_constants(module))
+        nodes = [node for part in _graphs(module) for node in part.graph.nodes]
+        constants: list[Any] = []
+        map_aggregate([(node.args, node.kwargs) for node in nodes], constants.append)
         # whether the graph names dtypes, so that it holds for these only
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
-        nodes = (node for part in _graphs(module) for node in part.graph.nodes)
         if any(isinstance(c, torch.device) for c in constants) or any(map(_enters_autocast, nodes)):
             self._moved = {self._device: module}
 
     @property
     def code(self) -> str:
         return str(self._module.code)
-
-    @property
-    def names(self) -> set[str]:
-        return {port.name for port in self.inputs}
-
-    def reject_single_sample(self, why: str) -> None:
-        """Record why a single sample has no program, if this one is not for it."""
-        self._single_sample_error = why
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -110,19 +104,20 @@ class Program:
         return None
 
     def branch_error(self, given: Sequence[Tensor]) -> str | None:
-        if self._guards is not None:
-            try:
-                self._guards(*given)
-            except AssertionError as error:
-                if self._single_sample_error is not None and given[0].shape[:1] == (1,):
-                    return (
-                        f"a single sample: {self._single_sample_error}; leave such a batch out "
-                        "(drop_last=True), or have fewer microbatches"
-                    )
+        if self._guards is None:
+            return None
+        try:
+            self._guards(*given)
+        except AssertionError as error:
+            if self.single_sample_error is not None and given[0].shape[:1] == (1,):
                 return (
-                    f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
-                    "something else there than with example_input: cut it with one of such sizes"
+                    f"a single sample: {self.single_sample_error}; leave such a batch out "
+                    "(drop_last=True), or have fewer microbatches"
                 )
+            return (
+                f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                "something else there than with example_input: cut it with one of such sizes"
+            )
         return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
@@ -165,12 +160,10 @@ class Program:
 
 
 def programs_of(
-    exported: ExportedProgram, carried: Sequence[Set[str]] = ()
+    exported: ExportedProgram,
+    carried: Sequence[Set[str]],  # by stage, inputs of the model that arrive there even if unused
 ) -> list[tuple[Program, dict[str, Tensor]]]:
-    """Cut an exported model at its marks; return each stage's program and state.
-
-    ``carried`` names, by stage, inputs of the model that arrive there even if unused.
-    """
+    """Cut an exported model at its marks; return each stage's program and state."""
     cutter = _Cutter(exported, carried)
     return [cutter.program(k) for k in range(cutter.stages)]
 
@@ -233,7 +226,7 @@ class _Cutter:
                         "of tensors"
                     )
             users += self._returned
-        found = {n for n in users if n in self._home and self._home[n] < k}
+        found = {node for node in users if self._home.get(node, k) < k}
         for node in found:
             if not _is_tensor(node):
                 raise ValueError(
@@ -250,7 +243,7 @@ class _Cutter:
             for given in node.all_input_nodes:
                 if _is_size(given):
                     waiting.append(given)
-                elif given in self._home and self._home[given] < k and not self._carrier(node, k):
+                elif self._home.get(given, k) < k and not self._carrier(node, k):
                     self._needs[k].add(given)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
@@ -290,6 +283,10 @@ class _Cutter:
                 known[node].meta = {}
             return known[node]
 
+        def late(node: fx.Node) -> bool:  # a size of a tensor that does not arrive
+            inputs = [n for n in node.all_input_nodes if self._home.get(n, k) < k]
+            return _is_size(node) and not set(inputs) <= set(arrives)
+
         def made(node: fx.Node) -> fx.Node:
             if node.op == "get_attr":
                 name = str(node.target)
@@ -301,11 +298,9 @@ class _Cutter:
                     state[name] = held
                     placeholders[name] = graph.placeholder(f"state_{len(placeholders)}")
                 return placeholders[name]
-            if self._comes_late(node, k):
-                carrier = self._carrier(node, k)
-                assert carrier is not None
-                made_of, dim = carrier
-                return graph.call_function(torch.ops.aten.sym_size.int, (known[made_of], dim))
+            if late(node) and (carrier := self._carrier(node, k)) is not None:
+                source, dim = carrier
+                return graph.call_function(torch.ops.aten.sym_size.int, (known[source], dim))
             return graph.node_copy(node, value)
 
         for node in self._stages[k]:
@@ -321,13 +316,6 @@ class _Cutter:
             self._guards if k == 0 else None,
         )
         return program, state
-
-    def _comes_late(self, size: fx.Node, k: int) -> bool:
-        """Whether it is a size of a tensor that does not arrive at the stage."""
-        return _is_size(size) and any(
-            given in self._home and self._home[given] < k and given not in self._arriving(k)
-            for given in size.all_input_nodes
-        )
 
 
 def _fixed(size: int | torch.SymInt) -> int | None:
@@ -358,11 +346,3 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 def _enters_autocast(node: fx.Node) -> bool:
     return str(node.target) == "wrap_with_autocast"
-
-
-def _constants(module: fx.GraphModule) -> Iterator[Any]:
-    for part in _graphs(module):
-        for node in part.graph.nodes:
-            found: list[Any] = []
-            map_aggregate((node.args, node.kwargs), lambda c, found=found: found.append(c))  # type: ignore[misc]
-            yield from found

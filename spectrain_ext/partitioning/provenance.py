@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -28,103 +28,77 @@ def is_valueless(*modules: nn.Module) -> bool:
     return any(p.is_meta for module in modules for p in module.parameters())
 
 
-def without_values(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+def slots_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Yield a module's parameters and buffers: owner, attribute, full name, tensor."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for key, tensor in chain(owner._parameters.items(), owner._buffers.items()):
+            if tensor is not None:
+                yield owner, key, f"{path}.{key}" if path else key, tensor
 
 
-class Provenance:
+class Provenance(TorchDispatchMode):
     """Records how tensors are made, inside ``with provenance.kept()``, on tensors without values.
 
     The tensors appear to be on the CPU, so a model behaves as it does there. Two tensors are the
-    same if the same operations made them in the same order from the same tensors of the model and
-    the batch. This is a stronger test than equal values for an example.
-
-    Args:
-        model: its tensors are identified by their names, so copies of them count as the same.
+    same if the same operations made them in the same order from the same tensors of the model,
+    which are identified by their names, and of the batch. This is a stronger test than equal values
+    for an example.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from torch._subclasses import FakeTensorMode
+        from torch._subclasses import FakeTensor, FakeTensorMode
 
+        super().__init__()  # type: ignore[no-untyped-call]
         # transformers treats fake tensors as traced ones, and does not read their values.
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._maker = _Maker()
+        self._fake, self._inside = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
         self._known: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
+        # Each storage has a number for the operations that made its contents.
+        self._numbers: dict[Any, int] = {}  # by description
+        self._contents: dict[int, int] = {}  # by storage
+        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
+        self._alive: list[Tensor] = []  # keeps a recorded storage's address from being reused
         self.know(model, str)
 
     def know(self, module: nn.Module, full_name: Callable[[str], str]) -> None:
         """Identify a module's tensors by the model's names."""
-        for path, part in module.named_modules():
-            for key, tensor in chain(part._parameters.items(), part._buffers.items()):
-                if tensor is None or (id(part), key) in self._known:
-                    continue
-                self._maker.know(tensor, full_name(f"{path}.{key}" if path else key))
-                with self._fake:
-                    found = self._maker.taken(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        found = nn.Parameter(found, tensor.requires_grad)
-                self._known[id(part), key] = (part, key, tensor, found)
+        for part, key, name, tensor in slots_of(module):
+            if (id(part), key) in self._known:
+                continue
+            self._name(tensor, full_name(name))
+            with self._fake:
+                found = self._taken(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(found, tensor.requires_grad)
+            self._known[id(part), key] = (part, key, tensor, found)
 
     def given(self, value: Any) -> Any:
         """Return stand-ins for a batch; each of its tensors is distinct, even with equal values."""
         for index, leaf in enumerate(tree_leaves(value)):
             if isinstance(leaf, Tensor):
-                self._maker.know(leaf, f"given {index}")
+                self._name(leaf, f"given {index}")
         with self._fake:
-            return tree_map(self._maker.taken, value)
+            return tree_map(self._taken, value)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         try:
             for module, key, _, stand_in in self._known.values():
                 setattr(module, key, stand_in)
-            with self._fake, self._maker:
+            with self._fake, self:
                 yield
         finally:
             for module, key, tensor, _ in self._known.values():
                 setattr(module, key, tensor)
 
     def same(self, a: Tensor, b: Tensor) -> bool:
-        return self._maker.origin(a) == self._maker.origin(b)
+        return self._origin(a) == self._origin(b)
 
     def originals(self, storages: Container[int]) -> set[int]:
         """Return the storages of the model's tensors whose stand-ins have these storages."""
         known = self._known.values()
         return {storage_of(t) for _, _, t, stand_in in known if storage_of(stand_in) in storages}
 
-
-class Writes(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Normalizations do not declare that they write their running statistics.
-        written = _written(func, args, kwargs, undeclared="running_")
-        self.storages.update(storage_of(leaf) for leaf in tree_leaves(written) if _is_tensor(leaf))
-        return func(*args, **kwargs)
-
-
-class _Maker(TorchDispatchMode):
-    """Gives each storage a number for the operations that made its contents."""
-
-    def __init__(self) -> None:
-        from torch._subclasses import FakeTensor
-
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._inside = FakeTensor
-        self._numbers: dict[Any, int] = {}  # by description
-        self._contents: dict[int, int] = {}  # by storage
-        self._stand_ins: dict[int, Tensor] = {}  # for tensors from outside
-        self._alive: list[Tensor] = []  # keeps a recorded storage's address from being reused
-
-    def know(self, tensor: Tensor, name: str) -> None:
-        self._set(tensor, self._number(name), first=True)
-
-    def origin(self, tensor: Tensor) -> int:
+    def _origin(self, tensor: Tensor) -> int:
         storage = storage_of(tensor)
         if storage not in self._contents:
             # A small tensor from outside, such as 2.0, is identified by its values.
@@ -139,10 +113,13 @@ class _Maker(TorchDispatchMode):
     def _number(self, what: Any) -> int:
         return self._numbers.setdefault(what, len(self._numbers))
 
-    def _set(self, tensor: Tensor, number: int, first: bool = False) -> None:
+    def _set(self, tensor: Tensor, number: int) -> None:
         self._alive.append(tensor)
-        if not first or storage_of(tensor) not in self._contents:
-            self._contents[storage_of(tensor)] = number
+        self._contents[storage_of(tensor)] = number
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        if storage_of(tensor) not in self._contents:
+            self._set(tensor, self._number(name))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor that replaces a tensor from outside."""
@@ -152,33 +129,32 @@ class _Maker(TorchDispatchMode):
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
             )
             self._alive.append(tensor)
-            self._set(found, self.origin(tensor))
+            self._set(found, self._origin(tensor))
         return self._stand_ins[key]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(self.taken, (args, dict(kwargs or {})))
+        args, kwargs = tree_map(self._taken, (args, dict(kwargs or {})))
         if "device" in kwargs:
             kwargs["device"] = _CPU
         name = str(func)
         looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
-        given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
+        given = set(map(storage_of, _tensors((args, kwargs))))
         made = func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        fresh = [t for t in tree_leaves(made) if _is_tensor(t) and storage_of(t) not in given]
-        for index, tensor in enumerate(chain(filter(_is_tensor, tree_leaves(written)), fresh)):
+        fresh = [tensor for tensor in _tensors(made) if storage_of(tensor) not in given]
+        for index, tensor in enumerate([*_written(func, args, kwargs), *fresh]):
             self._set(tensor, self._number((number, index)))
         return made
 
-    def taken(self, leaf: Any) -> Any:
+    def _taken(self, leaf: Any) -> Any:
         outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
         return self._stand_in(leaf) if outside else leaf
 
     def _described(self, value: Any, looks: bool) -> Any:
         if isinstance(value, Tensor):
-            return (tuple(value.shape), value.dtype) if looks else self.origin(value)
+            return (tuple(value.shape), value.dtype) if looks else self._origin(value)
         if isinstance(value, (tuple, list)):
             return tuple(self._described(each, looks) for each in value)
         if isinstance(value, Mapping):
@@ -186,20 +162,40 @@ class _Maker(TorchDispatchMode):
         return repr(value)
 
 
+def running(provenance: Provenance | None) -> AbstractContextManager[None]:
+    """Return a context in which to run a model; without values if there is a provenance."""
+    return nullcontext() if provenance is None else provenance.kept()
+
+
+class Writes(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Normalizations do not declare that they write their running statistics.
+        self.storages.update(map(storage_of, _written(func, args, kwargs, undeclared="running_")))
+        return func(*args, **kwargs)
+
+
 def _written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], undeclared: str | None = None
-) -> list[Any]:
-    """Return the arguments that an operation writes to, also those whose names begin so."""
-    return [
+) -> list[Tensor]:
+    """Return the tensors that an operation writes to, also arguments whose names begin so."""
+    arguments = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (undeclared is not None and argument.name.startswith(undeclared))
     ]
+    return _tensors(arguments)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -7,34 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value, tensors_in
+from spectrain_ext.transport.message import Value, each, tensors_in
 
-from .blocks import (
-    block_names,
-    blocks_of,
-    calls_in,
-    finest_cut,
-    mark,
-    shared_of,
-    slices_of,
-    ties_of,
-)
-from .columns import BY_POSITION, Columns, columns_in
-from .cut import (
-    REMEDY,
-    Cut,
-    HasDocument,
-    PlannedCut,
-    cut,
-    planned_cut,
-)
+from .blocks import blocks_of, mark, slices_of, ties_of
+from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
 from .decoders import Decoder
-from .outline import adapted, is_pretrained, outline_columns, takes_ids
+from .outline import BY_POSITION, Columns, adapted, columns_in, is_pretrained, outline_columns
 from .own_loss import OwnLoss, own_loss
 from .profile import (
     Profile,
@@ -44,8 +27,8 @@ from .profile import (
     profile_by_parameters,
     written_buffers,
 )
-from .provenance import is_valueless, storage_of, without_values
-from .traced import TracedStage, split
+from .provenance import is_valueless, storage_of
+from .traced import TracedStage, block_names, calls_in, finest_cut, split
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -78,13 +61,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
     """
     named = blocks_of(model)
     blocks = list(named.values())
-    starts = [0, *ends[:-1]]
-    ascending = all(start < end for start, end in zip(starts, ends, strict=False))
-    if not ends or not ascending or ends[-1] != len(blocks):
-        raise ValueError(
-            f"ends: expected ascending numbers, the last of them {len(blocks)} (the blocks), got "
-            f"{list(ends)}"
-        )
+    check_ends(ends, len(blocks))
     for tie in ties_of(blocks):
         for end in ends[:-1]:
             if tie.first < end <= tie.last:
@@ -235,15 +212,15 @@ def partition(
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
-    _check_stages(n_stages, len(blocks))
+    check_stages(n_stages, len(blocks))
     ties = source.ties(blocks)
     if isinstance(profile, Profile):
-        if len(profile.blocks) != len(blocks):
+        count = len(profile.blocks)
+        if count != len(blocks):
             raise ValueError(
-                f"profile: expected {len(blocks)} blocks, as the model has, got "
-                f"{len(profile.blocks)}"
+                f"profile: expected {len(blocks)} blocks, as the model has, got {count}"
             )
-        named = source.with_block_names(profile).blocks
+        named = source.with_block_names(profile)
     else:
         if profile == "parameters":
             measured = profile_by_parameters(blocks)
@@ -251,17 +228,11 @@ def partition(
             measured = Profile(planned.blocks)
         else:
             measured = measure_on_rank_0(source.measure, blocks)
-        named = source.with_block_names(measured).blocks
-        profile = Profile(named, ties)
+        profile = named = replace(source.with_block_names(measured), ties=ties)
+    options: Any = {"speeds": speeds, "bandwidth": bandwidth, "memory_limit": memory_limit}
 
     def best(ties: tuple[Tie, ...]) -> Cut:
-        return cut(
-            Profile(named, ties),
-            n_stages,
-            speeds=speeds,
-            bandwidth=bandwidth,
-            memory_limit=memory_limit,
-        )
+        return cut(replace(named, ties=ties), n_stages, **options)
 
     found = best(ties if planned is None else planned.closed)
     if ties and planned is None:
@@ -276,11 +247,10 @@ def partition(
     mark(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
-    if planned is None:
-        return Partition(stages, found, profile, source.finish(stages))
-    if shared := source.ties(stages, "stages"):
+    if planned is not None and (shared := source.ties(stages, "stages")):
         raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
-    return Partition(stages, found, profile, source.finish(stages), planned.settings)
+    settings = {} if planned is None else planned.settings
+    return Partition(stages, found, profile, source.finish(stages), settings)
 
 
 def _log_ties(ties: Sequence[Tie], found: Cut, free: Cut) -> None:
@@ -310,8 +280,8 @@ def profile_of(
     """Measure the blocks between which ``partition`` would cut a model."""
     source = _source(model, 1, example_input, None, before, after)
     measured = source.with_block_names(source.measure(repeats=repeats))
-    ties, shared = source.ties(source.blocks), shared_of(source.blocks)
-    return Profile(measured.blocks, ties, shared)
+    shared = ties_of(source.blocks, parameters=True)
+    return replace(measured, ties=source.ties(source.blocks), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -331,11 +301,10 @@ class _Source:
 
     def ties(self, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
         """Return what blocks or stages share and cannot have copies of."""
-        written: list[set[int]] = []
+        written = cache(lambda: self.written(parts))  # takes two forwards, and is seldom needed
 
         def is_constant(buffer: Tensor) -> bool:
-            written[:] = written or [self.written(parts)]
-            return storage_of(buffer) not in written[0]
+            return storage_of(buffer) not in written()
 
         return ties_of(parts, kinds, is_constant=is_constant)
 
@@ -350,22 +319,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "wrapped in DistributedDataParallel; cut its .module, and give "
     "DistributedPipeline replicas=",
 }
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if (why := _WRAPPERS.get(type(module).__name__)) is not None:
-            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
-
-
-def _check_values(model: nn.Module | Sequence[nn.Module], example: object) -> None:
-    blocks = [model] if isinstance(model, nn.Module) else model
-    for tensor in tensors_in(example):
-        if tensor.is_meta and not is_valueless(*blocks):
-            raise ValueError(
-                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
-                "has no values; the model has, and needs some"
-            )
 
 
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
@@ -386,12 +339,19 @@ def _source(
         raise ValueError(
             f"before, after: for a list of blocks only, model is a {type(model).__name__}"
         )
-    _check_values(model, example)
-    if isinstance(model, nn.Module) and not listed:
-        _check_unwrapped(model)
-    pretrained = is_pretrained(model)
+    modules = [model] if isinstance(model, nn.Module) else model
+    for tensor in tensors_in(example):
+        if tensor.is_meta and not is_valueless(*modules):
+            raise ValueError(
+                f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
+                "has no values; the model has, and needs some"
+            )
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if not listed and (why := _WRAPPERS.get(type(module).__name__)) is not None:
+            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
     base = adapted(model)[0] if isinstance(model, nn.Module) else model
-    if is_pretrained(base) and split_points is None and takes_ids(base):
+    takes_ids = getattr(base, "main_input_name", None) == "input_ids"
+    if is_pretrained(base) and split_points is None and takes_ids:
         assert isinstance(model, nn.Module)
         decoder = Decoder(model, example, more)
 
@@ -402,16 +362,14 @@ def _source(
             )
 
         columns, fixed = decoder.outline.columns, decoder.outline.fixed
-
-        def whole(given: Mapping[str, Any]) -> object:
-            return decoder.model(**given, **fixed)
-
-        return _Source(
-            *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
-            partial(written_buffers, decoder.model, whole, columns.of(decoder.example)),
-            finish=finish,
-            columns=columns,
+        written: Callable[[Sequence[nn.Module]], set[int]] = partial(
+            written_buffers,
+            decoder.model,
+            lambda given: decoder.model(**given, **fixed),
+            columns.of(decoder.example),
         )
+        ways = decoder.names, decoder.blocks, decoder.stages, decoder.measure
+        return _Source(*ways, written, finish=finish, columns=columns)
     in_order = listed and split_points is None
     own = blocks_of(model, before, after) if in_order else {}
     parts = list(own.values())
@@ -426,18 +384,14 @@ def _source(
                 f"dropped; got {list(more)}"
             )
         measured: Callable[..., Profile] = partial(measure, parts, value)
-        if bare:
-
-            def measured(repeats: int = 0) -> Profile:
-                return profile_by_parameters(parts)
-
+        measured = (lambda **_: profile_by_parameters(parts)) if bare else measured
         in_turn = partial(reduce, lambda value, block: block(value), parts)
         written = partial(written_buffers, nn.ModuleList(parts), in_turn, example)
         return _Source(list(own), parts, partial(slices_of, own), measured, written)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if is_valueless(model):
-        value = example = without_values(example)
+        value = example = each(value, lambda tensor: tensor.to("meta"))
         for name, buffer in model.named_buffers():
             if not buffer.is_meta:
                 raise ValueError(
@@ -445,7 +399,7 @@ def _source(
                     "device; a model that is traced has to be there as a whole"
                 )
     outline, output, taken = None, None, None
-    if pretrained:
+    if is_pretrained(model):
         outline, output = outline_columns(model, example, more=more)
         taken = outline.columns.narrowed(example)
     elif isinstance(example, Mapping):
@@ -472,7 +426,7 @@ def _source(
             points = [names[end] for end in ends[:-1]]
             return [*split(model, value, points, call=call)]  # each stage traced as one graph
     else:
-        _check_stages(n_stages, len(split_points) + 1)
+        check_stages(n_stages, len(split_points) + 1)
         names = [str(index) for index in range(len(split_points) + 1)]
         blocks = split(model, value, split_points, call=call)
         make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
@@ -486,8 +440,3 @@ def _source(
     written = partial(written_buffers, model, partial(call.run, model), value)
     own_names = block_names(names)
     return _Source(own_names, blocks, make, measured, written, narrow, finish_traced, taken)
-
-
-def _check_stages(n_stages: int, most: int) -> None:
-    if not 1 <= n_stages <= most:
-        raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport.message import Value
 
-from .columns import BY_POSITION, Call, Columns
+from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked
+from .profile import blaming_example, untouched
 from .programs import Port, Program
-from .provenance import is_valueless
-from .tracing import Mode, TracedModel, traces
+from .provenance import is_valueless, slots_of
+from .tracing import MODE_NAMES, Mode, TracedModel, traces
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -36,7 +38,7 @@ class _Bound:
     slots: tuple[tuple[nn.Module, str], ...]
 
     def __call__(self, given: tuple[Tensor, ...]) -> Any:
-        return self.program(given, [_held(owner, name) for owner, name in self.slots])
+        return self.program(given, [getattr(owner, name) for owner, name in self.slots])
 
 
 #: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
@@ -75,12 +77,7 @@ class TracedStage(nn.Module):
         return name.removeprefix("part.")
 
     def train(self, mode: bool = True) -> TracedStage:
-        """Select the training or evaluation graph.
-
-        Raises:
-            RuntimeError: the model could not be traced in that mode, or its cut differs there; the
-                stage is unchanged.
-        """
+        """Select the training or evaluation graph; RuntimeError if there is none."""
         why = self._modes[mode, True]
         if isinstance(why, str) and isinstance(self._modes[mode, False], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
@@ -93,13 +90,7 @@ class TracedStage(nn.Module):
             module.training = mode
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        """Return the tensors that later stages need, or the model's output.
-
-        Raises:
-            RuntimeError: the mode has no graph.
-            ValueError: the model would treat these sizes differently from the traced ones.
-            TypeError: the stage was converted to another dtype, and the graph names the old one.
-        """
+        """Return the tensors that later stages need, or the model's output."""
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         given = value if isinstance(value, tuple) else (value,)
@@ -133,69 +124,62 @@ def split(
     for name in points:
         if name not in modules or not name:
             raise ValueError(f"split_points: the model has no submodule {name!r}")
-    arguments: tuple[Any, ...] = (
-        example_input if isinstance(example_input, tuple) else (example_input,)
-    )
+    arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
     return _Assembly(model, traces(model, arguments, before, after, once, call)).stages()
 
 
 class _Assembly:
-    """Makes stages from a model's traces; tensors are identified by their ids."""
+    """Makes stages from a model's traces."""
 
     def __init__(self, model: nn.Module, found: dict[Mode, list[TracedModel] | str]) -> None:
         self._model = model
-        self._names: dict[int, list[str]] = {}  # all names of each parameter and module buffer
-        self._tensors: dict[int, Tensor] = {}
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ):
-            self._names.setdefault(id(tensor), []).append(name)
-            self._tensors[id(tensor)] = tensor
-        self._transient = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, owner in model.named_modules(remove_duplicate=False)
-            for name in owner._non_persistent_buffers_set
-        }
-        given = next(iter(found.values()))
+        self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
+        self._transient: set[str] = set()  # names of buffers that are not saved
+        slots = sorted(slots_of(model), key=lambda slot: slot[1] in slot[0]._buffers)
+        for owner, key, name, tensor in slots:  # parameters before buffers
+            self._names.setdefault(tensor, []).append(name)
+            if key in owner._non_persistent_buffers_set:
+                self._transient.add(name)
+        (first, _), given = next(iter(found.items()))
         assert not isinstance(given, str)
-        self._first = given[-1]
-        self._users: dict[int, set[int]] = {}
+        self._first, self._first_name = given[-1], MODE_NAMES[first]
+        self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
         self._modes: dict[Mode, list[TracedModel] | str] = {}
         for mode, graphs in found.items():
             if not isinstance(graphs, str):
-                graphs = self._mismatch(graphs[-1]) or self._usable(graphs)
+                name = MODE_NAMES[mode[0]]
+                if graphs is not found[mode[0], True]:
+                    name += " without gradients"
+                graphs = self._mismatch(graphs[-1], name) or self._usable(graphs)
             self._modes[mode] = graphs
             for trace in graphs if not isinstance(graphs, str) else ():
                 for k, (_, state) in enumerate(trace):
                     for tensor in state.values():
-                        self._users.setdefault(id(tensor), set()).add(k)
-        for number in self._names:
-            self._users.setdefault(number, {self._home(number)})
+                        self._users.setdefault(tensor, set()).add(k)
+        for tensor in self._names:
+            self._users.setdefault(tensor, {self._home(tensor)})
 
     def stages(self) -> list[TracedStage]:
         return [self._stage(k) for k in range(len(self._first))]
 
     def _stage(self, k: int) -> TracedStage:
         part = State()
-        where: dict[int, tuple[nn.Module, str]] = {}
-        for number in self._names:  # in the model's order
-            if k in self._users[number]:
-                for name in self._names_at(k, number):
-                    slot = _put(part, name, self._tensors[number], name not in self._transient)
-                    where.setdefault(number, slot)
-        constants = 0
+        where: dict[Tensor, tuple[nn.Module, str]] = {}
+        for tensor in self._names:  # in the model's order
+            if k in self._users[tensor]:
+                for name in self._names_at(k, tensor):
+                    slot = _put(part, name, tensor, name not in self._transient)
+                    where.setdefault(tensor, slot)
+        named = len(where)
 
         def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
-            nonlocal constants
             for tensor in state.values():
-                if id(tensor) not in where:
+                if tensor not in where:
                     # A constant of the code is not saved, but moves with the stage.
-                    where[id(tensor)] = _put(part, f"_constants.{constants}", tensor, False)
-                    constants += 1
-            return _Bound(program, tuple(where[id(state[name])] for name in program.state))
+                    where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
+            return _Bound(program, tuple(where[state[name]] for name in program.state))
 
         if is_valueless(self._model):  # materialize needs the model's initialization rules
             modules = dict(self._model.named_modules())
@@ -208,19 +192,19 @@ class _Assembly:
         }
         return TracedStage(part, kept, self._model.training, (None, True) not in kept)
 
-    def _names_at(self, k: int, number: int) -> list[str]:
+    def _names_at(self, k: int, tensor: Tensor) -> list[str]:
         """Return the names of a tensor on one of its stages; all its names are used somewhere."""
         # The graph has one name for a tied tensor, so the stages' own names are unknown. The first
         # stage gets the first name, and so on; the last stage gets those left.
-        names, users = self._names[number], sorted(self._users[number])
-        if len(users) == 1 or not isinstance(self._tensors[number], nn.Parameter):
+        names, users = self._names[tensor], sorted(self._users[tensor])
+        if len(users) == 1 or not isinstance(tensor, nn.Parameter):
             return names
         at = min(users.index(k), len(names) - 1)
         return names[at:] if k == users[-1] else names[at : at + 1]
 
-    def _home(self, number: int) -> int:
+    def _home(self, tensor: Tensor) -> int:
         """Return the stage of a tensor that no graph uses: that of its neighbours in the model."""
-        path = self._names[number][0].split(".")[:-1]
+        path = self._names[tensor][0].split(".")[:-1]
         while path:
             prefix = ".".join(path) + "."
             near = [
@@ -239,7 +223,9 @@ class _Assembly:
         *single, many = graphs
         kept = [trace for trace in single if self._told_apart(trace, many)]
         if len(kept) < len(single):
-            many[0][0].reject_single_sample(
+            many[0][
+                0
+            ].single_sample_error = (
                 "the model does something else with one, of which no later stage could tell"
             )
         return [*kept, many]
@@ -261,33 +247,33 @@ class _Assembly:
             )
             if not (
                 _alike(one.inputs, other.inputs, False)
-                and self._names.keys() & its <= set(theirs)
+                and {id(t) for t in state.values() if t in self._names} <= set(theirs)
                 and (told or (one.code == other.code and its == theirs))
             ):
                 return False
         return True
 
-    def _mismatch(self, trace: TracedModel) -> str | None:
+    def _mismatch(self, trace: TracedModel, mode: str) -> str | None:
         """Return why its stages cannot replace those of the first trace, or None."""
-        mode, first = trace.mode, self._first
+        first, first_mode = self._first, self._first_name
         if len(trace) != len(first):
             return (
-                f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
+                f"{mode} the model has {len(trace)} stages, and {len(first)} {first_mode}; cut at "
                 "submodules that it calls in both, or evaluate the whole model"
             )
         for k, ((program, state), (other, _)) in enumerate(zip(trace, first, strict=True)):
             here, there = program.inputs, other.inputs
             if not _alike(here, there):
                 return (
-                    f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
+                    f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first_mode} "
                     f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the "
                     "whole model"
                 )
-            for number in map(id, state.values()):
-                elsewhere = self._users.get(number, {k})
-                if k not in elsewhere and number in self._names:
+            for tensor in state.values():
+                elsewhere = self._users.get(tensor, {k})
+                if k not in elsewhere and tensor in self._names:
                     return (
-                        f"{mode} {self._names[number][0]!r} belongs to stage {k}, otherwise to "
+                        f"{mode} {self._names[tensor][0]!r} belongs to stage {k}, otherwise to "
                         f"stage {min(elsewhere)}; move the split, or evaluate the whole model"
                     )
         return None
@@ -318,10 +304,91 @@ def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[
     return owner, leaf
 
 
-def _held(owner: nn.Module, name: str) -> Tensor:
-    for tensors in (owner._parameters, owner._buffers):
-        tensor = tensors.get(name)
-        if tensor is not None:
-            return tensor
-    found: Tensor = getattr(owner, name)  # for example a parametrized tensor
-    return found
+# Where to cut
+
+
+def block_names(names: Sequence[str]) -> list[str]:
+    """Return names of blocks; the whole model, whose name is empty, is "0"."""
+    return [name or str(index) for index, name in enumerate(names)]
+
+
+def calls_in(model: nn.Module, example: Value, call: Call) -> dict[nn.Module, int]:
+    """Run a model; return how often each module is called, in the order of first calls."""
+    for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
+        if not isinstance(argument, Tensor):
+            raise TypeError(
+                f"example_input: expected a tensor or a tuple of tensors, got a "
+                f"{type(argument).__name__} at {index}"
+            )
+    calls: dict[nn.Module, int] = {}
+    running: list[nn.Module] = []
+
+    def begin(module: nn.Module, *_: object) -> None:
+        calls[module] = calls.get(module, 0) + 1
+        running.append(module)
+
+    def end(*_: object) -> None:
+        running.pop()
+
+    try:
+        with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
+            call.run(model, example)
+    except Exception as error:
+        names = {module: name for name, module in model.named_modules()}
+        name = names[running[-1]] if running else ""
+        with blaming_example(f"{type(model).__name__}{f' in its {name!r}' * bool(name)}", example):
+            raise error
+    return calls
+
+
+def finest_cut(
+    model: nn.Module,
+    example: Value,
+    n_stages: int,
+    call: Call,
+    calls: Mapping[nn.Module, int],  # from calls_in
+    planned: Sequence[str] | None = None,
+) -> tuple[Sequence[str], Sequence[nn.Module]]:
+    """Cut as finely as possible, before submodules called once; return names and blocks."""
+    if planned is not None:  # nothing is traced, and the blocks are the submodules
+        levels = list(_levels(model, calls))
+        names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
+        return names, [model.get_submodule(name) for name in names]
+    why: Exception | None = None
+    most = 1
+    # First the innermost modules with parameters of their own. If torch.export fails, or a value
+    # cannot be passed on, then the modules around them.
+    for names in _levels(model, calls):
+        if len(names) < n_stages:
+            most = max(most, len(names))
+            continue
+        try:
+            blocks = split(model, example, names[1:], once=True, call=call)
+        except ValueError as error:  # for example a value that cannot be passed on
+            why = error
+            continue
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
+        if len(blocks) == len(names):
+            return names, blocks
+    if why is not None:
+        raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
+    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}")
+
+
+def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[str]]:
+    """Yield lists of submodules that may begin a block, in call order, the finest list first."""
+    names = {module: name for name, module in model.named_modules() if name}
+    once = {names[module] for module, count in calls.items() if count == 1 and module in names}
+    inner = [names[m] for m in calls if names.get(m) in once and m._parameters]
+    depth = max((name.count(".") + 1 for name in inner), default=0)
+    before: list[str] = []
+    for level in range(depth, 0, -1):
+        around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
+        # A module that contains other candidates does not begin a block.
+        outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
+        found = [name for name in around if name not in outer and name in once]
+        if found and found != before:
+            yield found
+        before = found
+    yield [""]  # the whole model

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .columns import BY_POSITION, Call
+from .outline import BY_POSITION, Call, hooked, modes_kept
 from .programs import Program, programs_of
 
 # (training, whether gradients are enabled); None: the modules' original modes
 Mode = tuple[bool | None, bool]
 MODES = (True, False)
+MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
 
-class TracedModel(list[tuple[Program, dict[str, Tensor]]]):
-    """The stages of a model in one mode, each with its state."""
-
-    mode = ""  # in words
+#: The stages of a model in one mode, each with its state.
+TracedModel = list[tuple[Program, dict[str, Tensor]]]
 
 
 def traces(
@@ -40,21 +39,23 @@ def traces(
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
-    with _marked(before, after), _with_signature(model, call), modes, _checking_attributes(model):
+    with (
+        _marked(before, after),
+        _with_signature(model, call),
+        modes_kept(model),
+        modes,
+        _checking_attributes(model),
+    ):
         if once:
             with torch.enable_grad():
                 return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
         given = modes.now()
         first = _traced(model, call, arguments, "as it is")
         for mode in MODES:
-            name = "in training" if mode else "in evaluation"
+            name = MODE_NAMES[mode]
             try:
                 modes.set(mode)
                 same = modes.now() == given
-                if same:
-                    for graphs in first.values():
-                        for trace in graphs if not isinstance(graphs, str) else ():
-                            trace.mode = name
                 made = first if same else _traced(model, call, arguments, name)
             except (RuntimeError, ValueError) as error:
                 made = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
@@ -107,10 +108,10 @@ def _sized(
     if size and program.shape_error(single) is None and program.branch_error(single) is not None:
         rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
         try:
-            alone = _exported(model, call, single, name, rest, [p.names for p, _ in trace])
-            return [alone, trace]
+            carried = [{port.name for port in stage.inputs} for stage, _ in trace]
+            return [_exported(model, call, single, name, rest, carried), trace]
         except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
-            program.reject_single_sample(str(error))
+            program.single_sample_error = str(error)
     return [trace]
 
 
@@ -137,8 +138,8 @@ def _exported(
         )
         given, named = call(sizes)
         shapes = named or given
-    drawing = _Draws()
-    with _recording_dropped_backwards() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    with _recording_dropped_backwards() as own, _undoing_draws() as drawn, patch:
         try:
             exported = None
             if shapes is not None:
@@ -156,21 +157,17 @@ def _exported(
             raise RuntimeError(
                 f"torch.export cannot trace the model {name}: {type(error).__name__}: {what}"
             ) from error
-        finally:
-            drawn = drawing.stop()
     if drawn:
         raise RuntimeError(
-            f"the model draws from {drawn} {name}, and those numbers would be constants; draw by "
-            "torch"
+            f"the model draws from {drawn[-1]} {name}, and those numbers would be constants; draw "
+            "by torch"
         )
     if own:
         raise RuntimeError(
             f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
             "would have its forward's derivative; make it a torch.library.custom_op"
         )
-    trace = TracedModel(programs_of(exported, carried))
-    trace.mode = name
-    return trace
+    return programs_of(exported, carried)
 
 
 @contextmanager
@@ -222,27 +219,23 @@ def _patched(owner: Any, name: str, value: object) -> Iterator[None]:
         delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
-class _Draws:
-    """Detects draws from generators that torch.export does not trace."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = sys.modules.get("numpy")
-        if self._numpy is not None:
-            self._legacy = self._numpy.random.get_state(legacy=False)
-
-    def stop(self) -> str | None:
-        """Return the generator that was used, if any, after restoring its state."""
-        found = None
-        if random.getstate() != self._python:
-            random.setstate(self._python)
-            found = "Python's random"
-        if self._numpy is not None:
-            before, now = self._legacy["state"], self._numpy.random.get_state(legacy=False)["state"]
+@contextmanager
+def _undoing_draws() -> Iterator[list[str]]:
+    """Undo draws from generators that torch.export does not trace, and list these."""
+    drawn: list[str] = []
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    legacy = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        yield drawn
+    finally:
+        if random.getstate() != python:
+            random.setstate(python)
+            drawn.append("Python's random")
+        if numpy is not None and legacy is not None:
+            before, now = legacy["state"], numpy.random.get_state(legacy=False)["state"]
             if before["pos"] != now["pos"] or (before["key"] != now["key"]).any():
-                self._numpy.random.set_state(self._legacy)
-                found = "numpy.random"
-        return found
+                numpy.random.set_state(legacy)
+                drawn.append("numpy.random")
 
 
 @contextmanager
@@ -273,12 +266,8 @@ def _checking_attributes(model: nn.Module) -> Iterator[None]:
 
     before: dict[str, object] = {}
     saved = set(model.state_dict(keep_vars=True))
-    handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
-    try:
+    with hooked([model], begin, end):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if replaced:
         raise RuntimeError(
             f"the model's forward assigns to the module buffer {', '.join(sorted(replaced))}, and "
@@ -350,26 +339,25 @@ def _recording_dropped_backwards() -> Iterator[set[str]]:
 
 
 class _Modes:
-    """Sets the modes of a model's modules, and restores them on exit."""
+    """Sets the modes of a model's modules, and undoes on exit what their own code does then."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._flags = {module: module.training for module in model.modules()}
-        self._own = [
+        self._model, self._training = model, model.training
+        own = [
             module
-            for module in self._flags
+            for module in model.modules()
             if type(module).train is not nn.Module.train
             or type(module).eval is not nn.Module.eval
             or not {"train", "eval"}.isdisjoint(vars(module))
         ]
-        names = {
-            tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        named = (*model.named_parameters(), *model.named_buffers())
+        names = {tensor: name for name, tensor in named}
         self._kept = {
             tensor: (names[tensor], tensor.detach().clone(), tensor.requires_grad)
-            for module in self._own
+            for module in own
             for tensor in (*module.parameters(), *module.buffers())
         }
+        self._own = bool(own)
 
     def __enter__(self) -> None:
         pass
@@ -377,10 +365,8 @@ class _Modes:
     def __exit__(self, *_: object) -> None:
         try:
             if self._own:
-                self._model.train(self._flags[self._model])
+                self._model.train(self._training)
         finally:
-            for module, training in self._flags.items():
-                module.training = training
             with torch.no_grad():
                 for tensor, (_name, before, learns) in self._kept.items():
                     if not torch.equal(tensor, before):
@@ -389,7 +375,7 @@ class _Modes:
                         tensor.requires_grad_(learns)
 
     def now(self) -> list[bool]:
-        return [module.training for module in self._flags]
+        return [module.training for module in self._model.modules()]
 
     def set(self, mode: bool) -> None:
         if mode:

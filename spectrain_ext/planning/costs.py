@@ -119,8 +119,7 @@ class Costs:
     def __init__(self, setting: Setting, way: Way) -> None:
         self.setting, self.way = setting, way
         self._replicas = Replicas(way.replicas)
-        stages = len(way.ends)
-        method = way.method
+        stages, method = len(way.ends), way.method
         self.places = places_of(method, stages, way.microbatches, way.window, self._replicas)
         first = self.places[0]
         #: minibatches in flight at the first stage; 0: the schedule flushes
@@ -128,26 +127,18 @@ class Costs:
         self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._replicas)
         check_shared(setting.layers.profiles[1], way.ends, way.replicas)
-        blocks = self.blocks
-        starts = (0, *way.ends[:-1])
         speeds = setting.speeds(way.replicas) or [1.0] * stages
-        self._stages = [
-            _StageCost(blocks[start:end], speed)
-            for start, end, speed in zip(starts, way.ends, speeds, strict=True)
-        ]
         ranks = [0, *accumulate(way.replicas)]  # the first of every stage
-        self._reduced = [
-            self._reduce(stage, r, first)
-            for stage, r, first in zip(self._stages, way.replicas, ranks, strict=False)
-        ]
-        # The slowest link from a stage's first device to the next one's last.
-        self._links = [
-            max(setting.links(first, end - 1), key=lambda link: link.seconds(stage.outputs))
-            for stage, first, end in zip(self._stages, ranks, ranks[2:], strict=False)
-        ]
-        pairs = [
-            (link, stage.outputs) for link, stage in zip(self._links, self._stages, strict=False)
-        ]
+        self._stages: list[_StageCost] = []
+        for k, (start, end) in enumerate(pairwise((0, *way.ends))):
+            stage = _StageCost(self.blocks[start:end], speeds[k], self.places[k], way.replicas[k])
+            stage.reduced = self._reduce(stage, ranks[k])
+            self._stages.append(stage)
+        pairs = []
+        for stage, a, end in zip(self._stages, ranks, ranks[2:], strict=False):
+            # The slowest link from a stage's first device to the next one's last.
+            links, size = setting.links(a, end - 1), stage.outputs
+            pairs.append((max(links, key=lambda link: link.seconds(size)), size))
         (self._sent, forth), (self._sent_back, back) = (
             (
                 [link.seconds(part * size) for link, size in pairs],
@@ -178,14 +169,15 @@ class Costs:
             backward=[stage.backward for stage in stages],
             load_forward=forward,
             load_backward=backward,
-            update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
+            update=[u + stage.reduced for u, stage in zip(update, stages, strict=True)],
             activation=[*self._sent, 0.0],
             gradient=[0.0, *self._sent_back],
             inbound=self.setting.inbound,
         )
 
-    def _reduce(self, stage: _StageCost, replicas: int, first: int) -> float:
+    def _reduce(self, stage: _StageCost, first: int) -> float:
         """Return the seconds of summing gradients that the backward does not hide."""
+        replicas = stage.replicas
         if replicas == 1 or not stage.parameters:
             return 0.0
         piece = min(max(stage.parameters / PIECES, LEAST_BYTES), MOST_BYTES)
@@ -205,11 +197,13 @@ class Costs:
         """Bytes per device of each stage: weights, gradients, state, activations, messages."""
         found = []
         before = 0  # bytes of a stage's input
-        for stage, r, place in zip(self._stages, self.way.replicas, self.places, strict=True):
-            count = _count(self.way.method, self.places[0], place)
+        for stage in self._stages:
+            count = _count(self.way.method, self.places[0], stage.place)
             # The gradient, and with replicas the copy that is summed.
-            copies = count.versions + 1 + (r > 1) + self.setting.state
-            rings = round((place.window + 1) * self.setting.packed[0] * before) + stage.outputs
+            copies = count.versions + 1 + (stage.replicas > 1) + self.setting.state
+            rings = (
+                round((stage.place.window + 1) * self.setting.packed[0] * before) + stage.outputs
+            )
             if self.setting.unpacks:  # inputs are not receive buffers then
                 rings += count.in_flight * before
             found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
@@ -225,15 +219,15 @@ class Costs:
         parts = [place.microbatches for place in self.places]
         once = [stage.forward + stage.backward for stage in stages]
         work = [
-            m * o + step * stage.parameters / stage.speed + reduced
-            for m, o, stage, reduced in zip(parts, once, stages, self._reduced, strict=True)
+            m * o + step * stage.parameters / stage.speed + stage.reduced
+            for m, o, stage in zip(parts, once, stages, strict=True)
         ]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
         found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
         if self.setting.cores is not None:
-            all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
+            all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
             found.append(all_work / self.setting.cores)
         if not self.rounds:
             # The earlier stages' forwards come before a stage's first microbatch, their backwards
@@ -296,8 +290,12 @@ class Costs:
 
 
 class _StageCost:
-    def __init__(self, blocks: tuple[BlockProfile, ...], speed: float) -> None:
-        self.speed = speed
+    reduced = 0.0  # seconds of summing gradients over replicas
+
+    def __init__(
+        self, blocks: tuple[BlockProfile, ...], speed: float, place: Place, replicas: int
+    ) -> None:
+        self.speed, self.place, self.replicas = speed, place, replicas
         self.forward = sum(block.parts[0] for block in blocks) / speed
         self.backward = sum(block.parts[1] for block in blocks) / speed
         self.parameters = sum(block.parameter_bytes for block in blocks)

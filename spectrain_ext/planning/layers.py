@@ -112,10 +112,7 @@ class Layers:
             return replace(block, seconds=forward + backward, forward_seconds=forward)
 
         try:
-            small, large = (
-                replace(profile, blocks=tuple(map(scaled, profile.blocks)))
-                for profile in self.profiles
-            )
+            small, large = (replace(p, blocks=tuple(map(scaled, p.blocks))) for p in self.profiles)
         except ValueError as error:
             raise ValueError(f"speed: {times:g} is too little: {error}") from error
         return replace(self, profiles=(small, large), byte_seconds=self.byte_seconds / times)
@@ -152,11 +149,8 @@ def measure_layers(
     profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
     large = profile(example_input)
     small = large
-    if few < samples:
-        part = each(
-            example_input,
-            lambda t: t[:few] if t.dim() and len(t) == samples else t,  # others serve all samples
-        )
+    if few < samples:  # tensors of another size serve all samples
+        part = each(example_input, lambda t: t[:few] if t.dim() and len(t) == samples else t)
         small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
     modules = [model] if isinstance(model, nn.Module) else model
@@ -219,8 +213,9 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         'list'
     """
     document = read_json(path, _LARGEST)
+    what = f"{path}: expected a profile that spectrain plan has saved"
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
-        raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
+        raise ValueError(what)
     try:
         ties = made_of(Tie, document["ties"], "ties")
         shared = made_of(Tie, document.get("shared", ()), "shared")  # some measured files lack them
@@ -232,9 +227,7 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         about = {str(key): value for key, value in document["about"].items()}
         return Layers((first, second), (small, large), document["byte_seconds"], about)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: expected a profile that spectrain plan has saved: {error}"
-        ) from error
+        raise ValueError(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -32,20 +32,15 @@ _SHOWN = 3
 
 
 class Quality(NamedTuple):
-    """Measurements of a method at a delay, against synchronous training.
+    """Measurements of a method at a delay, against synchronous training."""
 
-    Attributes:
-        low: the smallest relative gap of the test loss over workloads, after as many updates: 0.01
-            is 1 % more.
-        high: the largest.
-        where: the workloads with stages and delays, the one that needs most updates first.
-        updates: updates to the loss that synchronous training has after three quarters of its own,
-            over these; for the workload that needs most. Infinite: a workload did not reach it.
-    """
-
+    #: The smallest and the largest relative gap of the test loss over workloads, after as many
+    #: updates: 0.01 is 1 % more.
     low: float
     high: float
-    where: tuple[str, ...]
+    where: tuple[str, ...]  # workloads, stages and delays; the one that needs most updates first
+    #: Updates to the loss that synchronous training has after three quarters of its own, over
+    #: these; for the workload that needs most. Infinite: a workload did not reach it.
     updates: float
 
 
@@ -71,9 +66,8 @@ def expected(method: Method, stages: int, delay: int) -> Quality | None:
     missed = (row for row in mine if row["delay"] < delay and row["updates"] == math.inf)
     nearest: dict[str, dict[str, Any]] = {}  # of each workload, by the number of stages
     for row in [row for row in mine if row["delay"] == delay] or missed:
-        known = nearest.get(row["workload"])
-        if known is None or _far(row, stages) < _far(known, stages):
-            nearest[row["workload"]] = row
+        both = nearest.get(row["workload"], row), row
+        nearest[row["workload"]] = min(both, key=lambda r: abs(math.log(r["stages"] / stages)))
     if not nearest:
         return None
     rows = sorted(nearest.values(), key=lambda row: (row["updates"], row["gap"]), reverse=True)
@@ -84,10 +78,6 @@ def expected(method: Method, stages: int, delay: int) -> Quality | None:
         tuple(f"{row['workload']}, N = {row['stages']}, delay {row['delay']}" for row in rows),
         rows[0]["updates"],
     )
-
-
-def _far(row: dict[str, Any], stages: int) -> float:
-    return abs(math.log(row["stages"] / stages))
 
 
 @dataclass(frozen=True)
@@ -230,14 +220,13 @@ class Plan:
             for each in self.candidates
         ]
         links = [asdict(link) for link in self.links]
+        mine = ("devices", "batch", "assumptions", "tried", "simulated", "left_out")
         found = {
             "spectrain_plan": PLAN_FORMAT,
             "model": str(costs.setting.layers.about.get("model", "")),
             "blocks": [asdict(block) for block in costs.blocks],  # for one of its microbatches
             **{name: getattr(chosen, name) for name in ("ends", "split_points", "settings")},
-            **{name: getattr(self, name) for name in ("devices", "batch", "assumptions")},
-            **{name: getattr(self, name) for name in ("tried", "simulated", "left_out")},
-            **{name: getattr(self, name) for name in ("speeds", "memory")},
+            **{name: getattr(self, name) for name in (*mine, "speeds", "memory")},
             "link": links[0] if len(links) == 1 else links,
             "candidates": candidates,
         }
@@ -341,17 +330,13 @@ def plan(
     scaled = layers if speed is None else layers.faster(speed)
     setting = Setting(scaled, links, batch, cores, state, paces, codecs)
     search = Search(setting, devices, made, limits, replicas)
-    ways: dict[int, Costs] = {}
-    for method in made:
-        for price in (lambda costs: 1.0, _price):
-            costs = search.best(method, price)
-            if costs is not None:
-                ways[id(costs)] = costs
+    prices: tuple[Callable[[Costs], float], ...] = (lambda costs: 1.0, _price)
+    best = (search.best(method, price) for method in made for price in prices)
+    ways = {id(costs): costs for costs in best if costs is not None}
     if not ways:
         raise ValueError(_nothing(search, devices, batch)) from search.refusal
-    chosen = sorted(
-        ((_candidate(costs), costs) for costs in ways.values()), key=lambda pair: pair[0]._place
-    )
+    pairs = ((_candidate(costs), costs) for costs in ways.values())
+    chosen = sorted(pairs, key=lambda pair: pair[0]._place)
     return Plan(
         devices,
         batch,
@@ -361,9 +346,7 @@ def plan(
         search.simulated,
         search.left_out,
         search.closest[0],
-        tuple(
-            _assumptions(layers, links, paces if speed is None else (speed,), limits, cores, codec)
-        ),
+        _assumptions(layers, links, paces if speed is None else (speed,), limits, cores, codec),
         paces,
         limits,
         tuple(costs for _, costs in chosen),
@@ -410,7 +393,7 @@ def _assumptions(
     memory: tuple[float, ...] | None,
     cores: int | None,
     codec: object,
-) -> list[str]:
+) -> tuple[str, ...]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
     said = [f"layer times are measured ({where or 'as the profile says'})"]
     if speeds is not None:
@@ -439,7 +422,7 @@ def _assumptions(
         "times what was measured on other workloads at that delay, of which the worst counts: "
         "docs/frontier.md"
     )
-    return said
+    return tuple(said)
 
 
 def _nothing(search: Search, devices: int, batch: int) -> str:

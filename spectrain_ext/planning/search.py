@@ -11,6 +11,7 @@ from math import comb, lcm
 
 from spectrain_ext.method import Method, Window
 from spectrain_ext.partitioning import Profile, cut
+from spectrain_ext.partitioning.cut import open_places
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import takes_window
 
@@ -34,11 +35,11 @@ class Search:
         setting: Setting,
         devices: int,
         methods: Sequence[Method],
-        memory: Sequence[float] | None = None,
+        memory: Sequence[float] | None = None,  # bytes of each device
         replicas: int | None = None,
     ) -> None:
         self._setting, self._devices, self._methods = setting, devices, methods
-        self._memory = memory  # bytes of each device
+        self._memory = memory
         self._most_replicas = devices if replicas is None else replicas
         self.simulated = 0  # of the ways tried
         self.refusal: ValueError | None = None  # the first way that its method refused
@@ -82,15 +83,19 @@ class Search:
             return True
         limits = least_of(self._memory, costs.way.replicas)
         fullest = max(zip(costs.memory, limits, strict=True), key=_share)
-        if _share(fullest) > 1:
+        fits = _share(fullest) <= 1
+        if not fits:
             self._too_large[id(costs)] = fullest
-        return _share(fullest) <= 1
+        return fits
 
     def _all(self) -> Iterator[Costs]:
+        batch = self._setting.batch
         for replicas in self._shapes():
             if max(replicas) > self._most_replicas:
                 continue
-            for microbatches in self._microbatches(replicas):
+            each = lcm(*replicas)
+            most = min(each * _FLUSH * len(replicas), batch)
+            for microbatches in (m for m in range(each, most + 1, each) if batch % m == 0):
                 for ends in self._divisions(replicas, microbatches):
                     for method in self._methods:
                         yield from self._costs(method, ends, replicas, microbatches)
@@ -130,18 +135,9 @@ class Search:
             return math.inf
         return found.slowest
 
-    def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
-        each, batch = lcm(*replicas), self._setting.batch
-        most = _FLUSH * len(replicas)
-        return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
-
     def _divisions(self, replicas: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
         profile, stages = self._work(microbatches), len(replicas)
-        places = [
-            place
-            for place in range(1, len(profile.blocks))
-            if not any(tie.first < place <= tie.last for tie in profile.ties)
-        ]
+        places = open_places(profile)
         if len(places) < stages - 1:
             return
         if comb(len(places), stages - 1) <= _FEW:
@@ -153,9 +149,15 @@ class Search:
         best = shared_out().ends
         yield best
         found = set()
-        if len(self._setting.links(0, self._devices - 1)) > 1:
-            # One more, which sends few bytes over slow links.
-            found.add(shared_out(bandwidth=self._bandwidths(replicas, microbatches)).ends)
+        links, ranks = self._setting.links, [0, *accumulate(replicas)]
+        if len(links(0, self._devices - 1)) > 1:
+            # One more, which sends few bytes over slow links: the bandwidths are those of a
+            # minibatch with a microbatch's bytes.
+            widths = [
+                min(link.bandwidth for link in links(first, end - 1)) / microbatches
+                for first, end in zip(ranks, ranks[2:], strict=False)
+            ]
+            found.add(shared_out(bandwidth=widths).ends)
         if self._memory is not None:
             # A stage's memory depends on the method: one cut for the default's memory, and one that
             # balances bytes instead of time.
@@ -168,14 +170,6 @@ class Search:
             shares = [limit / max(limits) for limit in limits]
             found.add(cut(Profile(held, profile.ties), stages, speeds=shares).ends)
         yield from found - {best}
-
-    def _bandwidths(self, replicas: tuple[int, ...], microbatches: int) -> list[float]:
-        """Return bandwidths between stages, scaled to a minibatch with a microbatch's bytes."""
-        ranks = [0, *accumulate(replicas)]
-        return [
-            min(link.bandwidth for link in self._setting.links(first, end - 1)) / microbatches
-            for first, end in zip(ranks, ranks[2:], strict=False)
-        ]
 
     def _work(self, microbatches: int) -> Profile:
         """Return the blocks with their seconds per minibatch, including the update."""

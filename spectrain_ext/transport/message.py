@@ -307,13 +307,14 @@ class FlatMemory:
         if self.whole.numel() >= size and self.whole.device.type == device.type:
             return False
         with torch.inference_mode(False):  # others may use it later, outside
-            self.whole = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
-            self.bytes = self.whole[self._head :]
-        self._layout = None
+            whole = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._layout, self.bytes = None, whole[self._head :]
+        self.whole = whole  # last, in case of an exception
         return True
 
     def views(self, layout: Layout) -> list[Tensor | None]:
         if self._layout != layout.tensors:
             with torch.inference_mode(False):
-                self._layout, self._views = layout.tensors, layout.views(self.bytes)
+                self._views = layout.views(self.bytes)
+            self._layout = layout.tensors
         return self._views

@@ -24,11 +24,19 @@ class Event(Protocol):
         """Block the CPU until the point is reached."""
 
 
-class Stream:
-    """A queue of work, which is issued inside ``with stream.using(...)``."""
+class HostEvent:
+    """An event of the CPU, whose work is done when the call returns."""
 
     __slots__ = ()
-    immediate = False  # whether work is done once it has been issued
+
+    def synchronize(self) -> None: ...
+
+
+class Stream:
+    """A queue of work, which is issued inside ``with stream.using(...)``; this one is the CPU's."""
+
+    __slots__ = ()
+    immediate = True  # whether work is done once it has been issued
 
     def __enter__(self) -> None: ...
 
@@ -42,13 +50,15 @@ class Stream:
 
     def event(self) -> Event:
         """Return an event to record on this stream, repeatedly."""
-        raise NotImplementedError
+        return HostEvent()
 
     def record(self, event: Event) -> None:
         """Set the event to the end of the work issued so far."""
 
     def wait(self, event: Event) -> None:
         """Order later work after the event; one that was never recorded has no effect."""
+        if type(event) is not HostEvent:  # another device's; CPU work is done
+            event.synchronize()
 
     def reads(self, buffer: Buffer) -> None:
         """Declare a read outside of ``using``, by the caller."""
@@ -69,30 +79,10 @@ class Stream:
         """Stop being the current stream, if an exception bypassed the end of ``with``."""
 
 
-class HostEvent:
-    """An event of the CPU, whose work is done when the call returns."""
-
-    __slots__ = ()
-
-    def synchronize(self) -> None: ...
-
-
-class HostStream(Stream):
-    """The CPU as a stream: work is done as it is issued."""
-
-    __slots__ = ()
-    immediate = True
-
-    def event(self) -> Event:
-        return HostEvent()
-
-    def wait(self, event: Event) -> None:
-        if type(event) is not HostEvent:  # another device's; CPU work is done
-            event.synchronize()
-
-
 class CudaStream(Stream):
     """Streams of one or two CUDA devices that act as one."""
+
+    immediate = False
 
     def __init__(self, streams: list[torch.cuda.Stream]) -> None:
         # A copy between two devices runs on the source's current stream and waits for the target's:
@@ -133,7 +123,7 @@ class CudaStream(Stream):
         self._entered.close()
 
 
-_HOST = HostStream()
+_HOST = Stream()
 
 
 def host_stream(name: str | None) -> Stream:

@@ -51,10 +51,7 @@ _Batch = tuple[_Array, _Array]
 
 @dataclass(frozen=True)
 class Arrays:
-    """Images are uint8 ``(samples, 3, 32, 32)``, labels int64 ``(samples,)`` below 10.
-
-    ``lossy`` means that the images are not the original pixels.
-    """
+    """Images uint8 ``(n, 3, 32, 32)`` and labels int64 below 10; ``lossy``: not the originals."""
 
     NAMES: ClassVar = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -62,21 +59,11 @@ class Arrays:
     train_labels: _Array
     test_images: _Array
     test_labels: _Array
-    lossy: bool = False
+    lossy: bool = False  # decoded from JPEG
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
-            images, labels = getattr(self, f"{part}_images"), getattr(self, f"{part}_labels")
-            if images.dtype != np.uint8 or images.shape != (len(images), 3, SIDE, SIDE):
-                raise ValueError(
-                    f"{part} images: expected uint8 of shape (samples, 3, {SIDE}, {SIDE}), got "
-                    f"{images.dtype} of shape {images.shape}"
-                )
-            if labels.dtype != np.int64 or labels.shape != (len(images),):
-                raise ValueError(
-                    f"{part} labels: expected int64 of shape ({len(images)},), got "
-                    f"{labels.dtype} of shape {labels.shape}"
-                )
+            labels = getattr(self, f"{part}_labels")
             if not len(labels) or labels.min() < 0 or labels.max() >= CLASSES:
                 raise ValueError(f"{part} labels: expected some, all from 0 to {CLASSES - 1}")
 

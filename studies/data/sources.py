@@ -28,10 +28,7 @@ _SPLIT_SEED = 0
 
 
 def load_digits() -> Split:
-    """Return the digits as fixed parts of 1,437 training and 360 test samples.
-
-    Pixels 0..16 become ``x / 16 - 0.3``: about zero mean, range -0.3 to 0.7.
-    """
+    """Return 1,437 training and 360 test samples; pixels 0..16 become ``x / 16 - 0.3``."""
     require("sklearn", "the digits data set comes with scikit-learn", REMEDY)
     from sklearn import datasets
 
@@ -99,14 +96,17 @@ def _cifar_in(path: Path) -> Path:
     for known in (path / cifar_files.FOLDER, path / cifar_files.ARCHIVE):
         if known.exists():
             return known
-    found = sorted(
-        file for file in path.iterdir() if "cifar" in file.name.lower() and ".tar" in file.suffixes
-    )
+    tars = (file for file in path.iterdir() if "cifar" in file.name.lower())
+    found = sorted(file for file in tars if ".tar" in file.suffixes)
     if not found:
         raise FileNotFoundError(f"{path}: there is no CIFAR-10 in it; expected {_FORMATS}")
+    return _only(found, path, "*cifar*.tar*")
+
+
+def _only(found: list[Path], path: Path, what: str) -> Path:
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        raise ValueError(f"{path}: expected one *cifar*.tar*, found {names}; name the file itself")
+        raise ValueError(f"{path}: expected one {what}, found {names}; name the file itself")
     return found[0]
 
 
@@ -184,7 +184,4 @@ def _text_in(path: Path) -> Path:
     found = sorted(path.glob("*.txt"))
     if not found:
         raise FileNotFoundError(f"{path}: there is no *.txt in it; expected a text in UTF-8")
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise ValueError(f"{path}: expected one *.txt, found {names}; name the file itself")
-    return found[0]
+    return _only(found, path, "*.txt")

@@ -52,27 +52,17 @@ class Split:
             test_targets=self.test_targets[:test_samples],
         )
 
-    def tests(self) -> Tests:
-        """Return the test minibatches."""
-        return Tests(self)
 
-
+@dataclass(frozen=True)
 class Tests:
     """Minibatches of the test part in order, prepared for a model."""
 
-    def __init__(self, data: Split) -> None:
-        self._data = data
+    data: Split
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self._data
-        parts = zip(
-            data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
-        )
-        for inputs, targets in parts:
-            yield data.prepare(inputs), targets
-
-
-# Minibatches
+        data = self.data
+        inputs, targets = (t.split(_TEST_BATCH) for t in (data.test_inputs, data.test_targets))
+        return zip(map(data.prepare, inputs), targets, strict=True)
 
 
 class Batches:
@@ -83,8 +73,6 @@ class Batches:
     """
 
     def __init__(self, data: Split, *, batch_size: int, seed: int, augmented: bool = False) -> None:
-        if augmented and data.kind != "images":
-            raise ValueError(f"augmented: {data.name} has no images, but {data.kind}")
         self._data, self._size, self._augmented = data, batch_size, augmented
         self._orders = torch.Generator().manual_seed(seed)
         self._variations = torch.Generator().manual_seed(seed)
@@ -118,10 +106,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift every image by up to 4 pixels each way, filling with black, and mirror half of them.
-
-    Takes and returns uint8 ``(batch, 3, rows, columns)``; ``generator`` supplies the randomness.
-    """
+    """Shift images by up to 4 pixels each way, filling with black, and mirror half of them."""
     batch, _, rows, columns = images.shape
     padded = torch.nn.functional.pad(images, (_PADDING,) * 4)
     down, right = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)

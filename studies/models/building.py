@@ -31,10 +31,7 @@ def draw_convolutions(layers: Iterable[nn.Module]) -> None:
 
 
 def cut_evenly(layers: Sequence[nn.Module], stages: int) -> list[nn.Module]:
-    """Return ``stages`` contiguous groups of ``layers`` whose lengths differ by at most one.
-
-    A group of one layer is the layer itself, a longer one an ``nn.Sequential``.
-    """
+    """Return ``stages`` contiguous groups of ``layers`` whose lengths differ by at most one."""
     if not 1 <= stages <= len(layers):
         raise ValueError(f"stages must be between 1 and the {len(layers)} layers, got {stages}")
     ends = [(k + 1) * len(layers) // stages for k in range(stages)]

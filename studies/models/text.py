@@ -83,9 +83,7 @@ def gpt(
 ) -> list[nn.Module]:
     """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
 
-    It can be cut between its layers: the embedding, every block, and the head. Weights are drawn as
-    in GPT-2: a normal distribution of standard deviation 0.02, less for layers that add to the
-    residual.
+    Weights are drawn as in GPT-2, normal, with a smaller deviation for layers that add.
     """
     heads = _heads_of(width)
     with seeded(seed):
@@ -264,13 +262,9 @@ class LSTMBlock(nn.Module):
 
 
 def residual_lstm(
-    stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
+    stages: int, *, vocabulary: int, width: int = 128, depth: int = 6, seed: int = 0
 ) -> list[nn.Module]:
-    """Return the model in ``stages`` modules: int64 tokens to logits of the next token.
-
-    It can be cut between its layers: an embedding, ``depth`` LSTM blocks, and a LayerNorm with a
-    Linear. The initial weights are torch's defaults, except for smaller embedding weights.
-    """
+    """Return an embedding, ``depth`` blocks, and a norm with a Linear in ``stages`` modules."""
     with seeded(seed):
         embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(embedding.weight, 0.0, 0.1)

@@ -1,8 +1,9 @@
 """Models for images with any width: ResNet, VGG with BatchNorm, and Inception-v4.
 
 arXiv 1512.03385, 1409.1556 and 1602.07261. Torchvision's own have only one width and work with
-only one build of torch. ResNet with the large stem and VGG have at width 64 the parameters of
-``torchvision.models.resnet18`` and ``vgg16_bn`` in the same order, so that their weights fit.
+only one build of torch. These are for small images: ResNet without the reduction of its stem, VGG
+with one position before its head. All their other parameters have at width 64 the shapes and the
+order of torchvision's.
 """
 
 from __future__ import annotations
@@ -23,11 +24,7 @@ _EXPANSION = 4  # output channels of a bottleneck per channel inside
 
 
 class Block(nn.Module):
-    """A residual block of convolutions.
-
-    Maps ``(batch, channels, H, W)`` to the last convolution's channels; its stride reduces height
-    and width.
-    """
+    """A residual block of convolutions; its stride reduces height and width."""
 
     def __init__(self, channels: int, convolutions: list[tuple[int, int, int]]) -> None:
         super().__init__()
@@ -54,23 +51,19 @@ def resnet(
     depth: int = 18,
     width: int = 64,
     classes: int = 10,
-    small_images: bool = False,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return ResNet as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
-
-    It can be cut between its layers: the stem, every block, and the head.
-    """
+    """Return ResNet in ``stages`` modules: the stem, every block, and the head are its layers."""
     depths: dict[int, tuple[int, ...]] = {**_BASIC, **_BOTTLENECK}
-    if small_images and depth not in depths and depth > 2 and depth % 6 == 2:
+    if depth not in depths and depth > 2 and depth % 6 == 2:
         depths[depth] = (depth // 6,) * 3
     if depth not in depths:
         known = ", ".join(map(str, depths))
-        raise ValueError(
-            f"depth of ResNet must be one of {known}{', or 6n + 2' * small_images}, got {depth}"
-        )
+        raise ValueError(f"depth of ResNet must be one of {known}, or 6n + 2, got {depth}")
     with seeded(seed):
-        layers = [_stem(width, small_images)]
+        layers: list[nn.Module] = [
+            nn.Sequential(*_normalized(3, width, 3, 1), nn.ReLU(inplace=True))
+        ]
         channels = width
         for group, count in enumerate(depths[depth]):
             inside = width * 2**group
@@ -93,13 +86,6 @@ def resnet(
     return cut_evenly(layers, stages)
 
 
-def _stem(width: int, small_images: bool) -> nn.Module:
-    if small_images:
-        return nn.Sequential(*_normalized(3, width, 3, 1), nn.ReLU(inplace=True))
-    pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return nn.Sequential(*_normalized(3, width, 7, 2), nn.ReLU(inplace=True), pool)
-
-
 def _normalized(channels: int, width: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
     return convolution, nn.BatchNorm2d(width)
@@ -114,25 +100,15 @@ _HIDDEN = 64  # units of the head per unit of width; 4,096 in the original
 
 
 def vgg(
-    stages: int,
-    *,
-    depth: int = 16,
-    width: int = 64,
-    classes: int = 10,
-    pool: int = 7,
-    seed: int = 0,
+    stages: int, *, depth: int = 16, width: int = 64, classes: int = 10, seed: int = 0
 ) -> list[nn.Module]:
-    """Return VGG as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
-
-    It can be cut between its ``depth`` layers: each is a convolution or a Linear with the modules
-    that follow it.
-    """
+    """Return VGG in ``stages`` modules; ``depth`` layers have a convolution or a Linear each."""
     if depth not in _GROUPS:
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
     with seeded(seed):
         layers = _convolutions(depth, width)
         draw_convolutions(layers)
-        layers += _head(width, pool, classes)
+        layers += _head(width, classes)
     return cut_evenly(layers, stages)
 
 
@@ -150,20 +126,20 @@ def _convolutions(depth: int, width: int) -> list[nn.Module]:
     return layers
 
 
-def _head(width: int, pool: int, classes: int) -> list[nn.Module]:
+def _head(width: int, classes: int) -> list[nn.Module]:
     hidden = _HIDDEN * width
     # 0.01 in the original. Fewer inputs, or one position instead of 49 copies, get larger weights,
     # which keeps the sums as large as in the original: narrow models would otherwise not begin to
     # learn.
     deviation = 0.01 * (64 / width) ** 0.5
     linears = [
-        _linear(8 * width * pool**2, hidden, deviation * 7 / pool),
+        _linear(8 * width, hidden, deviation * 7),
         _linear(hidden, hidden, deviation),
         _linear(hidden, classes, deviation),
     ]
     return [
         nn.Sequential(
-            nn.AdaptiveAvgPool2d(pool),
+            nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             linears[0],
             nn.ReLU(inplace=True),
@@ -184,20 +160,17 @@ def _linear(inputs: int, outputs: int, deviation: float) -> nn.Linear:
 # Inception-v4
 
 _WIDTH = 32  # channels of the original's first convolution; all others are multiples
+_PIXELS = 75  # the smallest images that its reductions allow
 
 
 def inception_v4(
-    stages: int, *, width: int = 32, classes: int = 10, pixels: int = 75, seed: int = 0
+    stages: int, *, width: int = 32, classes: int = 10, seed: int = 0
 ) -> list[nn.Module]:
-    """Return Inception-v4 as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
+    """Return Inception-v4 in ``stages`` modules.
 
-    It can be cut between its 21 layers: the stem's convolutions, its three branched blocks, the
-    sixteen units, and the head. With width 32 it has the parameters of pytorchcv's ``inceptionv4``
-    in the same order, so that its weights fit; other widths scale all channels. The head averages
-    over the units' output, 8 by 8 in the original.
+    Its layers are the stem's convolutions, its three branched blocks, the sixteen units, and the
+    head. With width 32 it has the parameters of pytorchcv's in the same order.
     """
-    if pixels < 75:
-        raise ValueError(f"pixels of Inception-v4 must be at least 75, got {pixels}")
     library = require(
         "pytorchcv.models.inceptionv4", "Inception-v4 comes with pytorchcv", "pip install pytorchcv"
     )
@@ -206,7 +179,7 @@ def inception_v4(
     with seeded(seed):
         _rebuild(whole, width)
     stem, *groups, _ = whole.features
-    begin = [nn.Upsample((pixels, pixels), mode="bilinear"), stem.conv1, stem.conv2, stem.conv3]
+    begin = [nn.Upsample((_PIXELS, _PIXELS), mode="bilinear"), stem.conv1, stem.conv2, stem.conv3]
     layers = [nn.Sequential(*begin), stem.block1, stem.block2, stem.block3]
     layers += [unit for group in groups for unit in group]
     layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *whole.output))

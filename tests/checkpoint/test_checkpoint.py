@@ -255,7 +255,9 @@ def test_frozen_parameters_and_groups(tmp_path):
 
     def two(seed, optimizer=grouped):
         a, b, c = stages(seed)
-        return st.Pipeline([Slice([a], 0), Slice([b], 1), Slice([c], 2)], optimizer, LOSS)
+        return st.Pipeline(
+            [Slice([a], ["0"]), Slice([b], ["1"]), Slice([c], ["2"])], optimizer, LOSS
+        )
 
     data = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(3)]
 
@@ -275,7 +277,7 @@ def test_frozen_parameters_and_groups(tmp_path):
     assert groups == [[0.3], [0.5, 0.1]]
 
     a, b, c = stages(3)
-    merged = st.Pipeline([Slice([a, b, c], 0)], only, LOSS)
+    merged = st.Pipeline([Slice([a, b, c], ["0", "1", "2"])], only, LOSS)
     with pytest.raises(CheckpointError, match=r"group 0 of the optimizer of stage 0: holds '0\.we"):
         load(tmp_path / "c", merged)
 
@@ -311,7 +313,10 @@ def test_tensor_learning_rates_stay_what_they_are(tmp_path):
 def test_bfloat16_stages_keep_float32_momentum(tmp_path):
     def stages(seed):
         torch.manual_seed(seed)
-        return [Slice([nn.Linear(3, 3).bfloat16()], 0), Slice([nn.Linear(3, 3).bfloat16()], 1)]
+        return [
+            Slice([nn.Linear(3, 3).bfloat16()], ["0"]),
+            Slice([nn.Linear(3, 3).bfloat16()], ["1"]),
+        ]
 
     def wide(params):
         return st.optim.SGD(params, lr=0.1, momentum=0.9, momentum_dtype=torch.float32)

@@ -26,6 +26,8 @@ class CheckedEvent:
 class CheckedStream(Stream):
     """The CPU as a stream that checks that events order all uses of a buffer."""
 
+    immediate = False
+
     def __init__(self, name, done):
         self.name = name
         self._seen = {self: 0}  # a clock: the time of every stream

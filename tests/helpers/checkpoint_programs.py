@@ -79,7 +79,7 @@ def errors(rank, ranks, path):
             found.append(None)
 
     expect(lambda: save(f"{path}/d", part, first_stage=0))
-    expect(lambda: save(f"{path}/d", Slice([Noisy()], 0), first_stage=rank))
+    expect(lambda: save(f"{path}/d", Slice([Noisy()], ["0"]), first_stage=rank))
     expect(lambda: save(f"{path}/d", part, first_stage=rank, extra={1} if rank else None))
     assert not os.path.exists(f"{path}/d")
     save(f"{path}/d", part, optimizer=optimizer, first_stage=rank)

@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what
 
 from studies.data.cifar_files import _batch
 from studies.data.sources import load_cifar10
-from studies.results import Run, RunStore
+from studies.results import Run, RunFile
 
 MEMORY = 768 << 20  # bytes above the memory mapped at the start
 PATIENCE = 100  # seconds for one case; the machine may be busy
@@ -387,9 +387,9 @@ class Reports:
 
     def __init__(self, base: Path) -> None:
         self.base = base / "reports"
-        self.store = RunStore(self.base, {"a": 1})
-        self.store.save(Run("spectrain", 3, 0.25, 1.0, 12.5, 4096, (2.0, 1.0)))
-        self.run = self.store.path("spectrain", 3)
+        self.file = RunFile(self.base, "spectrain-seed3", {"a": 1}, Run)
+        self.file.write(Run("spectrain", 3, 0.25, 1.0, 12.5, 4096, (2.0, 1.0)))
+        self.run = self.file.path
         self.written = self.run.read_bytes()
         self.trace = {
             "traceEvents": [
@@ -406,8 +406,8 @@ class Reports:
                 self.run.write_bytes(changed_bytes(rng, self.written))
             else:
                 self.run.write_text(json.dumps(changed_json(rng, json.loads(self.written))))
-            found = self.store.find("spectrain", 3)
-            assert found is None or found.seed == 3
+            found = self.file.read()
+            assert found is None or isinstance(found.seed, int)
         elif kind == 1:
             path = self.base / "trace.json"
             text = json.dumps(changed_json(rng, self.trace)).encode()

@@ -592,7 +592,7 @@ def test_split_points_that_are_none():
 
 
 def test_slices_nest_in_checkpoints_of_the_pipeline():
-    stage = Slice([nn.Linear(1, 1), nn.Linear(1, 1)], 4)
+    stage = Slice([nn.Linear(1, 1), nn.Linear(1, 1)], ["4", "5"])
     assert stage.full_name("1.bias") == "5.bias"
 
 

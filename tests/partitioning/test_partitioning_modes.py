@@ -18,7 +18,7 @@ import spectrain_ext as st
 from spectrain_ext.partitioning import Profile, TracedStage
 from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.partitioning.traced import split
-from studies.models import resnet
+from studies.models.vision import resnet
 
 LOSS = nn.functional.mse_loss
 
@@ -126,7 +126,7 @@ class Net(nn.Module):
 
     def __init__(self, blocks):
         super().__init__()
-        layers = resnet(10, width=4, small_images=True, seed=1)
+        layers = resnet(10, width=4, seed=1)
         self.body = nn.Sequential(*layers[:blocks], nn.AdaptiveAvgPool2d(2), nn.Flatten())
 
     def forward(self, x):

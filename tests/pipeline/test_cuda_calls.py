@@ -69,7 +69,7 @@ def log(monkeypatch):
 
 def test_a_copy_between_devices_has_a_stream_on_each(log):
     copy = streams.new_stream("copy", ZERO, ONE)
-    event, host = copy.event(), streams.HostStream().event()
+    event, host = copy.event(), streams.Stream().event()
     copy.wait(event)
     copy.wait(host)  # the CPU's work is done when the copy is issued
     with copy:
@@ -95,7 +95,7 @@ def test_one_device_needs_one_stream(log):
 
 def test_the_host_waits_for_a_device_only_where_it_must(log):
     event = streams.new_stream("compute", ZERO).event()
-    streams.HostStream().wait(event)
+    streams.Stream().wait(event)
     assert log == [("host waits", event)]
 
 
@@ -209,7 +209,7 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
     Disguised(monkeypatch, [ZERO])
     pipe = st.Pipeline(tanh_stages(1), sgd(), mse)
     around = pipe._executor.connections
-    by_device = {HOST: streams.HostStream(), ONE: streams.callers_stream(ONE)}
+    by_device = {HOST: streams.Stream(), ONE: streams.callers_stream(ONE)}
     monkeypatch.setattr("spectrain_ext.pipeline.batch.callers_stream", by_device.__getitem__)
     del log[:]
     host, other = torch.ones(2), torch.ones(2).as_subclass(Elsewhere)
@@ -224,7 +224,7 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
     assert kinds.index(("record", copies)) < kinds.index(("wait", current))
 
 
-class DeadStream(streams.HostStream):
+class DeadStream(streams.Stream):
     """A stream of a device that fails every call after a first failure."""
 
     dead = False

@@ -283,7 +283,7 @@ def test_stages_of_nobodys_model_have_the_keys_of_a_sequence():
     # One that does not know its model's names, or two of which both have a "0".
     for stages in (
         [*cut_at(nn.Sequential(*map(copy.deepcopy, plain)), [2]), nn.Linear(3, 3)],
-        [Slice([nn.Linear(3, 3)], 0), Slice([nn.Linear(3, 3)], 0)],
+        [Slice([nn.Linear(3, 3)], ["0"]), Slice([nn.Linear(3, 3)], ["0"])],
     ):
         found = st.Pipeline(stages, sgd, LOSS).state_dict()
         assert list(found) == list(nn.Sequential(*stages).state_dict())

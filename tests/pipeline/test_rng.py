@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import spectrain_ext as st
 from spectrain_ext.checkpoint.progress import Generators
 from spectrain_ext.rng import RNG_LOCK, StageRandom
-from studies.models import resnet
+from studies.models.vision import resnet
 
 CPU = torch.device("cpu")
 

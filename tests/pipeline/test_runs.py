@@ -28,7 +28,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
-from spectrain_ext.transport.streams import HostStream
+from spectrain_ext.transport.streams import Stream
 
 
 class Pulled:
@@ -593,7 +593,7 @@ def test_a_device_that_fails_as_well_leaves_nothing_on_the_edges(monkeypatch):
     def once(*_):
         calls.append(1)
         if len(calls) == 3:
-            monkeypatch.setattr(HostStream, "synchronize", fails)
+            monkeypatch.setattr(Stream, "synchronize", fails)
             raise ArithmeticError("planned")
 
     stages[1].register_forward_pre_hook(once)

@@ -188,9 +188,8 @@ def test_whatever_users_are_given_is_documented() -> None:
 
 
 #: What studies import below the packages' public interfaces: training without a pipeline uses parts
-#: of the engine, and processes of a comparison communicate like a pipeline's ranks.
+#: of the engine.
 BEHIND_FACES = {
-    *("distributed.board", "distributed.store"),
     *("method.formulas", "observation.metrics", "operators.averaging"),
     *("pipeline.coding", "pipeline.loads", "pipeline.losses"),
     *("pipeline.pipeline", "timelines.timeline", "transport.message", "weights.storage"),

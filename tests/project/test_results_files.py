@@ -21,9 +21,8 @@ from studies import frontier
 from studies.__main__ import main
 from studies.builtin import maker_of
 from studies.report import describe, versions
-from studies.results import Run, RunStore, summarize, write_results
+from studies.results import Run, RunFile, summarize, write_results
 from studies.settings import TrainSettings, settle
-from studies.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
@@ -53,9 +52,9 @@ def opening(document: str, heading: str) -> str:
 @pytest.fixture
 def about(tmp_path: Path) -> dict[str, object]:
     pytest.importorskip("sklearn")
-    settings = settle({"methods": ["sync"]}, World(), quick=True)
+    settings = settle({"methods": ["sync"]}, quick=True)
     workload = maker_of(settings, tmp_path)(settings, find_method("sync"), 1, 0)
-    return describe(settings, workload, World())
+    return describe(settings, workload)
 
 
 def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
@@ -78,8 +77,7 @@ def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
 
 
 def test_single_runs(tmp_path: Path, about: dict[str, object]) -> None:
-    store = RunStore(tmp_path, about)
-    store.save(RUN)
+    RunFile(tmp_path, "sync-seed0", about, Run).write(RUN)
     (path,) = tmp_path.glob("sync-seed0-*.json")
     document = json.loads(path.read_text())
     (names,) = tables("bench/results/FILES.md", "Single runs")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,40 +103,6 @@ def test_draining_changes_an_asynchronous_method_only(tmp_path: Path) -> None:
     assert losses["plain"][0] == losses["kept"][0]
     assert losses["plain"][1] != losses["kept"][1]
     assert losses["plain"][1][:3] == losses["kept"][1][:3]
-
-
-@pytest.mark.nightly  # distributed/test_torchrun.py has a restart, the other tests here the command
-def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    arguments = (*KEEP, "-m", "spectrain,xgrad", "-v", "--metrics")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *(str(Path(__file__).parents[1] / "helpers" / "killed_command.py"), "1", "8"),
-        *("train", *SMALL, *arguments, "--out", str(tmp_path / "broken")),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from minibatch 6" in " ".join(done.stdout.split())
-    straight = _train(tmp_path / "straight", *arguments)
-    assert straight.exit_code == 0, straight.output
-    assert _results(tmp_path / "broken") == _results(tmp_path / "straight")
-    for rank in range(2):
-        lines = (tmp_path / "broken" / f"metrics-rank{rank}.jsonl").read_text().splitlines()
-        assert json.loads(lines[-1])["minibatch"] == 12
-
-
-def test_seconds_decide_likewise(tmp_path: Path) -> None:
-    done = _train(tmp_path, "--checkpoint-seconds", "1e-9", "-m", "vanilla")  # after each minibatch
-    assert done.exit_code == 0, done.output
-    synchronous = _train(tmp_path / "sync", "-m", "sync")
-    assert synchronous.exit_code == 0, synchronous.output
-    losses = [
-        _results(folder)[0]["seeds"][0]["train_losses"] for folder in (tmp_path, tmp_path / "sync")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # drained after every minibatch
 
 
 def test_checkpoints_need_a_place(tmp_path: Path) -> None:

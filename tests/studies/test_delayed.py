@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from studies.delayed import Delayed
-from studies.models import gpt, residual_mlp
+from studies.models.mlp import residual_mlp
+from studies.models.text import gpt
 from studies.workload import mean_loss
 
 

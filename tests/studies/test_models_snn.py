@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.models import snn
+from studies.models.mlp import snn
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["test", "dropout"])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.models import gpt, residual_lstm, speedrun
-from studies.models.text import LSTMBlock, Subspace, TransformerBlock
+from studies.models.text import LSTMBlock, Subspace, TransformerBlock, gpt, residual_lstm, speedrun
 
 Build = Callable[..., list[nn.Module]]
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers import cli_programs
 from helpers.cli_programs import undrawn
-from helpers.ranks import free_port, run_ranks
 
 from spectrain_ext.cli import options
 from spectrain_ext.cli.__main__ import main
@@ -154,15 +152,14 @@ def test_a_correction_of_ones_own(module: str, profile: str, name: str, said: st
 
 def test_a_study_finds_it_by_its_module(module: str) -> None:
     from studies.contenders import STUDIES, contender
-    from studies.study import Curves, cells_of
+    from studies.study import cells_of, run_file
 
     (cell,) = cells_of(STUDIES["digits"], None, [2], ["1"], [f"{module}:mine"])
     assert contender(cell.contender).method.name == "mine"
-    path, asked = Curves(Path())._path(cell, 0.1, 0)
+    path = run_file(Path(), cell, 0.1, 0).path
     assert ":" not in path.name
-    assert asked["method"] == f"{module}:mine"
     (Path.cwd() / f"{module}.py").write_text(MODULE.format(ahead=3))
-    assert Curves(Path())._path(cell, 0.1, 0)[0] != path
+    assert run_file(Path(), cell, 0.1, 0).path != path
 
 
 @pytest.mark.parametrize(
@@ -207,21 +204,3 @@ def test_all_and_ones_own(module: str) -> None:
 
     assert choose_methods([f"{module}:mine", "all"]) == (*methods(), f"{module}:mine")
     assert options.method_of("auto") is find_method("auto")
-
-
-@pytest.mark.processes
-def test_over_processes(module: str, tmp_path: Path) -> None:
-    """The ranks find the module in their working directory, which is this process's."""
-    asked = (*FAST, "-m", f"{module}:whole", "--out")
-    ends = run_ranks(cli_programs.train, 2, free_port(), *asked, "together")
-    assert [code for code, _ in ends] == [0, 0], ends
-    alone = _spectrain("train", *asked, "alone")
-    assert alone.exit_code == 0, alone.output
-    assert _losses(tmp_path / "together") == _losses(tmp_path / "alone")
-    assert list(_losses(tmp_path / "alone")) == ["whole"]
-    (code, told), (other, silent) = run_ranks(
-        cli_programs.train, 2, free_port(), *FAST, "-m", f"{module}:number"
-    )
-    assert code == other == 2
-    assert " ".join(told.split()).count("is of type int, expected a") == 1
-    assert silent == ""

@@ -16,7 +16,6 @@ from studies.__main__ import main
 from studies.options import OptionError
 from studies.settings import TrainSettings, settle
 from studies.workload import epochs_of, own, stages_in
-from studies.world import World
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -82,7 +81,7 @@ def _run(*arguments: str) -> Result:
 
 
 def _settings(name: str, **asked: Any) -> TrainSettings:
-    return settle({"workload": name, "stages": 2, "methods": ["sync"], **asked}, World())
+    return settle({"workload": name, "stages": 2, "methods": ["sync"], **asked})
 
 
 def test_the_example_is_studied_and_prints_the_table(tmp_path: Path) -> None:

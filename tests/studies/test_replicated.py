@@ -12,7 +12,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
 from studies.delayed import Delayed, Replicated
-from studies.models import residual_mlp
+from studies.models.mlp import residual_mlp
 from studies.workload import mean_loss
 
 

@@ -7,24 +7,27 @@ from pathlib import Path
 import pytest
 
 from spectrain_ext import files
-from studies.results import Run, RunStore
+from studies.results import Run, RunFile
 
-SETTINGS = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
+SETTINGS: dict[str, object] = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
 RUN = Run("spectrain", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 0.1 + 0.2, 1e-30))
 
 
+def _file(folder: Path, about: dict[str, object], name: str = "spectrain-seed3") -> RunFile[Run]:
+    return RunFile(folder, name, about, Run)
+
+
 def test_a_run_is_found_again_bit_for_bit(tmp_path: Path) -> None:
-    RunStore(tmp_path / "runs", SETTINGS).save(RUN)
-    again = RunStore(tmp_path / "runs", dict(reversed(SETTINGS.items())))
-    assert again.find("spectrain", 3) == RUN
-    assert again.find("spectrain", 4) is None
-    assert again.find("spectrain-stash", 3) is None
+    _file(tmp_path / "runs", SETTINGS).write(RUN)
+    again = dict(reversed(SETTINGS.items()))
+    assert _file(tmp_path / "runs", again).read() == RUN
+    assert _file(tmp_path / "runs", again, "spectrain-seed4").read() is None
 
 
 def test_a_diverged_run_is_found_again(tmp_path: Path) -> None:
-    store = RunStore(tmp_path, SETTINGS)
-    store.save(Run("vanilla", 0, 0.1, math.nan, 1.0, 1, (1.0, math.inf, -math.inf, math.nan)))
-    found = store.find("vanilla", 0)
+    file = _file(tmp_path, SETTINGS)
+    file.write(Run("vanilla", 0, 0.1, math.nan, 1.0, 1, (1.0, math.inf, -math.inf, math.nan)))
+    found = file.read()
     assert found is not None
     assert found.losses[:3] == (1.0, math.inf, -math.inf)
     assert math.isnan(found.losses[3])
@@ -35,17 +38,17 @@ def test_a_diverged_run_is_found_again(tmp_path: Path) -> None:
     "other", [{"lr": 0.2}, {"window": (3, 2)}, {"depth": 0}, {"more": 1}], ids=str
 )
 def test_other_settings_are_other_runs(tmp_path: Path, other: dict[str, object]) -> None:
-    RunStore(tmp_path, SETTINGS).save(RUN)
-    store = RunStore(tmp_path, {**SETTINGS, **other})
-    assert store.find("spectrain", 3) is None
-    store.save(RUN)
+    _file(tmp_path, SETTINGS).write(RUN)
+    file = _file(tmp_path, {**SETTINGS, **other})
+    assert file.read() is None
+    file.write(RUN)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_file_that_was_changed_is_no_finished_run(tmp_path: Path) -> None:
-    store = RunStore(tmp_path, SETTINGS)
-    store.save(RUN)
-    path = store.path("spectrain", 3)
+    file = _file(tmp_path, SETTINGS)
+    file.write(RUN)
+    path = file.path
     text = path.read_text()
     document = json.loads(text)
     document["run"]["losses"][0] = [1]
@@ -55,11 +58,11 @@ def test_a_file_that_was_changed_is_no_finished_run(tmp_path: Path) -> None:
     without_loss = json.dumps(document)
     for broken in ("", text[:-20], "[]", "{}", '{"run": 3}', wrong_losses, without_loss):
         path.write_text(broken)
-        assert store.find("spectrain", 3) is None
+        assert file.read() is None
     path.write_text(text.replace('"lr": 0.1', '"lr": 0.3'))
-    assert store.find("spectrain", 3) is None
+    assert file.read() is None
     path.write_text(text)
-    assert store.find("spectrain", 3) == RUN
+    assert file.read() == RUN
 
 
 def test_what_is_interrupted_leaves_the_file_before_it(

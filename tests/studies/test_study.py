@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
-from studies.frontier import Interval, Row, frontier_table, rows_of, write_frontier
-from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
+from studies.frontier import Interval, Row, frontier_table, rows_of, write_rows
+from studies.study import Cell, Curve, cells_of, run_file, search, smoothed
 from studies.workload import stages_in
 
 SMALL = contenders.Study(
@@ -96,26 +96,6 @@ def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert search(tmp_path, cell, 0.05, range(2), first=2) == pytest.approx(0.0125)
 
 
-@pytest.mark.parametrize(("best", "power"), [(0.11, 1.0), (0.135, 1.5), (0.075, 0.5)])
-def test_finer_rates_lie_half_a_factor_of_two_beside_the_best(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, best: float, power: float
-) -> None:
-    asked = []
-
-    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
-        asked.append((round(math.log2(lr / 0.05), 6), seed))
-        return Curve(((20, 1.0 + abs(math.log(lr / best)), 0.5),), 1.0)
-
-    monkeypatch.setattr(study, "train", train)
-    (cell,) = _cells("vanilla", microbatches=("1",))
-    search(tmp_path, cell, 0.05, range(3), first=2)
-    before = len(asked)
-    found = search(tmp_path, cell, 0.05, range(3), first=2, fine=True)
-    assert found == pytest.approx(0.05 * 2**power)
-    last = {(power, 2)} - {(1.0, 2)}  # trained by the first search
-    assert sorted(asked[before:]) == sorted({(0.5, 0), (0.5, 1), (1.5, 0), (1.5, 1)} | last)
-
-
 def test_uniform_delays_are_those_of_the_first_stage(tmp_path: Path) -> None:
     cells = _cells("sync", "pipedream", "pipedream-uniform", "auto-uniform")
     assert [(c.contender, c.settings.microbatches) for c in cells if c.length > 1] == [
@@ -155,7 +135,7 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
     assert [cell.length for cell in cells_of(decaying, None, [3], ["1"], ("auto",))] == [1.0]
     cells = cells_of(decaying, None, [3], ["1"], ("sync", "auto"), 1.5)
     assert [cell.total for cell in cells] == [20, 30]
-    make, curves = study.maker_in(cells[0].settings, tmp_path), Curves(tmp_path)
+    make = study.maker_in(cells[0].settings, tmp_path)
     for cell, loss in zip(cells, (2.0, 1.0), strict=True):
         scheduler = make(cell.with_rate(0.1), find_method("sync"), 3, 0).scheduler
         assert scheduler is not None
@@ -163,7 +143,7 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
         assert factor(cell.total // 2) == pytest.approx(0.5)
         assert factor(cell.total) == pytest.approx(0.0)
         tests = tuple((u, loss if u == cell.total else 5.0, 0.5) for u in range(1, cell.total + 1))
-        curves.save(cell, 0.1, 0, Curve(tests, 1.0))
+        run_file(tmp_path, cell, 0.1, 0).write(Curve(tests, 1.0))
     first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
     assert second.gap.mean == pytest.approx(-0.5)
@@ -236,26 +216,24 @@ def test_hybrids_change_after_their_share_of_the_updates() -> None:
 def test_a_run_is_found_again_and_nothing_else(tmp_path: Path) -> None:
     (cell,) = _cells("auto", microbatches=("N",))
     curve = Curve(((10, 2.0, 0.25), (20, math.inf, 0.0)), 1.5)
-    curves = Curves(tmp_path)
-    assert curves.find(cell, 0.1, 3) is None
-    curves.save(cell, 0.1, 3, curve)
-    assert curves.find(cell, 0.1, 3) == curve
+    assert run_file(tmp_path, cell, 0.1, 3).read() is None
+    run_file(tmp_path, cell, 0.1, 3).write(curve)
+    assert run_file(tmp_path, cell, 0.1, 3).read() == curve
     for other in ((cell, 0.2, 3), (cell, 0.1, 4), (_cells("vanilla")[0], 0.1, 3)):
-        assert curves.find(*other) is None
+        assert run_file(tmp_path, *other).read() is None
     (path,) = tmp_path.glob("*/*.json")
     for content in (b"", b"[]", b'{"points": []}', path.read_bytes()[:-20]):
         path.write_bytes(content)
-        assert curves.find(cell, 0.1, 3) is None
+        assert run_file(tmp_path, cell, 0.1, 3).read() is None
 
 
 def test_rows_compare_by_seed(tmp_path: Path) -> None:
     cells = _cells("sync", "vanilla", microbatches=("1",))
-    curves = Curves(tmp_path)
     for seed in (0, 1):
         sync = tuple((u, 4.0 - u / 10 + seed, 0.5) for u in range(1, 21))
         late = tuple((u, (4.0 - u / 15 + seed), 0.4) for u in range(1, 31))
-        curves.save(cells[0], 0.1, seed, Curve(sync, 1.0))
-        curves.save(cells[1], 0.2, seed, Curve(late, 1.0))
+        run_file(tmp_path, cells[0], 0.1, seed).write(Curve(sync, 1.0))
+        run_file(tmp_path, cells[1], 0.2, seed).write(Curve(late, 1.0))
     data = study.maker_in(cells[0].settings, tmp_path)
     first, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, range(2), data)
     assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
@@ -268,7 +246,7 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
     assert second.gap.mean == pytest.approx((2.76667 / 2.15 + 3.76667 / 3.15) / 2 - 1, rel=1e-4)
     assert second.gap.low < second.gap.mean < second.gap.high
     assert first.time > second.time, "a flush has its bubble"
-    write_frontier(tmp_path / "f.json", [first, second], {"data": "digits"})
+    write_rows(tmp_path / "f.json", map(asdict, [first, second]), {"data": "digits"})
     document = json.loads((tmp_path / "f.json").read_text())
     assert document["rows"][1]["updates"]["1.0"] == pytest.approx(second.updates[1.0])
 
@@ -276,10 +254,9 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
 def test_longer_runs_show_more_updates(tmp_path: Path) -> None:
     cells = cells_of(SMALL, None, [3], ["1", "N"], ("sync", "auto"), 3.0)
     assert [(c.settings.microbatches, c.total) for c in cells] == [(1, 20), (1, 60), (3, 60)]
-    curves = Curves(tmp_path)
     for cell, slope in zip(cells, (1 / 10, 1 / 22, 1 / 35), strict=True):
         points = tuple((u, 4.0 - u * slope, 0.5) for u in range(1, cell.total + 1))
-        curves.save(cell, 0.1, 0, Curve(points, 1.0))
+        run_file(tmp_path, cell, 0.1, 0).write(Curve(points, 1.0))
     make = study.maker_in(cells[0].settings, tmp_path)
     rows = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     found = {(row.microbatches, row.delay): row.updates[1.0] for row in rows}
@@ -306,7 +283,7 @@ def test_the_command_trains_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(study, "train", train)
     otherwise = "--optimizer adamw --lr-schedule cosine --updates 10 --length 1.5"
     options = ["--stages", "3", "--microbatches", "1", "-m", "auto,auto-rotation", "--seeds", "1"]
-    arguments = ["study", *options, *otherwise.split(), "--fine", "--out", str(tmp_path)]
+    arguments = ["study", *options, *otherwise.split(), "--out", str(tmp_path)]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     assert dict.fromkeys(asked) == {
@@ -315,14 +292,14 @@ def test_the_command_trains_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("auto-rotation", "basis-rotation", "cosine", 15): None,
     }
     document = json.loads((tmp_path / "frontier.json").read_text())
-    assert f" {otherwise} --seeds 1 --fine" in document["command"]
+    assert f" {otherwise} --seeds 1" in document["command"]
     assert document["settings"]["optimizer"] == "adamw"
-    assert {round(row["lr"], 3) for row in document["rows"]} == {0.071}
+    assert {round(row["lr"], 3) for row in document["rows"]} == {0.05}
     own = ["--workload", "examples.own_workload:digits_mlp"]
     for bad, said in (
         ([*own, "--lr-schedule", "cosine"], "makes its own"),
         ([*own, "--epochs", "1", "--updates", "9"], "not both"),
-        (["--data", "paper-snn", "--fine"], "seek learning rates"),
+        (["--data", "paper-snn", "--optimizer", "sgd"], "seek learning rates"),
         (["--length", "0.5"], "--length"),
     ):
         refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])

@@ -9,13 +9,12 @@ from studies import times
 from studies.builtin import maker_of
 from studies.settings import settle
 from studies.times import Work, measured_work, minibatch_time, relative_times
-from studies.world import World
 
 pytest.importorskip("sklearn")
 
 
 def settings_for(*methods, **more):
-    return settle({"methods": methods, **more}, World(), quick=True)
+    return settle({"methods": methods, **more}, quick=True)
 
 
 @pytest.mark.parametrize("stages", [1, 4, 8])
@@ -51,7 +50,7 @@ def test_methods_are_compared_in_one_unit(monkeypatch, tmp_path):
 
     monkeypatch.setattr(times, "measured_work", given)
     settings = settings_for("xgrad", "sync", "1f1b", "auto", stages=4)
-    found = relative_times(settings, maker_of(settings, tmp_path), ["cpu"] * 4)
+    found = relative_times(settings, maker_of(settings, tmp_path))
     # the uncut model on one device has no bubbles, and all the work
     assert found == pytest.approx({"xgrad": 3.0, "sync": 4.0, "1f1b": 7 / 4, "auto": 1.0})
     assert sorted(asked) == [1, 4]

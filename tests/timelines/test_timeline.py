@@ -371,6 +371,9 @@ def test_the_command_with_a_file(tmp_path):
         (["--microbatches", 10**9], "expected at most 1000000"),
         (["--microbatches", 10**30], "is not in the range"),
         (["--window", "1000000"], "a number from 1 to 100000, or one per stage with commas"),
+        (["--window", "0"], "'classic', 'wide', a number from 1 to 100000, or one per stage"),
+        (["--window", "2,x"], "'classic', 'wide', a number from 1 to 100000, or one per stage"),
+        (["--stages", "4", "--window", "2,1"], "expected one per stage (4), got 2"),
     ],
 )
 def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
