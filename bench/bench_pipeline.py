@@ -16,7 +16,7 @@ STAGES, MINIBATCHES = 4, 64
 #: updates.
 ACTIONS = 2 * STAGES * MINIBATCHES
 #: Methods that work with plain SGD, four stages and one microbatch.
-_OTHERS = ("spectrain-ema", "pipedream-2bw", "error-feedback", "xgrad")
+_OTHERS = ("spectrain-smoothed", "pipedream-2bw", "error-feedback", "xgrad")
 METHODS = [m for m in st.methods() if m not in _OTHERS]
 
 

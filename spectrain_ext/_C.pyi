@@ -5,17 +5,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.corrections import Coefficients
-from spectrain_ext.operators.expressions import Program
+from spectrain_ext.operators.calls import Rates, StepOptions
 from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int
-MAX_REGISTERS: int
 MAX_TERMS: int
-#: The names of the numbers of a term and of a setting, in order.
-TERM: tuple[str, ...]
-SETTING: tuple[str, ...]
 
 class Role:
     """What a list is to a plan."""
@@ -26,57 +20,29 @@ class Role:
     STASHED: ClassVar[Role]
     OUT: ClassVar[Role]
     SECOND: ClassVar[Role]
-    AVERAGE: ClassVar[Role]
-    STALE: ClassVar[Role]
-
-class Opcode:
-    """An operation of a program."""
-
-    ADD: ClassVar[Opcode]
-    SUBTRACT: ClassVar[Opcode]
-    MULTIPLY: ClassVar[Opcode]
-    DIVIDE: ClassVar[Opcode]
-    POWER: ClassVar[Opcode]
-
-class InputType:
-    """The type of a number that a program reads."""
-
-    FLOAT32: ClassVar[InputType]
-    FLOAT64: ClassVar[InputType]
-    INT64: ClassVar[InputType]
 
 _List: TypeAlias = tuple[Role, str, bool, tuple[Any, ...]]
-_Correction: TypeAlias = tuple[bool, Sequence[Coefficients]] | None
 
 class Plan:
     """Validated lists of arrays, resolved once."""
 
     def __init__(self, lists: Sequence[_List], groups: Sequence[int], single: bool) -> None: ...
-    def predict_(
-        self,
-        terms: Sequence[Sequence[Term]],
-        eps: Sequence[float],
-        stream: Any,
-        program: Program | None = None,
-    ) -> None: ...
     def predict(
         self,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
-        out: int,
+        out: int | None,
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
     def stash_predict_(
         self,
         terms: Sequence[Sequence[Term]],
         eps: Sequence[float],
         stream: Any,
-        program: Program | None = None,
+        rates: Rates = None,
     ) -> None: ...
-    def extrapolate(
-        self, steps: float, out: int, stream: Any, program: Program | None = None
-    ) -> None: ...
+    def extrapolate(self, steps: float, out: int, stream: Any) -> None: ...
     def stash(self, stream: Any) -> None: ...
     def restore_(self, stream: Any) -> None: ...
     def swap_(self, stream: Any) -> None: ...
@@ -91,8 +57,7 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: StepOptions,
         stream: Any,
-        program: Program | None = None,
-        correction: _Correction = None,
+        rates: Rates = None,
     ) -> None: ...
     def adam_step_(
         self,
@@ -100,13 +65,10 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: StepOptions,
         stream: Any,
-        program: Program | None = None,
-        correction: _Correction = None,
     ) -> None: ...
     def keep(self, watch: bool) -> None: ...
     def pin_gradients(self) -> None: ...
-    def refresh(self) -> None: ...
-    def set_gradients(self, grads: tuple[Any, ...], follow: bool = True) -> bool: ...
+    def set_gradients(self, grads: tuple[Any, ...]) -> bool: ...
     def forget_gradients(self) -> None: ...
     @property
     def n_outs(self) -> int: ...
@@ -120,8 +82,6 @@ class Watch:
     def __init__(self, tensors: tuple[Tensor, ...]) -> None: ...
     def in_place(self) -> bool: ...
 
-def placeholder(register: int) -> float: ...
-def all_plain(numbers: object) -> bool: ...
 def same(now: object, seen: object) -> bool: ...
 def build_info() -> dict[str, Any]: ...
 def require_cuda() -> int: ...

@@ -40,7 +40,6 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators import (
     Plan,
-    Scalar,
     adam_predict,
     adam_step_,
     corrections,
@@ -81,7 +80,6 @@ __all__ = [
     "Pipeline",
     "Plan",
     "RankError",
-    "Scalar",
     "ScheduleError",
     "StageError",
     "Trace",

@@ -43,7 +43,7 @@ _TABLE = {
     "pipedream-2bw": Look("#CC79A7", _LONG),
     "spectrain": Look("#0072B2", _SOLID),
     "spectrain-local": Look("#0072B2", _LONG),
-    "spectrain-ema": Look("#0072B2", _DOTTED),
+    "spectrain-smoothed": Look("#0072B2", _DOTTED),
     "spectrain-stash": Look("#56B4E9", _LONG),
     "second-order": Look("#009E73", _LONG),
     "auto": Look("#009E73", _SOLID),

@@ -20,19 +20,19 @@ def make_optimizer(
 ) -> PredictingOptimizer:
     """Return the optimizer that the settings name.
 
-    For a method whose momentum is an average, the optimizer averages and the learning rate is
-    larger by ``1 / (1 - momentum)``, which makes the same updates as a sum.
+    For a method whose momentum is of smoothed gradients, the learning rate is larger by
+    ``1 / (1 - momentum)``, which makes the same updates as a sum of gradients.
     """
     lr, decay = settings.lr, settings.weight_decay
     if settings.optimizer == "sgd":
-        ema = method.direction == "ema" and settings.momentum < 1
+        smoothed = method.smoothed and settings.momentum < 1
         return optim.SGD(
             parameters,
-            lr=lr / (1 - settings.momentum) if ema else lr,
+            lr=lr / (1 - settings.momentum) if smoothed else lr,
             momentum=settings.momentum,
             weight_decay=decay,
             nesterov=settings.nesterov,
-            ema=ema,
+            smoothed=smoothed,
         )
     betas = settings.betas
     if settings.optimizer == "adam":

@@ -47,7 +47,7 @@ def _kernels(wt: torch.dtype, vt: torch.dtype, offset: int, scale: Scale) -> Non
     plan.restore_()
     plan.extrapolate(steps=2.0)
     plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0, 0.0])
-    plan.sgd_step_(lr=0.1, momentum=0.9, nesterov=True, ema=True, predict=[geometric])
+    plan.sgd_step_(lr=0.1, momentum=0.9, nesterov=True, smoothed=True, predict=[geometric])
     plan.sgd_step_(lr=0.1, momentum=0.0, weight_decay=0.1)
     _adam(w, v, u, g, [out0, out1])
     if wt in (torch.float16, torch.bfloat16) and vt == torch.float32:  # a float32 master weight

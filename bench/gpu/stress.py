@@ -107,7 +107,9 @@ class Setup:
         """Return the pipeline with an optimizer that suits the method."""
 
         def optimizer(params: list[nn.Parameter]) -> Any:
-            return st.optim.SGD(params, lr=0.02, momentum=0.9, ema=self.method == "spectrain-ema")
+            return st.optim.SGD(
+                params, lr=0.02, momentum=0.9, smoothed=self.method == "spectrain-smoothed"
+            )
 
         return st.Pipeline(
             self.stages(),

@@ -36,10 +36,6 @@ bool has_internal_overlap(const Borrowed& b) {
   return false;
 }
 
-bool is_state(Role role) {
-  return role == Role::momentum || role == Role::second || role == Role::average;
-}
-
 }  // namespace
 
 Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single)
@@ -61,14 +57,15 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
                             b.shape_text() + " with strides " + b.strides_text() +
                             (has_internal_overlap(b) ? " (an expanded view overlaps itself)" : ""));
     }
-    layouts_.push_back({b.dtype, b.ndim, extents_.size()});
-    extents_.insert(extents_.end(), b.shape, b.shape + b.ndim);
-    extents_.insert(extents_.end(), b.strides, b.strides + b.ndim);
+    std::vector<int64_t>& extents = extents_.emplace_back(b.shape, b.shape + b.ndim);
+    extents.insert(extents.end(), b.strides, b.strides + b.ndim);
+    layouts_.push_back(b);
+    layouts_.back().shape = extents.data();
+    layouts_.back().strides = extents.data() + b.ndim;
     sizes[i] = b.size;
     params.at[i] = b.data;
     params.dtype[i] = b.dtype;
   }
-  if (!groups.empty() && groups.size() != n) throw py::value_error("groups: one per tensor");
   if (groups.empty()) groups.resize(n, 0);
   plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(groups));
   plan->params = std::move(params);
@@ -78,8 +75,7 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
   }
 
   size_t outs = 0;
-  const Column* state = nullptr;  // the first one: kernels read all state in one dtype
-  std::string state_name;
+  std::string momentum_name;
   for (size_t l = 1; l < lists.size(); ++l) {
     const ArrayList& list = lists[l];
     if (list.arrays.size() != n) {
@@ -95,60 +91,42 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
       const Place place = place_of(list.name, i, list.writes);
       const Borrowed b = borrow(list.arrays[i], place, loans_);
       check(b, place, list.role, i);
-      if (is_state(list.role) && state != nullptr && b.dtype != state->dtype[i]) {
-        throw py::value_error(place.text() + ": expected " + name_of(state->dtype[i]) +
-                              ", the dtype of " + place_of(state_name, i).text() + ", got " +
+      // Kernels read all state in one dtype.
+      if (list.role == Role::second && plan->momentum.present() &&
+          b.dtype != plan->momentum.dtype[i]) {
+        throw py::value_error(place.text() + ": expected " + name_of(plan->momentum.dtype[i]) +
+                              ", the dtype of " + place_of(momentum_name, i).text() + ", got " +
                               name_of(b.dtype));
       }
       column->at.push_back(b.data);
       column->dtype.push_back(b.dtype);
     }
-    if (is_state(list.role) && state == nullptr) {
-      state = column;
-      state_name = list.name;
-    }
+    if (list.role == Role::momentum) momentum_name = list.name;
   }
   plan->grads = {std::vector<void*>(n, nullptr), plan->params.dtype};
-  from_parameter_.assign(n, true);
   kept_ = std::move(lists);
   check_overlap();
   for (ArrayList& list : kept_) {
     if (list.role != Role::grads) continue;
-    set_gradients(list.arrays, true);
+    set_gradients(list.arrays);
     list.arrays = py::tuple();  // grads_ holds them now
   }
 }
 
 Column* Arrays::column_of(Role role, size_t* outs) const {
-  switch (role) {
-    case Role::params:
-      return &plan->params;
-    case Role::momentum:
-      return &plan->momentum;
-    case Role::second:
-      return &plan->second;
-    case Role::grads:
-      return &plan->grads;
-    case Role::stashed:
-      return &plan->stashed;
-    case Role::average:
-      return &plan->average;
-    case Role::stale:
-      return &plan->stale;
-    case Role::out:
-      return &plan->outs[(*outs)++];
-  }
-  throw py::value_error("lists: expected a Role, got " + std::to_string(static_cast<int>(role)));
+  if (role == Role::out) return &plan->outs[(*outs)++];
+  return role == Role::params     ? &plan->params
+         : role == Role::momentum ? &plan->momentum
+         : role == Role::second   ? &plan->second
+         : role == Role::grads    ? &plan->grads
+                                  : &plan->stashed;
 }
 
 std::string Arrays::describe(const UnsupportedTypes& error) const {
   const Place place = place_of(params_name_, error.item);
   return place.text() + ": no kernel takes " + name_of(error.key.w) + " weights with " +
          name_of(error.key.g) + " gradients, " + name_of(error.key.s) + " state and " +
-         name_of(error.key.o) + " outputs together" +
-         (error.key.operation >= Operation::sgd_plain_delay
-              ? "; corrected by stale weights are float32 and float64 ones"
-              : "");
+         name_of(error.key.o) + " outputs together";
 }
 
 bool Arrays::has(Role role) const {
@@ -158,14 +136,16 @@ bool Arrays::has(Role role) const {
 
 void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
   const Place param = place_of(params_name_, place.index);
-  const Layout& layout = layouts_[i];
+  const Borrowed& expected = layouts_[i];
   // State may be wider than 16-bit parameters; gradients and outputs may be narrower than float32.
-  const bool wider = is_state(role) && size_of(layout.dtype) == 2;
-  const bool narrower = (role == Role::grads || role == Role::out || role == Role::stale) &&
-                        layout.dtype == DType::float32;
-  if (b.dtype != layout.dtype && !(wider && b.dtype == DType::float32) &&
+  const bool wider =
+      (role == Role::momentum || role == Role::second) && size_of(expected.dtype) == 2;
+  // Outputs that are only read are compared with the parameters.
+  const bool narrower = (role == Role::grads || (role == Role::out && place.writes)) &&
+                        expected.dtype == DType::float32;
+  if (b.dtype != expected.dtype && !(wider && b.dtype == DType::float32) &&
       !(narrower && size_of(b.dtype) == 2)) {
-    throw py::value_error(place.text() + ": expected " + name_of(layout.dtype) +
+    throw py::value_error(place.text() + ": expected " + name_of(expected.dtype) +
                           (wider      ? " or float32"
                            : narrower ? ", bfloat16 or float16"
                                       : "") +
@@ -175,19 +155,12 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
     throw py::value_error(place.text() + ": expected a tensor on " + device_.text() + ", like " +
                           param.text() + ", got " + b.device.text());
   }
-  const int64_t* shape = extents_.data() + layout.at;
-  const int64_t* strides = shape + layout.ndim;
-  if (b.ndim != layout.ndim || !std::equal(shape, shape + b.ndim, b.shape)) {
-    Borrowed expected = b;
-    expected.ndim = layout.ndim;
-    expected.shape = shape;
+  if (b.ndim != expected.ndim || !std::equal(b.shape, b.shape + b.ndim, expected.shape)) {
     throw py::value_error(place.text() + ": expected shape " + expected.shape_text() +
                           ", the shape of " + param.text() + ", got " + b.shape_text());
   }
   for (int d = 0; d < b.ndim; ++d) {
-    if (b.size > 0 && b.shape[d] > 1 && b.strides[d] != strides[d]) {
-      Borrowed expected = b;
-      expected.strides = strides;
+    if (b.size > 0 && b.shape[d] > 1 && b.strides[d] != expected.strides[d]) {
       throw py::value_error(place.text() + ": expected strides " + expected.strides_text() +
                             ", the strides of " + param.text() + ", got " + b.strides_text() +
                             (has_internal_overlap(b) ? " (an expanded view overlaps itself)" : ""));
@@ -195,15 +168,9 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
   }
 }
 
-// Two arrays may share memory only if both are only read. Exception: stale weights may be an
-// output, because each element is read before it is written. Gradients are checked later.
+// Two arrays may share memory only if both are only read. Gradients are checked later.
 void Arrays::check_overlap() {
-  struct Interval {
-    const char *begin, *end;
-    size_t list, index;
-    bool writes;
-  };
-  std::vector<Interval> intervals;
+  std::vector<Span> spans;
   size_t outs = 0;
   for (size_t l = 0; l < kept_.size(); ++l) {
     const Role role = kept_[l].role;
@@ -212,49 +179,41 @@ void Arrays::check_overlap() {
     for (size_t i = 0; i < column.at.size(); ++i) {
       const int64_t bytes = plan->size_of_item(i) * size_of(column.dtype[i]);
       const auto* begin = static_cast<const char*>(column.at[i]);
-      const bool is_out =
-          role == Role::stale && std::any_of(plan->outs.begin(), plan->outs.end(), [&](auto& out) {
-            return out.at[i] == begin && out.dtype[i] == column.dtype[i];
-          });
-      if (bytes > 0 && !is_out) intervals.push_back({begin, begin + bytes, l, i, kept_[l].writes});
+      if (bytes > 0) spans.push_back({begin, begin + bytes, l, i});
     }
   }
-  const auto before = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(intervals.begin(), intervals.end(), before)) {
-    std::stable_sort(intervals.begin(), intervals.end(), before);
+  const auto before = [](const Span& a, const Span& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(spans.begin(), spans.end(), before)) {
+    std::stable_sort(spans.begin(), spans.end(), before);
   }
-  const Interval* reaches = nullptr;          // the interval so far that ends last
-  const Interval* written_reaches = nullptr;  // the written one that ends last
-  for (const Interval& now : intervals) {
-    const Interval* other = now.writes ? reaches : written_reaches;
+  const Span* reaches = nullptr;          // the span so far that ends last
+  const Span* written_reaches = nullptr;  // the written one that ends last
+  for (const Span& now : spans) {
+    const bool writes = kept_[now.list].writes;
+    const Span* other = writes ? reaches : written_reaches;
     if (other != nullptr && now.begin < other->end) {
       // Name the later argument in the error; params come first.
       const bool later =
           std::make_pair(now.list, now.index) > std::make_pair(other->list, other->index);
-      const Interval& first = later ? *other : now;
-      const Interval& second = later ? now : *other;
-      throw overlap(second.list, second.index, first.list, first.index);
+      const Span& first = later ? *other : now;
+      const Span& second = later ? now : *other;
+      throw py::value_error(place_of(kept_[second.list].name, second.index).text() +
+                            ": expected memory of its own, got an overlap with " +
+                            place_of(kept_[first.list].name, first.index).text());
     }
     if (reaches == nullptr || now.end > reaches->end) reaches = &now;
-    if (now.writes && (written_reaches == nullptr || now.end > written_reaches->end)) {
-      written_reaches = &now;
-    }
-    if (now.writes) written_.push_back({now.begin, now.end, now.list, now.index});
+    if (!writes) continue;
+    if (written_reaches == nullptr || now.end > written_reaches->end) written_reaches = &now;
+    written_.push_back(now);
   }
-}
-
-py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t j) const {
-  return py::value_error(place_of(kept_[list].name, i).text() +
-                         ": expected memory of its own, got an overlap with " +
-                         place_of(kept_[other_list].name, j).text());
 }
 
 // Checks that no written array of `others` overlaps an array that is only read.
 void Arrays::check_apart(const Borrowed& b, const Place& place,
-                         const std::vector<Written>& others) const {
+                         const std::vector<Span>& others) const {
   const char *begin = b.begin(), *end = b.end();
   auto next = std::upper_bound(others.begin(), others.end(), begin,
-                               [](const char* at, const Written& w) { return at < w.begin; });
+                               [](const char* at, const Span& s) { return at < s.begin; });
   if (next != others.begin() && std::prev(next)->end > begin) --next;
   if (next == others.end() || next->begin >= end || begin == end) return;
   const std::string& name = &others == &writable_gradients_ ? grads_name_ : kept_[next->list].name;
@@ -263,50 +222,31 @@ void Arrays::check_apart(const Borrowed& b, const Place& place,
                         place_of(name, next->index).text());
 }
 
-void Arrays::check_same_dtypes() const {
-  size_t outs = 0;
-  for (const ArrayList& list : kept_) {
-    if (list.role != Role::out) continue;
-    const Column& column = *column_of(Role::out, &outs);
-    for (size_t i = 0; i < plan->size(); ++i) {
-      const DType expected = plan->params.dtype[i], found = column.dtype[i];
-      if (found == expected) continue;
-      throw py::value_error(place_of(list.name, i).text() + ": expected " + name_of(expected) +
-                            ", got " + name_of(found));
-    }
-  }
-}
-
 void Arrays::keep(bool watch) {
   plan->keep_tables = true;
-  if (!watch || watching_) return;
+  if (!watch) return;
   size_t outs = 0;
-  std::vector<std::pair<size_t, Watch>> watches;
-  for (size_t l = 0; l < kept_.size(); ++l) {
-    if (kept_[l].role == Role::grads) continue;
-    const Column& column = *column_of(kept_[l].role, &outs);
-    watches.emplace_back(l, Watch());
+  for (const ArrayList& list : kept_) {
+    Watch& watch_list = watches_.emplace_back();
+    if (list.role == Role::grads) continue;
+    const Column& column = *column_of(list.role, &outs);
     for (size_t i = 0; i < column.at.size(); ++i) {
-      if (plan->size_of_item(i) > 0) {
-        watches.back().second.add(kept_[l].arrays[i], column.at[i], i);
-      }
+      if (plan->size_of_item(i) > 0) watch_list.add(list.arrays[i], column.at[i], i);
     }
   }
-  watches_ = std::move(watches);
-  watching_ = true;
 }
 
 void Arrays::check_in_place(Roles roles) {
-  for (const auto& [list, watch] : watches_) {
-    if (!roles.has(kept_[list].role)) continue;
-    const std::optional<size_t> i = watch.moved();
+  for (size_t l = 0; l < watches_.size(); ++l) {
+    if ((roles & bit(kept_[l].role)) == 0) continue;
+    const std::optional<size_t> i = watches_[l].moved();
     if (!i) continue;
     throw std::runtime_error(
-        place_of(kept_[list].name, *i).text() +
+        place_of(kept_[l].name, *i).text() +
         ": its memory is not where it was when the plan was made (p.data = ..., .to(), .double(), "
         "set_(), resize_() or share_memory() since); make a new Plan");
   }
-  if (watching_ && roles.has(Role::grads)) check_gradients_in_place();
+  if (!watches_.empty() && (roles & bit(Role::grads)) != 0) check_gradients_in_place();
 }
 
 }  // namespace spectrain

@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,23 +14,9 @@
 namespace spectrain {
 
 // The role of a list in a plan.
-enum class Role { params, momentum, grads, stashed, out, second, average, stale };
-
-// Which lists a call reads or writes.
-class Roles {
- public:
-  Roles(std::initializer_list<Role> roles) {
-    for (const Role role : roles) add(role);
-  }
-  Roles& add(Role role) {
-    bits_ |= 1u << static_cast<int>(role);
-    return *this;
-  }
-  bool has(Role role) const { return (bits_ >> static_cast<int>(role) & 1u) != 0; }
-
- private:
-  unsigned bits_ = 0;
-};
+enum class Role { params, momentum, grads, stashed, out, second };
+using Roles = unsigned;  // one bit for each
+constexpr Roles bit(Role role) { return 1u << static_cast<unsigned>(role); }
 
 inline py::handle item(const py::tuple& of, size_t i) {
   return PyTuple_GET_ITEM(of.ptr(), static_cast<py::ssize_t>(i));
@@ -52,14 +37,10 @@ class Arrays {
   // `groups`: the parameter group of every tensor; empty: all in group 0.
   Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single);
 
-  // Replaces the gradients (entries may be None); keeps the old ones on an error. `follow`: whether
-  // refresh() reads params[i].grad; otherwise it reads these arrays again.
-  void set_gradients(const py::tuple& grads, bool follow);
+  // Replaces the gradients (entries may be None); keeps the old ones on an error.
+  void set_gradients(const py::tuple& grads);
   // Releases the gradients, until others are set.
   void forget_gradients();
-  // Reads every gradient's address again: that of params[i].grad if the gradient was
-  // params[i].grad when it was set or none were set, otherwise that of the same array.
-  void refresh();
 
   // Prepares for several uses. `watch`: keep the arrays' memory alive and check their addresses at
   // every call; otherwise the caller does.
@@ -67,30 +48,23 @@ class Arrays {
   // Checks that no array of the lists has moved; throws a RuntimeError that names the array.
   void check_in_place(Roles roles);
 
-  // Checks that the outs have the parameters' dtypes: in other uses they may be narrower.
-  void check_same_dtypes() const;
-
   // Converts the options of a step (StepOptions in calls.py); None means absent.
   StepOptions options(const py::dict& given, Loans& loans);
+
+  // Learning rates in memory of every group, or none; None: no such one in that group.
+  std::vector<Rate> rates(py::handle given) const;
 
   bool has(Role role) const;
   // Describes a combination of types without a kernel, by the arguments' names.
   std::string describe(const UnsupportedTypes& error) const;
   bool has_gradients() const { return gradients_known_; }
-  size_t n_outs() const { return plan->outs.size(); }
   py::handle first() const { return params_.empty() ? py::handle(Py_None) : params_[0]; }
 
   std::unique_ptr<Plan> plan;
 
  private:
-  // The layout of params[i], which all of its other arrays must have.
-  struct Layout {
-    DType dtype;
-    int ndim;
-    size_t at;  // into extents_: ndim sizes, then ndim strides
-  };
-  // Memory of an array of kept_[list] that operators write.
-  struct Written {
+  // Memory of an array of kept_[list].
+  struct Span {
     const char *begin, *end;
     size_t list, index;
   };
@@ -100,7 +74,9 @@ class Arrays {
   void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
-  py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
+  // Borrows an array with one float32, or float64 if allowed, on the plan's device.
+  Borrowed borrow_number(py::handle array, const Place& place, bool may_be_double,
+                         Loans& loans) const;
   // Returns the address of an array with one float32 on the plan's device; null for None.
   // `zero_grad`: the step also writes the gradients, which have been checked for that.
   const float* scalar(py::handle array, const std::string& name, bool zero_grad,
@@ -111,28 +87,24 @@ class Arrays {
   void check_gradients_writable();
   Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradients_in_place();
-  void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
+  void check_apart(const Borrowed& b, const Place& place, const std::vector<Span>& others) const;
   void check_pinned(const Column& column) const;
-  void take_gradients(const py::tuple& grads);
-  py::tuple parameter_gradients() const;
 
   bool single_;
   py::tuple params_;
   std::string params_name_, grads_name_ = "grads";
   std::vector<ArrayList> kept_;  // owns references; for gradients only the name
   Loans loans_, gradient_loans_;
-  // Sorted by address.
-  std::vector<Written> written_;
-  std::vector<Written> writable_gradients_;  // set by check_gradients_writable
+  // What operators write, sorted by address.
+  std::vector<Span> written_;
+  std::vector<Span> writable_gradients_;  // set by check_gradients_writable
   bool gradients_writable_ = false;
-  std::vector<Layout> layouts_;
-  std::vector<int64_t> extents_;
+  std::vector<Borrowed> layouts_;              // of the parameters; other arrays have the same
+  std::vector<std::vector<int64_t>> extents_;  // their shapes and strides
   Device device_;
   py::tuple grads_;
-  std::vector<bool> from_parameter_;  // gradient i is params[i].grad
   bool gradients_known_ = false;
-  bool watching_ = false;
-  std::vector<std::pair<size_t, Watch>> watches_;  // by list of kept_; without the gradients
+  std::vector<Watch> watches_;  // of kept_; empty for gradients
   Watch gradient_watch_;
   int gradient_uses_ = 0;  // calls since they were set
 };

@@ -2,10 +2,44 @@
 
 #include <pybind11/gil_safe_call_once.h>
 
-#include "exchange.h"
+#include "shared.h"
 
 namespace spectrain {
 namespace {
+
+// torch uses the second name from 2.10.1 on, and the first before.
+const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
+  for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {
+    PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name);
+    if (found == nullptr) {
+      dismiss_error();
+      continue;
+    }
+    const auto capsule = py::reinterpret_steal<py::object>(found);
+    auto* api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) dismiss_error();
+    while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->previous;
+    if (api != nullptr && api->borrow != nullptr) return api;
+  }
+  return nullptr;
+}
+
+// Returns null if the type has no API. Remembers the last type, because a lookup costs 0.3 us and
+// nearly all arrays of a call have the same one; per thread, because without the GIL two threads
+// could mix up types and results. The type is kept alive, so that its address stays unique.
+const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
+  thread_local PyTypeObject* known = nullptr;
+  thread_local const dlpack::ExchangeApi* api = nullptr;
+  if (type == known) return api;
+  const dlpack::ExchangeApi* found = find_api(type);
+  Py_INCREF(type);
+  PyTypeObject* before = known;
+  known = type;
+  api = found;
+  Py_XDECREF(reinterpret_cast<PyObject*>(before));  // last: it may run code that comes here
+  return found;
+}
 
 std::string dlpack_type_name(dlpack::DataType t) {
   const char* kind = t.code == dlpack::kInt       ? "int"
@@ -51,20 +85,12 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
   for (int d = 0; d < t.ndim; ++d) b.size *= t.shape[d];
   b.data = static_cast<char*>(t.data) + t.byte_offset;
 
-  switch (t.device.type) {
-    case dlpack::kCpu:
-    case dlpack::kCudaHost:
-      b.device = {false, 0};
-      break;
-    case dlpack::kCuda:
-    case dlpack::kCudaManaged:
-      b.device = {true, t.device.id};
-      break;
-    default:
-      throw py::type_error(place.text() +
-                           ": expected a CPU or CUDA tensor, got DLPack device type " +
-                           std::to_string(t.device.type));
+  const bool cuda = t.device.type == dlpack::kCuda || t.device.type == dlpack::kCudaManaged;
+  if (!cuda && t.device.type != dlpack::kCpu && t.device.type != dlpack::kCudaHost) {
+    throw py::type_error(place.text() + ": expected a CPU or CUDA tensor, got DLPack device type " +
+                         std::to_string(t.device.type));
   }
+  b.device = {cuda, cuda ? t.device.id : 0};
   const bool bfloat = t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16;
   const bool floating = t.dtype.code == dlpack::kFloat &&
                         (t.dtype.bits == 16 || t.dtype.bits == 32 || t.dtype.bits == 64);
@@ -85,19 +111,6 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
                           std::to_string(size_of(b.dtype)) + " bytes");
   }
   return b;
-}
-
-// Describes why an array's memory cannot be borrowed. The owner's message may contain a C++ stack
-// trace: use its first line, and only if the array does not describe itself.
-std::string refusal(py::handle array) {
-  py::error_already_set error;
-  if (!error.matches(PyExc_Exception)) throw error;
-  const py::object layout = attribute(array, "layout"), device = attribute(array, "device");
-  if (layout && device) {
-    return "got layout " + py::str(layout).cast<std::string>() + " on device " +
-           py::str(device).cast<std::string>();
-  }
-  return "got " + type_name(array) + ": " + first_line(error);
 }
 
 // A negative view shares memory and negates it on reading: its bits are not its values.
@@ -158,14 +171,20 @@ py::object capsule_of(py::handle array, Loans& loans) {
   throw py::value_error(place.text() + ": expected a writable array, got a read-only one" + why);
 }
 
-// NumPy before 2.1, and other owners without versioned capsules, export no read-only arrays at all.
+// The owner's message may contain a C++ stack trace: use its first line, and only if the array does
+// not describe itself. NumPy before 2.1, and other owners without versioned capsules, export no
+// read-only arrays at all.
 [[noreturn]] void refuse(const py::error_already_set& error, py::handle array, const Place& place) {
+  if (!error.matches(PyExc_Exception)) throw error;
   const std::string why = first_line(error);
   if (why.find("readonly") != std::string::npos || why.find("read-only") != std::string::npos) {
     refuse_read_only(place, ": " + why);
   }
+  const py::object layout = attribute(array, "layout"), device = attribute(array, "device");
   throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, got " +
-                       type_name(array) + ": " + why);
+                       (layout && device ? "layout " + py::str(layout).cast<std::string>() +
+                                               " on device " + py::str(device).cast<std::string>()
+                                         : type_name(array) + ": " + why));
 }
 
 // Borrows an array without a C exchange API.
@@ -178,7 +197,6 @@ Borrowed lend(py::handle array, const Place& place, Loans& loans) {
   try {
     capsule = capsule_of(array, loans);
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
     refuse(error, array, place);
   }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
@@ -203,17 +221,8 @@ Borrowed lend(py::handle array, const Place& place, Loans& loans) {
 }  // namespace
 
 const char* name_of(DType t) {
-  switch (t) {
-    case DType::float16:
-      return "float16";
-    case DType::bfloat16:
-      return "bfloat16";
-    case DType::float32:
-      return "float32";
-    case DType::float64:
-      return "float64";
-  }
-  return "?";
+  constexpr const char* names[] = {"float16", "bfloat16", "float32", "float64"};
+  return names[static_cast<int>(t)];
 }
 
 std::string Borrowed::shape_text() const { return list_text(shape, ndim); }
@@ -232,13 +241,48 @@ py::object attribute(py::handle object, const char* name) {
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
+void* resolve_stream(py::handle stream, py::handle array, int device) {
+  if (!stream.is_none()) {
+    if (py::isinstance<py::int_>(stream)) return reinterpret_cast<void*>(stream.cast<uintptr_t>());
+    if (const py::object protocol = attribute(stream, "__cuda_stream__")) {
+      const py::tuple pair = protocol();
+      return reinterpret_cast<void*>(pair[1].cast<uintptr_t>());
+    }
+    for (const char* name : {"cuda_stream", "ptr"}) {  // torch.cuda.Stream, cupy.cuda.Stream
+      if (const py::object handle = attribute(stream, name)) {
+        return reinterpret_cast<void*>(handle.cast<uintptr_t>());
+      }
+    }
+    throw py::type_error(
+        "stream: expected None, an integer handle or an object with "
+        "__cuda_stream__, got " +
+        type_name(stream));
+  }
+  void* handle = nullptr;
+  const dlpack::ExchangeApi* api = array.is_none() ? nullptr : api_of(Py_TYPE(array.ptr()));
+  if (api == nullptr) {
+    const py::object calls = py::module_::import("spectrain_ext.operators.calls");
+    if (calls.attr("framework_of")(array).cast<std::string>() == "cupy") {
+      const py::object cuda = py::module_::import("cupy").attr("cuda");
+      const py::object current = cuda.attr("get_current_stream")(device);
+      return reinterpret_cast<void*>(current.attr("ptr").cast<uintptr_t>());
+    }
+    const py::object torch_tensor = py::module_::import("torch").attr("Tensor");
+    api = api_of(reinterpret_cast<PyTypeObject*>(torch_tensor.ptr()));
+  }
+  if (api != nullptr && api->current_stream != nullptr &&
+      api->current_stream(dlpack::kCuda, device, &handle) != 0) {
+    throw py::error_already_set();
+  }
+  return handle;
+}
+
 Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew) {
   const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
   if (api == nullptr) return lend(array, place, loans);
   dlpack::Tensor t;
   if (api->borrow(array.ptr(), &t) != 0) {
-    throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, " +
-                         refusal(array));
+    refuse(py::error_already_set(), array, place);
   }
   const Borrowed b = described(t, place, loans);
   if (anew && is_negative_view(array)) {  // this check takes longer than everything else

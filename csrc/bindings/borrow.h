@@ -57,6 +57,10 @@ Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew = 
 // Whether a borrowed array can move, because no loan pins its memory.
 bool may_move(py::handle array);
 
+// Returns the handle of `stream`, or of the current stream of the array's framework (torch's if it
+// has none).
+void* resolve_stream(py::handle stream, py::handle array, int device);
+
 // Returns an attribute, or nothing if there is none; throws other errors.
 py::object attribute(py::handle object, const char* name);
 // Clears the current Python error; rethrows KeyboardInterrupt and SystemExit.

@@ -1,41 +1,7 @@
 // Sets, releases and checks the gradients of a plan; the other lists are fixed.
 #include "arrays.h"
-#include "shared.h"
 
 namespace spectrain {
-namespace {
-
-// Returns the C function behind a type's `.grad` attribute, or null. Calling it directly saves the
-// attribute lookup, 15 of 80 ns.
-const PyGetSetDef* find_grad_getter(PyTypeObject* type) {
-  const PyGetSetDef* getter = nullptr;
-  if (type->tp_getattro == PyObject_GenericGetAttr) {
-    PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
-    if (found == nullptr) {
-      dismiss_error();
-    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
-               PyType_IsSubtype(type, PyDescr_TYPE(found))) {  // a class can borrow another's
-      getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
-    }
-    Py_XDECREF(found);  // owned by the type, which is kept alive
-  }
-  return getter;
-}
-
-py::object gradient_of(py::handle param) {
-  thread_local LastType<const PyGetSetDef*> last;
-  const PyGetSetDef* getter = last.of(Py_TYPE(param.ptr()), find_grad_getter);
-  PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
-                                     : PyObject_GetAttrString(param.ptr(), "grad");
-  if (grad == nullptr) {
-    dismiss_error();
-    return py::none();
-  }
-  return py::reinterpret_steal<py::object>(grad);
-}
-
-}  // namespace
-
 Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
@@ -71,16 +37,7 @@ void Arrays::check_pinned(const Column& column) const {
   }
 }
 
-py::tuple Arrays::parameter_gradients() const {
-  py::tuple grads(params_.size());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    py::object grad = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
-    PyTuple_SET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i), grad.release().ptr());
-  }
-  return grads;
-}
-
-void Arrays::take_gradients(const py::tuple& grads) {
+void Arrays::set_gradients(const py::tuple& grads) {
   Loans loans{first(), {}};
   Column column = borrow_gradients(grads, loans);
   if (plan->gradients_pinned()) check_pinned(column);
@@ -96,13 +53,6 @@ void Arrays::take_gradients(const py::tuple& grads) {
   }
 }
 
-void Arrays::set_gradients(const py::tuple& grads, bool follow) {
-  take_gradients(grads);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    from_parameter_[i] = follow && (grads[i].is_none() || gradient_of(params_[i]).is(grads[i]));
-  }
-}
-
 // Keeps the addresses and their tables, which are reused by gradients at the same addresses.
 void Arrays::forget_gradients() {
   if (plan->gradients_pinned()) check_pinned({std::vector<void*>(params_.size()), {}});
@@ -112,8 +62,6 @@ void Arrays::forget_gradients() {
   gradients_writable_ = false;
   gradient_watch_ = Watch();
 }
-
-void Arrays::refresh() { take_gradients(parameter_gradients()); }
 
 // Gradients are short-lived: a watch (0.6 us each to create) pays off from their second use on.
 void Arrays::check_gradients_in_place() {

@@ -15,12 +15,6 @@ namespace spectrain {
 
 namespace py = pybind11;
 
-inline double number(py::handle value) {
-  const double x = PyFloat_AsDouble(value.ptr());
-  if (x == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return x;
-}
-
 // Iterates over a sequence and keeps the current item alive.
 class Items {
  public:
@@ -38,7 +32,10 @@ class Items {
   double next_number() {
     PyObject* given = take();
     if (PyFloat_CheckExact(given)) return PyFloat_AS_DOUBLE(given);
-    return number(py::reinterpret_borrow<py::object>(given));
+    const auto kept = py::reinterpret_borrow<py::object>(given);
+    const double x = PyFloat_AsDouble(given);
+    if (x == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return x;
   }
 
  private:
@@ -51,34 +48,22 @@ class Items {
   Py_ssize_t at_ = 0;
 };
 
-// The names that each_number() in setting.h gives.
-template <class T>
-std::vector<std::string> names_of_numbers() {
-  std::vector<std::string> names;
-  T numbers;
-  each_number(numbers, [&](const char* name, double&) { names.push_back(name); });
-  return names;
-}
-template <class T>
-size_t count_of_numbers() {
-  static const size_t count = names_of_numbers<T>().size();
-  return count;
-}
-
 inline std::vector<double> numbers(py::handle sequence) {
   std::vector<double> result;
   for (Items items(sequence); items.more();) result.push_back(items.next_number());
   return result;
 }
 
-template <class T>
-T numbers_of(py::handle given) {
-  T result;
-  Items items(given, count_of_numbers<T>());
-  each_number(result, [&](const char*, double& x) { x = items.next_number(); });
-  return result;
+// A Term of numbers.py.
+inline Term term(py::handle given) {
+  Items items(given, 7);
+  Term t;
+  for (double* x : {&t.keep, &t.momentum, &t.gradient, &t.root, &t.keep_per_lr, &t.momentum_per_lr,
+                    &t.gradient_per_lr}) {
+    *x = items.next_number();
+  }
+  return t;
 }
-inline Term term(py::handle given) { return numbers_of<Term>(given); }
 
 // Terms of every group.
 inline Plan::Terms terms(py::handle groups) {
@@ -90,13 +75,15 @@ inline Plan::Terms terms(py::handle groups) {
   return result;
 }
 
-// Settings of every group, each followed by its step.
+// A Setting of numbers.py for every group.
 inline std::vector<Setting> settings(py::handle groups) {
   std::vector<Setting> result;
   for (Items group(groups); group.more();) {
     Setting& s = result.emplace_back();
-    Items items(group.next(), count_of_numbers<Setting>() + 1);
-    each_number(s, [&](const char*, double& x) { x = items.next_number(); });
+    Items items(group.next(), 7);
+    for (double* x : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
+      *x = items.next_number();
+    }
     s.step = term(items.next());
   }
   return result;
@@ -109,48 +96,6 @@ inline std::vector<Plan::Prediction> predictions(py::handle given) {
     Items pair(pairs.next(), 2);
     const auto out = pair.next().cast<size_t>();
     result.push_back({out, terms(pair.next())});
-  }
-  return result;
-}
-
-// Whether nested lists and tuples contain only plain Python numbers.
-inline bool all_plain(py::handle value) {
-  PyObject* p = value.ptr();
-  if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
-  if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
-  const py::object items = items_of(p);
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    if (!all_plain(PySequence_Fast_GET_ITEM(items.ptr(), i))) return false;
-  }
-  return true;
-}
-
-// Inputs: address, type, on CUDA, device index, name. Constants. Instructions: a, b, operation.
-using PyInput = std::tuple<uintptr_t, InputType, bool, int, std::string>;
-using PyProgram = std::tuple<std::vector<PyInput>, std::vector<double>,
-                             std::vector<std::tuple<uint16_t, uint16_t, Opcode>>>;
-
-// The program for inputs in memory of a device.
-inline Program program(const Device& device, const PyProgram& given) {
-  const auto& [inputs, constants, code] = given;
-  Program result;
-  result.constants = constants;
-  for (const auto& [at, type, cuda, index, name] : inputs) {
-    const Device found{cuda, index};
-    if (!(found == device)) {
-      throw py::value_error(name + ": expected a number on " + device.text() +
-                            ", where the weights are, got one on " + found.text());
-    }
-    if (at == 0) throw py::value_error(name + ": expected one element in memory");
-    result.inputs.push_back({reinterpret_cast<const void*>(at), type});
-  }
-  size_t known = result.inputs.size() + result.constants.size();  // registers
-  for (const auto& [a, b, operation] : code) {
-    if (a >= known || b >= known) {
-      throw py::value_error("program: expected operations on registers known by then");
-    }
-    result.code.push_back({a, b, operation});
-    ++known;
   }
   return result;
 }

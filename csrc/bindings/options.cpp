@@ -25,18 +25,15 @@ uint64_t seed_of(py::handle given) {
     throw py::type_error("rounding_seed: expected an int or None, got " +
                          py::repr(given).cast<std::string>());
   }
-  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+  const auto number = py::reinterpret_steal<py::int_>(PyNumber_Index(given.ptr()));
   if (!number) throw py::error_already_set();
-  int overflow = 0;
-  const long long bits = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-  if (overflow == 0) return static_cast<uint64_t>(bits);
-  const uint64_t large = overflow > 0 ? PyLong_AsUnsignedLongLong(number.ptr()) : 0;
-  if (overflow < 0 || PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
+  try {
+    return number < py::int_(0) ? static_cast<uint64_t>(number.cast<int64_t>())
+                                : number.cast<uint64_t>();
+  } catch (const py::cast_error&) {
     throw py::value_error("rounding_seed: expected an int of 64 bits, got " +
                           py::str(number).cast<std::string>());
   }
-  return large;
 }
 
 }  // namespace
@@ -81,7 +78,7 @@ void Arrays::check_rounding() const {
 
 void Arrays::check_gradients_writable() {
   if (gradients_writable_) return;
-  std::vector<Written> spans;
+  std::vector<Span> spans;
   Loans loans{first(), {}};
   for (size_t i = 0; i < grads_.size(); ++i) {
     const py::handle grad = item(grads_, i);
@@ -90,7 +87,7 @@ void Arrays::check_gradients_writable() {
     if (b.size > 0) spans.push_back({b.begin(), b.end(), 0, i});
   }
   std::stable_sort(spans.begin(), spans.end(),
-                   [](const Written& a, const Written& b) { return a.begin < b.begin; });
+                   [](const Span& a, const Span& b) { return a.begin < b.begin; });
   for (size_t k = 1; k < spans.size(); ++k) {
     if (spans[k].begin >= spans[k - 1].end) continue;
     const auto [first, second] = std::minmax(spans[k - 1].index, spans[k].index);
@@ -102,27 +99,49 @@ void Arrays::check_gradients_writable() {
   gradients_writable_ = true;
 }
 
-const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
-                            Loans& loans) const {
-  if (array.is_none() || params_.empty()) return nullptr;
-  const Place place{name, 0, true};
+Borrowed Arrays::borrow_number(py::handle array, const Place& place, bool may_be_double,
+                               Loans& loans) const {
+  const std::string types = may_be_double ? "float32 or float64" : "float32";
   const Borrowed b = [&] {
     try {
       return borrow(array, place, loans);
     } catch (const py::type_error& error) {
       throw py::type_error(error.what() +
-                           ("; it is read when the step runs, from one element of float32 on " +
-                            device_.text() + ": torch.tensor(1.0), say"));
+                           ("; it is read when the step runs, from one element of " + types +
+                            " on " + device_.text() + ": torch.tensor(1.0), say"));
     }
   }();
-  if (b.dtype != DType::float32 || b.size != 1) {
-    throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
-                          " of shape " + b.shape_text());
+  const bool fits = b.dtype == DType::float32 || (may_be_double && b.dtype == DType::float64);
+  if (!fits || b.size != 1) {
+    throw py::value_error(place.text() + ": expected one element of " + types + ", got " +
+                          name_of(b.dtype) + " of shape " + b.shape_text());
   }
   if (!(b.device == device_)) {
-    throw py::value_error(name + ": expected an array on " + device_.text() + ", the device of " +
-                          params_name_ + ", got " + b.device.text());
+    throw py::value_error(place.text() + ": expected an array on " + device_.text() +
+                          ", the device of " + params_name_ + ", got " + b.device.text());
   }
+  return b;
+}
+
+std::vector<Rate> Arrays::rates(py::handle given) const {
+  std::vector<Rate> rates;
+  if (given.is_none()) return rates;
+  const std::string name = "lr";
+  Loans loans{first(), {}};
+  for (const py::handle array : given.cast<py::tuple>()) {
+    Rate& rate = rates.emplace_back();
+    if (array.is_none()) continue;
+    const Borrowed b = borrow_number(array, {name, 0, true}, true, loans);
+    rate = {b.data, b.dtype == DType::float64};
+  }
+  return rates;
+}
+
+const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
+                            Loans& loans) const {
+  if (array.is_none() || params_.empty()) return nullptr;
+  const Place place{name, 0, true};
+  const Borrowed b = borrow_number(array, place, false, loans);
   check_apart(b, place, written_);
   if (zero_grad) check_apart(b, place, writable_gradients_);
   return static_cast<const float*>(b.data);

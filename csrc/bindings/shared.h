@@ -1,5 +1,4 @@
-// Thread-safe caches, and access to lists and dicts that other threads may change, with and without
-// the GIL.
+// Access to lists and dicts that other threads may change, with and without the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,30 +6,6 @@
 namespace spectrain {
 
 namespace py = pybind11;
-
-// Caches a result for the type that a thread looked up last. Per thread, because without the GIL
-// two threads could mix up types and results. The type is kept alive, so that its address stays
-// unique; a thread leaks this one reference when it ends.
-template <class Found>
-class LastType {
- public:
-  template <class Find>
-  Found of(PyTypeObject* type, Find&& find) {
-    if (type == type_) return found_;
-    const Found found = find(type);
-    Py_INCREF(type);
-    PyTypeObject* before = type_;
-    type_ = type;
-    found_ = found;
-    Py_XDECREF(
-        reinterpret_cast<PyObject*>(before));  // last: it may run code that calls this function
-    return found;
-  }
-
- private:
-  PyTypeObject* type_ = nullptr;
-  Found found_{};
-};
 
 // The items of a list or tuple, for PySequence_Fast_GET_ITEM. Without the GIL, a list is copied.
 inline py::object items_of(PyObject* sequence) {

@@ -1,8 +1,5 @@
 // The coefficients of one parameter group, in double. Python computes them from learning rates,
 // decay and prediction laws.
-//
-// Callers pass tuples: the numbers of a Term, or those of a Setting followed by its step, in the
-// order of `each_number`, whose names the module exports.
 #pragma once
 
 #include "config.h"
@@ -16,20 +13,36 @@ constexpr int kMaxOuts = 8;
 constexpr int kMaxTerms = 64;
 
 // One predicted update: W <- keep*W - (momentum*v + gradient*d) / D, where D is 1 for momentum SGD
-// and sqrt(second moment)*root + eps for Adam.
+// and sqrt(second moment)*root + eps for Adam. With a learning rate in memory every coefficient of
+// SGD is a + b*lr: a is in the first numbers, b in the last ones.
 struct Term {
   double keep = 1.0;
   double momentum = 0.0;
   double gradient = 0.0;
   double root = 1.0;
+  double keep_per_lr = 0.0;
+  double momentum_per_lr = 0.0;
+  double gradient_per_lr = 0.0;
+
+  // Leaves the coefficients at a learning rate. Adds nothing where b is 0, because 0*inf is NaN.
+  SPECTRAIN_HD void set_rate(double lr) {
+    if (keep_per_lr != 0.0) keep += keep_per_lr * lr;
+    if (momentum_per_lr != 0.0) momentum += momentum_per_lr * lr;
+    if (gradient_per_lr != 0.0) gradient += gradient_per_lr * lr;
+  }
+  bool keeps_weights() const { return keep == 1.0 && keep_per_lr == 0.0; }
+  bool has_momentum() const { return momentum != 0.0 || momentum_per_lr != 0.0; }
+  bool has_gradient() const { return gradient != 0.0 || gradient_per_lr != 0.0; }
 };
 
-// Coefficients of a correction by stale weights, see rules/correct.h.
-struct Correcting {
-  double strength = 0.0;
-  double decay = 0.0;  // of the average: A' = decay*A + (1 - decay)*step*step
-  double root = 0.0;   // bias correction of its square root
-  double eps = 0.0;
+// A learning rate in the memory of the weights' device, read when the kernel runs; null: none.
+struct Rate {
+  const void* at = nullptr;
+  bool is_double = false;
+
+  SPECTRAIN_HD double value() const {
+    return is_double ? *static_cast<const double*>(at) : *static_cast<const float*>(at);
+  }
 };
 
 // The step is also a term: W' = keep*W - (momentum*v' + gradient*d) / D.
@@ -41,38 +54,21 @@ struct Setting {
   double decay2 = 0.0;  // of Adam's second moment: u' = decay2*u + (1 - decay2)*d*d
   double eps = 0.0;
   Term step;
-  Correcting correcting;
   bool first_step = false;  // v' = d for all tensors; single tensors have kFirstStep in their row
   int n_outs = 0;
   int out_end[kMaxOuts] = {};  // terms of prediction j: [out_end[j-1], out_end[j])
+  Rate rate;
   Term terms[kMaxTerms];
 
   SPECTRAIN_HD int n_terms() const { return n_outs > 0 ? out_end[n_outs - 1] : 0; }
-};
 
-// Calls f(name, number) for every number, in order.
-template <class F>
-SPECTRAIN_HD void each_number(Term& t, F&& f) {
-  f("keep", t.keep);
-  f("momentum", t.momentum);
-  f("gradient", t.gradient);
-  f("root", t.root);
-}
-template <class F>
-SPECTRAIN_HD void each_number(Correcting& c, F&& f) {
-  f("strength", c.strength);
-  f("decay", c.decay);
-  f("root", c.root);
-  f("eps", c.eps);
-}
-template <class F>
-SPECTRAIN_HD void each_number(Setting& s, F&& f) {
-  f("sign", s.sign);
-  f("weight_decay", s.weight_decay);
-  f("decay", s.decay);
-  f("gain", s.gain);
-  f("decay2", s.decay2);
-  f("eps", s.eps);
-}
+  // Replaces coefficients a + b*lr by their values.
+  SPECTRAIN_HD void read_rate() {
+    if (rate.at == nullptr) return;
+    const double lr = rate.value();
+    step.set_rate(lr);
+    for (int i = 0; i < n_terms(); ++i) terms[i].set_rate(lr);
+  }
+};
 
 }  // namespace spectrain

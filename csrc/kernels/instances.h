@@ -5,31 +5,19 @@
 #include "kernels.h"
 #include "rules/adam.h"
 #include "rules/copy.h"
-#include "rules/correct.h"
 #include "rules/extrapolate.h"
 #include "rules/sgd.h"
-#include "rules/swap.h"
 
 namespace spectrain {
 
 template <class T>
-struct DTypeOf;
+constexpr DType dtype_of = DType::float32;
 template <>
-struct DTypeOf<Half> {
-  static constexpr DType value = DType::float16;
-};
+constexpr DType dtype_of<double> = DType::float64;
 template <>
-struct DTypeOf<BFloat16> {
-  static constexpr DType value = DType::bfloat16;
-};
+constexpr DType dtype_of<Half> = DType::float16;
 template <>
-struct DTypeOf<float> {
-  static constexpr DType value = DType::float32;
-};
-template <>
-struct DTypeOf<double> {
-  static constexpr DType value = DType::float64;
-};
+constexpr DType dtype_of<BFloat16> = DType::bfloat16;
 
 template <class W_, class G_, class S_, class O_>
 struct Types {
@@ -37,9 +25,8 @@ struct Types {
   using G = G_;
   using S = S_;
   using O = O_;
-  static bool match(KernelKey k, bool g, bool s, bool o) {
-    return k.w == DTypeOf<W>::value && (!g || k.g == DTypeOf<G>::value) &&
-           (!s || k.s == DTypeOf<S>::value) && (!o || k.o == DTypeOf<O>::value);
+  static bool match(KernelKey k) {
+    return k.w == dtype_of<W> && k.g == dtype_of<G> && k.s == dtype_of<S> && k.o == dtype_of<O>;
   }
 };
 template <class... T>
@@ -55,53 +42,30 @@ using Mixed = TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Ha
                         Types<float, float, float, BFloat16>, Types<float, float, float, Half>,
                         Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
 
-// The first match in a list for which `Make` has a launcher.
-template <class Entry, template <class> class Launcher, class Make, class... T>
-static inline Entry find_in(TypesList<T...>, KernelKey k, bool g, bool s, bool o) {
+// The entry of the rule for a key's types; empty if it is not compiled for them.
+template <class Entry, template <class> class Launcher, template <class> class RuleFor, class... T>
+static inline Entry find_in(TypesList<T...>, KernelKey k) {
   Entry found{};
-  (void)((T::match(k, g, s, o) ? (found = Launcher<typename Make::template Rule<T>>::kernel(), true)
-                               : false) ||
-         ...);
+  (void)((T::match(k) ? (found = Launcher<RuleFor<T>>::kernel(), true) : false) || ...);
   return found;
 }
 
-struct MakeCast {
-  template <class T>
-  using Rule = Cast<typename T::W, typename T::O>;
-};
-struct MakeSgdPlain {
-  template <class T>
-  using Rule = SgdPlain<typename T::W, typename T::G>;
-};
-struct MakeSgdMomentum {
-  template <class T>
-  using Rule = SgdMomentum<typename T::W, typename T::G, typename T::S, typename T::O>;
-};
-struct MakeSgdPredict {
-  template <class T>
-  using Rule = SgdPredict<typename T::W, typename T::S, typename T::O>;
-};
-struct MakeSgdStashPredict {
-  template <class T>
-  using Rule = SgdStashPredict<typename T::W, typename T::S>;
-};
-struct MakeAdamStep {
-  template <class T>
-  using Rule = AdamStep<typename T::W, typename T::G, typename T::S, typename T::O>;
-};
-struct MakeAdamPredict {
-  template <class T>
-  using Rule = AdamPredict<typename T::W, typename T::S, typename T::O>;
-};
-template <class Make, template <class> class By>
-struct MakeCorrected {
-  template <class T>
-  using Rule = Corrected<typename Make::template Rule<T>, By, typename T::S, typename T::O>;
-};
-struct MakeExtrapolate {
-  template <class T>
-  using Rule = Extrapolate<typename T::W>;
-};
+template <class T>
+using CastFor = Cast<typename T::W, typename T::O>;
+template <class T>
+using ExtrapolateFor = Extrapolate<typename T::W>;
+template <class T>
+using SgdPlainFor = SgdPlain<typename T::W, typename T::G>;
+template <class T>
+using SgdMomentumFor = SgdMomentum<typename T::W, typename T::G, typename T::S, typename T::O>;
+template <class T>
+using SgdPredictFor = SgdPredict<typename T::W, typename T::S, typename T::O>;
+template <class T>
+using SgdStashPredictFor = SgdStashPredict<typename T::W, typename T::S>;
+template <class T>
+using AdamStepFor = AdamStep<typename T::W, typename T::G, typename T::S, typename T::O>;
+template <class T>
+using AdamPredictFor = AdamPredict<typename T::W, typename T::S, typename T::O>;
 
 template <class... A, class... B>
 auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
@@ -109,69 +73,42 @@ using AllTypes = decltype(concatenate(Uniform{}, Mixed{}));
 // One entry per distinct pair, so that nothing is compiled twice.
 using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
 using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
-using PlainTypes =
-    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
-              Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>,
-              Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
-// Types of a pipeline's true weights. Stale weights have the type of outputs.
-using CorrectedTypes =
-    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
-              Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>>;
 using WeightTypes =
     TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
               Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>>;
+using NarrowGradients =
+    TypesList<Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
+using PlainTypes = decltype(concatenate(WeightTypes{}, NarrowGradients{}));
 
 template <class Entry, template <class> class Launcher, template <class> class Rule>
 static inline Entry by_width(DType t) {
-  switch (size_of(t)) {
-    case 2:
-      return Launcher<Rule<uint16_t>>::kernel();
-    case 4:
-      return Launcher<Rule<uint32_t>>::kernel();
-    default:
-      return Launcher<Rule<uint64_t>>::kernel();
-  }
+  return size_of(t) == 2   ? Launcher<Rule<uint16_t>>::kernel()
+         : size_of(t) == 4 ? Launcher<Rule<uint32_t>>::kernel()
+                           : Launcher<Rule<uint64_t>>::kernel();
 }
 
 template <class Entry, template <class> class Launcher>
 static inline Entry find_copy_family(KernelKey k) {
-  switch (k.operation) {
-    case Operation::copy:
-      return by_width<Entry, Launcher, Copy>(k.w);
-    case Operation::swap:
-      return by_width<Entry, Launcher, Swap>(k.w);
-    case Operation::cast:
-      return find_in<Entry, Launcher, MakeCast>(Narrowing{}, k, false, false, true);
-    case Operation::extrapolate:
-      return find_in<Entry, Launcher, MakeExtrapolate>(WeightTypes{}, k, false, false, true);
-    default:
-      return {};
+  if (k.operation == Operation::copy) return by_width<Entry, Launcher, Copy>(k.w);
+  if (k.operation == Operation::swap) return by_width<Entry, Launcher, Swap>(k.w);
+  if (k.operation == Operation::cast) return find_in<Entry, Launcher, CastFor>(Narrowing{}, k);
+  if (k.operation == Operation::extrapolate) {
+    return find_in<Entry, Launcher, ExtrapolateFor>(WeightTypes{}, k);
   }
+  return {};
 }
 
 template <class Entry, template <class> class Launcher>
 static inline Entry find_sgd_family(KernelKey k) {
   switch (k.operation) {
     case Operation::sgd_plain:
-      return find_in<Entry, Launcher, MakeSgdPlain>(PlainTypes{}, k, true, false, false);
+      return find_in<Entry, Launcher, SgdPlainFor>(PlainTypes{}, k);
     case Operation::sgd_momentum:
-      return find_in<Entry, Launcher, MakeSgdMomentum>(AllTypes{}, k, true, true, true);
+      return find_in<Entry, Launcher, SgdMomentumFor>(AllTypes{}, k);
     case Operation::sgd_predict:
-      return find_in<Entry, Launcher, MakeSgdPredict>(PredictTypes{}, k, false, true, true);
+      return find_in<Entry, Launcher, SgdPredictFor>(PredictTypes{}, k);
     case Operation::sgd_stash_predict:
-      return find_in<Entry, Launcher, MakeSgdStashPredict>(Uniform{}, k, false, true, false);
-    case Operation::sgd_plain_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdPlain, DelayCompensation>>(
-          CorrectedTypes{}, k, true, false, true);
-    case Operation::sgd_momentum_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdMomentum, DelayCompensation>>(
-          CorrectedTypes{}, k, true, true, true);
-    case Operation::sgd_plain_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdPlain, GapAware>>(CorrectedTypes{}, k,
-                                                                             true, true, true);
-    case Operation::sgd_momentum_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeSgdMomentum, GapAware>>(CorrectedTypes{}, k,
-                                                                                true, true, true);
+      return find_in<Entry, Launcher, SgdStashPredictFor>(Uniform{}, k);
     default:
       return {};
   }
@@ -179,20 +116,13 @@ static inline Entry find_sgd_family(KernelKey k) {
 
 template <class Entry, template <class> class Launcher>
 static inline Entry find_adam_family(KernelKey k) {
-  switch (k.operation) {
-    case Operation::adam_step:
-      return find_in<Entry, Launcher, MakeAdamStep>(AllTypes{}, k, true, true, true);
-    case Operation::adam_predict:
-      return find_in<Entry, Launcher, MakeAdamPredict>(PredictTypes{}, k, false, true, true);
-    case Operation::adam_step_delay:
-      return find_in<Entry, Launcher, MakeCorrected<MakeAdamStep, DelayCompensation>>(
-          CorrectedTypes{}, k, true, true, true);
-    case Operation::adam_step_gap:
-      return find_in<Entry, Launcher, MakeCorrected<MakeAdamStep, GapAware>>(CorrectedTypes{}, k,
-                                                                             true, true, true);
-    default:
-      return {};
+  if (k.operation == Operation::adam_step) {
+    return find_in<Entry, Launcher, AdamStepFor>(AllTypes{}, k);
   }
+  if (k.operation == Operation::adam_predict) {
+    return find_in<Entry, Launcher, AdamPredictFor>(PredictTypes{}, k);
+  }
+  return {};
 }
 
 }  // namespace spectrain

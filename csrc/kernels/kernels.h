@@ -23,23 +23,14 @@ enum class Operation : uint8_t {
   adam_step,
   adam_predict,
   extrapolate,
-  // Corrected steps (rules/correct.h), in the order of the plain ones.
-  sgd_plain_delay,
-  sgd_momentum_delay,
-  adam_step_delay,
-  sgd_plain_gap,
-  sgd_momentum_gap,
-  adam_step_gap,
 };
-constexpr int kOperations = 16;
+constexpr int kOperations = 10;
 
 // The roles of an operation's streams: w parameters (and tensors like them), g gradients, s state
-// (momentum, second moment, average), o output (and stale weights, which have its type). Further
-// streams are further outputs.
+// (momentum, second moment), o output. Further streams are further outputs.
 inline const char* roles(Operation operation) {
-  constexpr const char* names[kOperations] = {"ww",    "wo",   "ww",    "wg",    "wgs", "wso",
-                                              "wsw",   "wgss", "wsso",  "wwo",   "wgo", "wgso",
-                                              "wgsso", "wgso", "wgsso", "wgssso"};
+  constexpr const char* names[kOperations] = {"ww",  "wo",  "ww",   "wg",   "wgs",
+                                              "wso", "wsw", "wgss", "wsso", "wwo"};
   return names[static_cast<int>(operation)];
 }
 
@@ -75,13 +66,20 @@ struct Distances;
 using CpuDistances = void (*)(const Distances&, bool parallel);
 CpuDistances find_cpu_distances(DType);
 
-// Launches on a part of a table that fits a kernel's parameters, or on a table in device memory,
-// where the arguments may be too. Uses the current device. Returns null or the CUDA runtime's error
-// name.
+// The arguments of a kernel for all groups, on the host or in device memory.
+struct CudaArguments {
+  const void* on_host;
+  const void* on_device;  // null: on the host
+  size_t bytes;
+};
+
+// Launches on a part of a table that fits a kernel's parameters, or on a table in device memory.
+// Uses the current device. Returns null or the CUDA runtime's error name.
 struct CudaKernel {
   const char* (*launch)(const TableView&, Settings, int device, void* stream) = nullptr;
-  const char* (*launch_resident)(const TableView&, Settings, const void* arguments, int device,
+  const char* (*launch_resident)(const TableView&, const CudaArguments&, int device,
                                  void* stream) = nullptr;
+  void (*make_arguments)(Settings, void* to) = nullptr;
   int setting_bytes = 0;  // bytes of one setting in the kernel's arguments
   int vector = 1;         // elements per access of an aligned row
 };

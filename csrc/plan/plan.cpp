@@ -38,12 +38,13 @@ bool any_term(const Plan::Terms& terms, Condition holds) {
 
 // Whether a prediction changes nothing. Then bits are copied, because W - 0*inf would be NaN.
 bool is_identity(const Plan::Terms& terms) {
-  return !any_term(
-      terms, [](const Term& t) { return t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0; });
+  return !any_term(terms, [](const Term& t) {
+    return !t.keeps_weights() || t.has_momentum() || t.has_gradient();
+  });
 }
 
 bool needs_gradient(const Plan::Terms& terms) {
-  return any_term(terms, [](const Term& t) { return t.gradient != 0.0; });
+  return any_term(terms, [](const Term& t) { return t.has_gradient(); });
 }
 
 size_t longest(const Plan::Terms& terms) {
@@ -64,16 +65,9 @@ void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
   }
 }
 
-Operation corrected(Operation plain, Plan::Correction correction) {
-  const bool delay = correction == Plan::Correction::delay;
-  switch (plain) {
-    case Operation::sgd_plain:
-      return delay ? Operation::sgd_plain_delay : Operation::sgd_plain_gap;
-    case Operation::sgd_momentum:
-      return delay ? Operation::sgd_momentum_delay : Operation::sgd_momentum_gap;
-    default:
-      return delay ? Operation::adam_step_delay : Operation::adam_step_gap;
-  }
+bool takes_rate(Operation operation) {
+  return operation == Operation::sgd_plain || operation == Operation::sgd_momentum ||
+         operation == Operation::sgd_predict || operation == Operation::sgd_stash_predict;
 }
 
 }  // namespace
@@ -117,19 +111,8 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
   const size_t n_fixed = std::char_traits<char>::length(role);
   for (size_t s = 0; s < request.streams.size(); ++s) {
     const DType t = request.streams[s]->dtype[item];
-    switch (s < n_fixed ? role[s] : 'o') {
-      case 'w':
-        key.w = t;
-        break;
-      case 'g':
-        key.g = t;
-        break;
-      case 's':
-        key.s = t;
-        break;
-      default:
-        key.o = t;
-    }
+    const char r = s < n_fixed ? role[s] : 'o';
+    (r == 'w' ? key.w : r == 'g' ? key.g : r == 's' ? key.s : key.o) = t;
   }
   // An output of the weights' type needs no conversion; others in the list may.
   if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;
@@ -200,18 +183,19 @@ Plan::Tables Plan::build(const Request& request) const {
 
 int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
                    void* stream) {
-  const bool computes = !program.inputs.empty();
+  const bool reads_rate = std::any_of(settings.data, settings.data + settings.size,
+                                      [](const Setting& s) { return s.rate.at != nullptr; });
   // At the first use, writing a long table to the device would take as many launches.
   const bool stays = keep_tables && table.uses++ > 0;
   const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
-  if (!computes && (!stays || fits_parameters(launch))) return launch_cuda(launch);
+  if (!reads_rate && (!stays || fits_parameters(launch))) return launch_cuda(launch);
   if (table.memory == nullptr) {
     table.memory = allocate(resident_bytes(launch), stream);
     table.written = false;
   }
   table.memory->used_on(stream);
-  const int launches = launch_cuda_resident(
-      launch, {table.memory->at(), !table.written, computes ? &program : nullptr});
+  const int launches =
+      launch_cuda_resident(launch, {table.memory->at(), !table.written, reads_rate});
   // Captured work runs only when the graph is replayed; earlier calls cannot rely on it.
   table.written |= !capturing;
   return launches;
@@ -248,11 +232,11 @@ void Plan::run(std::vector<Call> calls, void* stream) {
   last_rows_ = 0;
   for (const Call& call : calls) resolve(call.request);
   const bool capturing = device_.cuda && cuda_is_capturing(device_.index, stream);
-  if (!program.inputs.empty() && !device_.cuda) {
-    std::vector<double> registers(program.view().n_registers());
-    evaluate(program.view(), registers.data());
-    for (Call& call : calls) {
-      for (Setting& s : call.settings) fill_in(s, registers.data());
+  for (Call& call : calls) {
+    if (rates.empty() || !takes_rate(call.request.operation)) continue;
+    for (size_t g = 0; g < n_groups_; ++g) {
+      call.settings[g].rate = rates[g];
+      if (!device_.cuda) call.settings[g].read_rate();
     }
   }
   for (const Call& call : calls) run_one(call, capturing, stream);
@@ -311,21 +295,16 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
 }
 
 void Plan::step(Request request, Step given, const Family& family, void* stream) {
-  auto& [settings, predictions, correction, options] = given;
-  if (correction != Correction::none) {
-    request.operation = corrected(request.operation, correction);
-    if (correction == Correction::gap) request.streams.push_back(&average);
-    request.streams.push_back(&stale);
-  }
+  auto& [settings, predictions, options] = given;
   const bool everywhere = all_gradients();
   request.which = everywhere ? Which::all : Which::with_gradient;
-  // The step writes outputs of one element type (that of stale weights, if any), as many as a
-  // kernel supports. Each other output takes a separate pass over the stored values, with the same
-  // bits. Predictions that need the gradient come first, because it is gone by then.
+  // The step writes outputs of one element type, as many as a kernel supports. Each other output
+  // takes a separate pass over the stored values, with the same bits. Predictions that need the
+  // gradient come first, because it is gone by then.
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
   request.positions = options.rounding.stochastic;
-  const size_t n_state = request.streams.size() - (correction != Correction::none ? 1 : 0);
+  const size_t n_state = request.streams.size();
   std::vector<Call> later;
   for (const Prediction& p : predictions) {
     const Column& out = outs.at(p.out);

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "core/program.h"
 #include "kernels/kernels.h"
 
 namespace spectrain {
@@ -53,11 +52,11 @@ class Plan {
   // `sizes`: elements of every parameter; `groups`: index of its setting.
   Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups);
 
-  Column params, momentum, second, average, stashed, stale, grads;
+  Column params, momentum, second, stashed, grads;
   std::vector<Column> outs;
 
-  // Computes the placeholders in the coefficients of the next calls; may be empty.
-  Program program;
+  // The learning rate in memory of every group, for the next calls; empty: none.
+  std::vector<Rate> rates;
 
   // Allocates device memory for tables, aligned to at least 16 bytes, for work on a stream. Earlier
   // uses of the memory have completed when that work begins.
@@ -94,11 +93,9 @@ class Plan {
 
   // The caller has checked the options: weights are bfloat16 for stochastic rounding, and gradients
   // are writable if they are set to zero.
-  enum class Correction { none, delay, gap };  // by stale weights; gap has an average, too
   struct Step {
     std::vector<Setting> settings;  // of every group
     std::vector<Prediction> predictions = {};
-    Correction correction = Correction::none;
     StepOptions options = {};
   };
   // `first_step`: empty, or one flag per tensor, which replaces the settings' flag.

@@ -64,17 +64,13 @@ struct AdamStep {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[4]) {
-    moved(a, x, a.direction(x[kGrad], x[kParam]));
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc moved(const Step& a, Acc (&x)[N], Acc d) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
     // torch's order: u stays finite for a float32 gradient of 1e20, whose square overflows.
     x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * d * d);
     const Acc way = adam_way(a.move, a.eps, x[kMomentum], square_root(x[kSecond]), d);
     x[kParam] = (a.move.keep == Acc(1) ? x[kParam] : a.move.keep * x[kParam]) - way;
     x[kGrad] = d;
-    return way;
   }
 
   static constexpr bool has_outs = true;
@@ -85,12 +81,8 @@ struct AdamStep {
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.step.eps};
   }
-  template <int N>
-  SPECTRAIN_HD static void known(Acc (&x)[N]) {
-    x[kSecond] = square_root(x[kSecond]);
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[N]) {
+  SPECTRAIN_HD static void known(Acc (&x)[4]) { x[kSecond] = square_root(x[kSecond]); }
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[4]) {
     return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], x[kGrad]);
   }
 };

@@ -2,35 +2,36 @@
 // type.
 #pragma once
 
-#include "core/setting.h"
 #include "stream.h"
 
 namespace spectrain {
 
 template <class Bits>
-struct Copy : NoOuts {
+struct Copy : NoArgs {
   using Acc = Bits;
   enum { kSource, kTarget };
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
-  struct Args {};
-  SPECTRAIN_HD static void make(const Setting&, Args&) {}
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
-    return a;
-  }
   SPECTRAIN_HD static void apply(const Args&, Acc (&)[2]) {}
 };
 
 template <class W, class Out_>
-struct Cast : NoOuts {
+struct Cast : NoArgs {
   using Acc = acc_t<W>;
   enum { kSource, kTarget };
   using Streams = StreamList<In<W>, Out<Out_>>;
-  struct Args {};
-  SPECTRAIN_HD static void make(const Setting&, Args&) {}
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
-    return a;
-  }
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[kTarget] = x[kSource]; }
+};
+
+// a <-> b, bit for bit.
+template <class Bits>
+struct Swap : NoArgs {
+  using Acc = Bits;
+  using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
+  SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) {
+    const Acc a = x[0];
+    x[0] = x[1];
+    x[1] = a;
+  }
 };
 
 }  // namespace spectrain

@@ -17,9 +17,6 @@ struct Extrapolate : NoOuts {
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a.steps = static_cast<Acc>(s.terms[0].momentum);
   }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
-    return a;
-  }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = multiply_add(a.steps, x[kParam] - x[kPrevious], x[kParam]);
   }

@@ -1,10 +1,11 @@
-// SGD with momentum with torch.optim's arithmetic (or EMA momentum): the step, which also writes
-// predictions, and predictions alone.
+// SGD with momentum with torch.optim's arithmetic: the step, which also writes predictions, and
+// predictions alone.
 //
 //   d  = sign*factor*g + weight_decay*W
 //   v' = decay*v + gain*d
-//   W' = keep*W - momentum*v' - gradient*d        (and the same form, from W', for every
-//   prediction)
+//   W' = keep*W - momentum*v' - gradient*d
+//
+// Every prediction has the last form, from W'.
 #pragma once
 
 #include "stream.h"
@@ -19,8 +20,8 @@ struct SgdDirection {
     return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
   }
   SPECTRAIN_HD SgdDirection scaled(Acc factor) const { return {sign * factor, weight_decay}; }
-  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const { return decayed(sign * g, w); }
-  SPECTRAIN_HD Acc decayed(Acc d, Acc w) const {
+  SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
+    const Acc d = sign * g;
     return weight_decay != Acc(0) ? multiply_add(weight_decay, w, d) : d;  // 0*inf would be NaN
   }
 };
@@ -67,15 +68,11 @@ struct SgdMomentum {
     return step;
   }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[3]) {
-    moved(a, x, a.direction(x[kGrad], x[kParam]));
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc moved(const Step& a, Acc (&x)[N], Acc d) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
     const Acc v = a.first != Flag<Acc>(0) ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kMomentum] = v;
     x[kParam] = sgd_step(a.move, x[kParam], v, d);
     x[kGrad] = d;
-    return v;
   }
 
   static constexpr bool has_outs = true;
@@ -85,10 +82,8 @@ struct SgdMomentum {
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
   // The stored W and v, which a later predict would read.
-  template <int N>
-  SPECTRAIN_HD static void known(Acc (&)[N]) {}
-  template <int N>
-  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[N]) {
+  SPECTRAIN_HD static void known(Acc (&)[3]) {}
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
     return sgd_move(m, w, x[kMomentum], x[kGrad]);
   }
 };
@@ -112,13 +107,9 @@ struct SgdPlain : NoOuts {
     return {a.direction.scaled(factor), a.keep, a.gradient};
   }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[2]) {
-    moved(a, x, a.direction(x[kGrad], x[kParam]));
-  }
-  template <int N>
-  SPECTRAIN_HD static Acc moved(const Args& a, Acc (&x)[N], Acc d) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
     const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
     x[kParam] = multiply_add(-a.gradient, d, kept);
-    return d;
   }
 };
 
@@ -135,7 +126,6 @@ struct SgdPredict : NoOuts {
   SPECTRAIN_HD static void make(const Setting& s, Args& a) {
     a = {Coefficients<Acc>::make(s.terms[0])};
   }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
@@ -149,7 +139,6 @@ struct SgdStashPredict : NoOuts {
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
   SPECTRAIN_HD static void make(const Setting& s, Args& a) { SgdPredict<W, V, W>::make(s, a); }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 
 #include "core/config.h"
 #include "core/options.h"
 #include "core/scalar.h"
+#include "core/setting.h"
 
 namespace spectrain {
 
@@ -29,33 +31,19 @@ using CopyOf = Stream<T, false, true, Source>;
 template <class... S>
 struct StreamList {
   static constexpr int size = sizeof...(S);
+  template <int I>
+  using at = std::tuple_element_t<I, std::tuple<S...>>;
 };
-
-template <class List, class... More>
-struct Appended;
-template <class... S, class... More>
-struct Appended<StreamList<S...>, More...> {
-  using type = StreamList<S..., More...>;
-};
-
-template <int I, class List>
-struct StreamAt;
-template <class Head, class... Tail>
-struct StreamAt<0, StreamList<Head, Tail...>> {
-  using type = Head;
-};
-template <int I, class Head, class... Tail>
-struct StreamAt<I, StreamList<Head, Tail...>> : StreamAt<I - 1, StreamList<Tail...>> {};
 
 template <class Rule, int I>
-using stream_t = typename StreamAt<I, typename Rule::Streams>::type;
+using stream_t = typename Rule::Streams::template at<I>;
 
 template <int I>
 struct Index {
-  static constexpr int value = I;
+  SPECTRAIN_HD constexpr operator int() const { return I; }
 };
 
-// Calls f(Index<0>), f(Index<1>), ...: a loop with a constant index.
+// Calls f with Index<0>, Index<1>, ...: a loop with a constant index.
 template <int N, int I = 0, class F>
 SPECTRAIN_HD void unroll(F&& f) {
   if constexpr (I < N) {
@@ -71,9 +59,6 @@ SPECTRAIN_HD void unroll(F&& f) {
 // - `apply(step, x)`, the update of one element of every stream;
 // - kGradient, the stream of gradients, negative if there is none.
 //
-// A rule that can be corrected (correct.h) also has moved(step, x, d), which is `apply` for a given
-// direction d; it returns the change of the weights.
-//
 // A rule without extra outputs uses its Args as Step. With outputs (has_outs = true) it also has:
 // - `predictions` in its Args; OutType; and Move, the coefficients of one term;
 // - advance(move, w, x), one term of a prediction;
@@ -86,6 +71,14 @@ struct NoOuts {
   static constexpr unsigned kKept = 0;
   static constexpr bool divides = false;
   static constexpr int kGradient = -1;
+  template <class Args, class Factor>
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Factor) {
+    return a;
+  }
+};
+struct NoArgs : NoOuts {
+  struct Args {};
+  SPECTRAIN_HD static void make(const Setting&, Args&) {}
 };
 
 // The type of the gradients' factor: the arithmetic type, unless Acc is bits.

@@ -272,9 +272,9 @@ _ROWS = (
     ),
     _like(
         spectrain(),
-        "spectrain-ema",
-        "spectrain with averaged momentum, as the paper writes it; SGD(ema=True)",
-        direction="ema",
+        "spectrain-smoothed",
+        "spectrain with smoothed gradients as momentum, as in the paper; SGD(smoothed=True)",
+        smoothed=True,
         families=("sgd",),
     ),
     second_order(),

@@ -75,12 +75,12 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
             f"optimizer: stages[{k}] has {kind}, and method {method.name!r} is "
             f"defined for {', '.join(method.families)}"
         )
-    if method.direction == "ema":
+    if method.smoothed:
         for index, group in enumerate(optimizer.param_groups):
-            if not group.get("ema", False):
+            if not group.get("smoothed", False):
                 raise ValueError(
                     f"optimizer: stages[{k}] under method {method.name!r}: parameter group {index} "
-                    "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
+                    "has no smoothed momentum; pass smoothed=True to spectrain_ext.optim.SGD"
                 )
     predicts = rules.predicts and not rules.keeps_before
     if predicts or rules.correction is not None:
@@ -125,8 +125,6 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
         _check_own_law(method)
     else:
         _one_of(method, "law", method.law, get_args(Law))
-    if method.direction is not None:
-        _one_of(method, "direction", method.direction, ("ema",))
     for family in method.families:
         _one_of(method, "families", family, FAMILIES)
     horizon: int | Literal["counted"] = "counted"

@@ -79,8 +79,7 @@ class Method:
             is of second order); ``"stash"``: its forward's weights.
         backward_horizon: a rule for s of ``backward="predict"``.
         once: all microbatches of a minibatch use the first one's forward weights (XPipe).
-        direction: the momentum that the method needs: None: any; ``"ema"``: an average
-            (``SGD(ema=True)``).
+        smoothed: the method needs the momentum of ``SGD(smoothed=True)``.
         clip: a rule for the largest norm of a stage's gradient; None: no clipping.
         rates: ``(place, t) -> factor`` on the stage's learning rates in the update of minibatch t
             of training, from 0, and in predictions before it; parameter groups keep their ``lr``.
@@ -120,7 +119,7 @@ class Method:
     backward: Backward = "current"
     backward_horizon: StageRule = none
     once: bool = False
-    direction: Literal["ema"] | None = None
+    smoothed: bool = False
     clip: Callable[[Place], float] | None = None
     rates: Callable[[Place, int], float] | None = None
     correction: Callable[[Place], Correction | Corrected | None] | None = None

@@ -1,7 +1,6 @@
 """Fused operators on lists of arrays, prepared plans, prediction laws and gradient corrections."""
 
 from . import corrections, laws
-from .expressions import Scalar
 from .functions import (
     adam_predict,
     adam_step_,
@@ -19,7 +18,6 @@ from .plan import Plan
 
 __all__ = [
     "Plan",
-    "Scalar",
     "adam_predict",
     "adam_step_",
     "corrections",

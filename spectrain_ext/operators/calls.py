@@ -15,9 +15,8 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
-from .expressions import Program, lower
-from .laws import Horizons, Law, after_first_step, as_laws, needs_momentum, terms_of
-from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
+from .laws import Horizons, Law, Linear, after_first_step, as_laws, terms_of
+from .numbers import Adam, Rate, Setting, Sgd, Term, horizon, learning_rate, non_negative
 
 # Arrays.
 
@@ -81,11 +80,11 @@ class Lists:
                 f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
             )
         self._first = name
-        self.params: tuple[object, ...] = self._tuple(params)
+        self.params: tuple[object, ...] = self.tuple_of(params)
         self._lists = [(Role.PARAMS, name, writes, self.params)]
         self._stepped: list[bool] | None = None  # in a step: which tensors have a gradient
 
-    def _tuple(self, value: object) -> tuple[object, ...]:
+    def tuple_of(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
 
     def add(self, role: Role, name: str, value: object, *, writes: bool) -> None:
@@ -95,7 +94,7 @@ class Lists:
             raise TypeError(
                 f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
             )
-        arrays = self._tuple(value)
+        arrays = self.tuple_of(value)
         self._lists.append((role, name, writes, arrays))
         if role is Role.GRADS:
             self._stepped = [grad is not None for grad in arrays]
@@ -162,10 +161,19 @@ def current(stream: Any, device: torch.device | None) -> AbstractContextManager[
     # Memory that torch allocates for another stream may still be in use when this one writes it.
     if stream is None or device is None or device.type != "cuda":
         return nullcontext()
-    handle = _C.stream_handle(stream)
-    if handle == 0:  # ExternalStream(0) is a new stream
-        return torch.cuda.stream(torch.cuda.default_stream(device))
-    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
+    return torch.cuda.stream(torch_stream(_C.stream_handle(stream), device))
+
+
+def torch_stream(handle: int, device: torch.device | int) -> torch.cuda.Stream:
+    if handle == 0:  # ExternalStream(0) is a new stream, unknown to torch's allocator
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device)
+
+
+def bytes_for(n: int, device: int, handle: int) -> Tensor:
+    """Return device memory for work on a stream (csrc/bindings/memory.cpp)."""
+    with torch.cuda.stream(torch_stream(handle, device)):
+        return torch.empty(n, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def bump_versions(*lists: Sequence[object]) -> None:
@@ -183,10 +191,11 @@ def bump_versions(*lists: Sequence[object]) -> None:
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
-# Terms; Adam's eps of every parameter group; the program that computes both on the device.
-Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
-# Settings; whether there is momentum; outputs with the terms of their predictions.
-Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
+Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
+# Terms; Adam's eps of every parameter group; learning rates in memory.
+Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Rates]
+# Settings; whether there is momentum; outputs with the terms of their predictions; rates.
+Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]], Rates]
 SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
@@ -202,7 +211,7 @@ class SgdNumbers(TypedDict, total=False):
     nesterov: bool
     maximize: bool
     decoupled_weight_decay: bool
-    ema: bool
+    smoothed: bool
 
 
 class AdamStep(StepOptions, total=False):
@@ -229,27 +238,23 @@ def sgd_prediction(
     dampening: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    ema: bool = False,
+    smoothed: bool = False,
 ) -> Prediction:
     """Translate a prediction under SGD with the same hyperparameters for all groups."""
-    rate = non_negative("lr", lr)
+    rate = learning_rate(lr)
     if type(weight_decay) is not float:
         weight_decay = non_negative("weight_decay", weight_decay)
     plain = momentum is None and not weight_decay and not nesterov
-    if plain and isinstance(steps, (int, float)):  # the common case, made fast
+    if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
         distance = rate * horizon("steps", steps)
-        terms = [[Term(1.0, distance)] if distance else []] * n_groups
-        if type(distance) is float:
-            return terms, (), None
-        terms, program = lower(terms)
-        return terms, (), program
+        return [[Term(1.0, distance)] if distance else []] * n_groups, (), None
     laws = as_laws(steps, n_groups)
     if momentum is None:
         for law in laws:
-            if needs_momentum(law):
+            if not isinstance(law, Linear):
                 raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
-    more = nesterov, maximize, decoupled_weight_decay, ema
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
     return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
 
 
@@ -258,7 +263,7 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     terms = list(map(terms_of, laws, groups))
     for group in terms:
         for term in group:
-            if term.gradient:
+            if term.gradient or term.gradient_per_lr:
                 raise ValueError(
                     "steps: a second-order prediction needs the gradient; let the step write it "
                     "(predict=)"
@@ -266,15 +271,12 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     eps: tuple[float, ...] = ()
     if isinstance(groups[0], Adam):
         eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
-    (terms, eps), program = lower((terms, eps))
-    return terms, eps, program
+    return terms, eps, _rates(groups)
 
 
-def step_arguments(
-    groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
-) -> tuple[Step, Program | None]:
-    """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
-    return lower(_step(groups, predict, first_step))
+def _rates(groups: Numbers) -> Rates:
+    rates = tuple(each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups)
+    return None if rates.count(None) == len(rates) else rates
 
 
 def sgd_step_arguments(
@@ -282,24 +284,25 @@ def sgd_step_arguments(
     n_groups: int,
     predict: Sequence[Horizons | None],
     first_step: bool | Sequence[bool] = False,
-) -> tuple[Step, Program | None]:
+) -> Step:
     """Translate a step of SGD with the same hyperparameters for all groups."""
     if _PLAIN.issuperset(map(type, row)) and (
         len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
     ):
-        return _remembered_step(row, tuple(predict), n_groups), None
+        return _remembered_step(row, tuple(predict), n_groups)
     return step_arguments([Sgd(*row)] * n_groups, predict, first_step)
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return _step([Sgd(*row)] * n_groups, predict)
+    return step_arguments([Sgd(*row)] * n_groups, predict)
 
 
-def _step(
+def step_arguments(
     groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
 ) -> Step:
+    """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     with_momentum = groups[0].has_momentum
     for numbers in groups:
         if numbers.has_momentum is not with_momentum:
@@ -313,7 +316,22 @@ def _step(
             if first_step is not False:
                 laws = _after_first_step(laws, cast("Sequence[Sgd]", groups), first_step)
             predictions.append((j, list(map(terms_of, laws, groups))))
-    return [numbers.setting() for numbers in groups], with_momentum, predictions
+    return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
+
+
+def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
+    """Check the flags of n tensors and return one for all, or each where they differ."""
+    if isinstance(first_step, bool):
+        return first_step
+    given = list(first_step) if isinstance(first_step, Iterable) else [""]
+    if not all(hasattr(type(flag), "__bool__") for flag in given):  # strings have none
+        raise TypeError(f"first_step: expected a bool or a sequence of bools, got {first_step!r}")
+    flags = [bool(flag) for flag in given]
+    if len(flags) != n:
+        raise ValueError(
+            f"first_step: expected a bool or one for each of the {n} tensors, got {len(flags)}"
+        )
+    return flags if any(flags) and not all(flags) else any(flags)
 
 
 def _after_first_step(

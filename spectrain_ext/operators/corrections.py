@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .expressions import Expression
-from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative, number
+from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative
 
 _FAR_LONGER = 1e8  # than a momentum: the angle is known to eight digits
-
-# One group's coefficients: strength, decay, root, eps; csrc/core/setting.h defines them for each
-# correction.
-Coefficients: TypeAlias = tuple[float, float, float, float]
 
 
 class Correction:
@@ -32,19 +27,33 @@ class Correction:
     buffers: ClassVar[tuple[str, ...]] = ()  # keys of its state, shaped like the parameters
 
 
+class Late(NamedTuple):
+    """Gradients before a step, and what to correct them by; lists with an entry per parameter."""
+
+    gradients: list[Tensor]  # unscaled, in the dtype of the weights
+    weights: list[Tensor]  # W; the step updates them
+    gaps: list[Tensor]  # W - W_stale; may be overwritten
+    state: list[list[Tensor]]  # the optimizer's buffers, its momentum first, then the correction's
+    averaged: int  # updates that the correction's buffers contain
+    numbers: Sgd | Adam  # of this step
+    largest_lr: float  # of all updates, including this one; 0 without averages
+
+
 class StaleCorrection(Correction):
-    """A correction within the step's own pass, which reads the stale weights there."""
+    """A correction of the gradients before the step, by the weights they were computed with.
+
+    By operations that round once, so that the bits are the same on every device.
+    """
 
     __slots__ = ()
     reads_stale: ClassVar[bool] = True
 
-    def coefficients(
-        self,
-        numbers: Sgd | Adam,
-        largest_lr: float,  # of all updates, including this one
-        averaged: int,  # updates whose squares are in the buffer
-    ) -> Coefficients:
+    def correct_(self, late: Late) -> None:
+        """Change the gradients for the step, which adds the L2 penalty of W to them."""
         raise NotImplementedError
+
+    def average(self, late: Late, before: list[Tensor]) -> None:
+        """Update the averages after the step, given the weights before it under Adam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +68,11 @@ class DelayCompensation(StaleCorrection):
         strength: at least 0.
 
     Example:
-        >>> weights, momentum = torch.tensor([1.0]), torch.zeros(1)
-        >>> late = st.corrections.DelayCompensation(0.5)
-        >>> stale, gradient = torch.tensor([0.5]), torch.tensor([2.0])
-        >>> _ = st.sgd_step_(
-        ...     weights, gradient, momentum, lr=0.1, momentum=0.9, correction=late, stale=stale
-        ... )
-        >>> weights  # 1 - 0.1*(2 + 0.5*2*2*0.5)
-        tensor([0.7000])
+        >>> late = lambda place: st.corrections.DelayCompensation(0.5) if place.window > 1 else None
+        >>> method = st.Method("mine", "compensated", backward="stash", correction=late)
+        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
+        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     strength: float
@@ -74,8 +80,13 @@ class DelayCompensation(StaleCorrection):
     def __post_init__(self) -> None:
         object.__setattr__(self, "strength", non_negative("strength", self.strength))
 
-    def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        return self.strength, 0.0, 0.0, 0.0
+    def correct_(self, late: Late) -> None:
+        if self.strength:
+            strength = -self.strength if late.numbers.maximize else self.strength
+            torch._foreach_mul_(late.gaps, late.gradients)
+            torch._foreach_mul_(late.gaps, late.gradients)
+            torch._foreach_mul_(late.gaps, strength)
+            torch._foreach_add_(late.gradients, late.gaps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +94,11 @@ class GapAware(StaleCorrection):
     """Gradients divided by how far the weights have moved: d/(1 + abs(W - W_stale)/C) per element.
 
     C is the typical size of an update (Barkai, Hakimi, Schuster, arXiv 1909.10802). SGD:
-    C = largest_lr*(sqrt(A_hat) + 1e-8), A the average of v*v (of d*d without momentum), with the
-    largest learning rate so far. Adam: C = sqrt(A_hat) + eps, A the average of the squared updates,
-    without decoupled decay, which is not corrected. After an update A <- decay*A + (1 - decay)*(its
-    square), and A_hat = A/(1 - decay^n) after n updates. The first update corrects nothing.
-    Unchanged weights give the plain step bit for bit.
+    C = largest_lr*(sqrt(A_hat) + 1e-8), A the average of v*v, with the largest learning rate so
+    far. Adam: C = sqrt(A_hat) + eps, A the average of the squared updates, without decoupled decay,
+    which is not corrected. After an update A <- decay*A + (1 - decay)*(its square), and
+    A_hat = A/(1 - decay^n) after n updates. The first update corrects nothing. Unchanged weights
+    give the plain step bit for bit.
 
     Args:
         decay: of the average, below 1.
@@ -107,47 +118,35 @@ class GapAware(StaleCorrection):
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", fraction("decay", self.decay))
 
-    def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        """Return strength 0, the plain step, while there is no average or no learning rate."""
-        if averaged < 1 or (isinstance(numbers, Sgd) and largest_lr == 0.0):
-            return 0.0, self.decay, 0.0, 0.0
-        root: float = (1.0 - self.decay**averaged) ** -0.5
-        if isinstance(numbers, Sgd):
-            return 1.0 / largest_lr, self.decay, root, 1e-8
-        return 1.0, self.decay, root, numbers.eps
+    def correct_(self, late: Late) -> None:
+        numbers = late.numbers
+        scale, eps = (late.largest_lr, 1e-8) if isinstance(numbers, Sgd) else (1.0, numbers.eps)
+        if not late.averaged or not scale:
+            return
+        sizes = torch._foreach_sqrt(late.state[-1])  # C
+        torch._foreach_mul_(sizes, scale * (1.0 - self.decay**late.averaged) ** -0.5)
+        torch._foreach_add_(sizes, scale * eps)
+        torch._foreach_abs_(late.gaps)
+        torch._foreach_add_(late.gaps, sizes)
+        torch._foreach_div_(sizes, late.gaps)  # from here on C/(C + gap), 1 without a gap
+        torch._foreach_mul_(late.gradients, sizes)
+        # The step adds the whole L2 penalty p again: share*(g + p) - p = share*g + (share - 1)*p.
+        sign, l2, *_ = numbers.setting()
+        if l2:
+            torch._foreach_add_(sizes, -1.0)
+            torch._foreach_mul_(sizes, late.weights)
+            torch._foreach_mul_(sizes, sign * l2)
+            torch._foreach_add_(late.gradients, sizes)
 
-
-def stale_correction(correction: object) -> StaleCorrection:
-    """Return the correction if it reads stale weights; else raise TypeError."""
-    if isinstance(correction, StaleCorrection):
-        return correction
-    raise TypeError(
-        "correction: expected one of spectrain_ext.corrections that reads stale weights, such as "
-        f"DelayCompensation(0.04), got {correction!r}"
-    )
-
-
-def coefficients_of(
-    correction: object,
-    groups: Sequence[Sgd] | Sequence[Adam],
-    largest_lr: float | None,  # of all groups; None: the step's own
-    averaged: int,  # of all groups
-) -> tuple[bool, list[Coefficients]] | None:
-    """Return whether there is an average, and every group's coefficients for the native step."""
-    if correction is None:
-        return None
-    stale = stale_correction(correction)
-    updates = number("averaged", averaged)
-    if updates < 0 or updates != int(updates):
-        raise ValueError(f"averaged: expected a whole number >= 0, got {averaged!r}")
-    given = None if largest_lr is None else non_negative("largest_lr", largest_lr)
-    coefficients = []
-    for numbers in groups:
-        rate = numbers.lr if given is None else given
-        if isinstance(rate, Expression) and stale.buffers:
-            raise TypeError("largest_lr: needed as a number where lr is read when the step runs")
-        coefficients.append(stale.coefficients(numbers, rate, int(updates)))
-    return bool(stale.buffers), coefficients
+    def average(self, late: Late, before: list[Tensor]) -> None:
+        updates, averages = late.state[0], late.state[-1]
+        if isinstance(late.numbers, Adam):
+            torch._foreach_mul_(before, late.numbers.keep)
+            updates = list(torch._foreach_sub(before, late.weights))
+        squares = torch._foreach_mul(updates, updates)
+        torch._foreach_mul_(squares, 1.0 - self.decay)
+        torch._foreach_mul_(averages, self.decay)
+        torch._foreach_add_(averages, squares)
 
 
 class StepCorrection(Correction):

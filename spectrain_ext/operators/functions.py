@@ -27,6 +27,7 @@ from .calls import (
     Tensors,
     current,
     device_of,
+    first_steps,
     framework_of,
     is_array,
     prediction,
@@ -34,11 +35,9 @@ from .calls import (
     sgd_step_arguments,
     step_arguments,
 )
-from .corrections import StaleCorrection, coefficients_of
-from .expressions import lower, traced
 from .laws import Horizon, as_laws
 from .library import traceable
-from .numbers import Adam, Sgd, horizon
+from .numbers import Adam, horizon
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
@@ -71,7 +70,7 @@ def predict_(
     Args:
         params: W.
         momentum_buffers: v, with the shapes and strides of `params`.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
         steps: prediction horizon in updates, >= 0; 0 keeps the bits of W. Or a law of
             `spectrain_ext.laws`.
         momentum, weight_decay, nesterov: the optimizer's settings, which geometric laws need.
@@ -86,8 +85,8 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict_(terms, eps, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(terms, eps, None, stream, rates)
     lists.bump()
 
 
@@ -117,8 +116,8 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, 0, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(terms, eps, 0, stream, rates)
     lists.bump()
     return cast(T, result)
 
@@ -199,8 +198,8 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.stash_predict_(terms, eps, stream, program)
+    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(terms, eps, stream, rates)
     lists.bump()
 
 
@@ -217,14 +216,9 @@ def sgd_step_(
     nesterov: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
-    ema: bool = False,
+    smoothed: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    correction: StaleCorrection | None = None,
-    stale: Tensors | None = None,
-    gap_averages: Tensors | None = None,
-    largest_lr: float | None = None,
-    averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
@@ -237,7 +231,7 @@ def sgd_step_(
         W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
         out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
 
-    With `ema`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
+    With `smoothed`, v = momentum*v + (1 - momentum)*d, as in the SpecTrain paper. With
     `decoupled_weight_decay`, d = g and W shrinks by 1 - lr*weight_decay before the step.
 
     Predictions use the stored values, so they have the same bits as a later `predict`.
@@ -247,7 +241,7 @@ def sgd_step_(
         grads: g, of the parameters' dtype. A tensor whose entry is None is not updated, and its
             outs receive W.
         momentum_buffers: v; may be None if momentum == 0, and is not touched then.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0; a CUDA tensor of one element is read when the kernel runs.
         momentum: factor of the old buffer, >= 0.
         dampening: dampening of the gradient in the buffer.
         weight_decay: L2 penalty, >= 0.
@@ -255,16 +249,8 @@ def sgd_step_(
         maximize: maximize the objective instead of minimizing it.
         first_step: a bool, or one per tensor: the buffer becomes the gradient, as in torch when
             there is no buffer yet. The old content of the buffer is not used. With dampening or
-            `ema`, a second-order prediction needs the same for all tensors.
+            `smoothed`, a second-order prediction needs the same for all tensors.
         predict: pairs of a horizon in updates (>= 0) or a law, and outputs like the parameters.
-        correction: a correction of `spectrain_ext.corrections` that reads `stale`. It is applied
-            after `clip_factor` and `grad_scale` and before the momentum. Weights must be float32
-            or float64.
-        stale: the weights that g was computed with: like the parameters, or bfloat16 or float16
-            for float32 parameters. May be an output of `predict`; it is read first.
-        gap_averages: of `corrections.GapAware`: A, like the momentum, zeros at first.
-        largest_lr: of `corrections.GapAware`: the largest learning rate so far; None: `lr`.
-        averaged: of `corrections.GapAware`: how many steps A includes, 0 at the first one.
         grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device;
             the host does not wait for them. g is multiplied by clip_factor / grad_scale. If
             found_inf is not 0, nothing is written: neither weights, buffers (a first step stays
@@ -292,19 +278,13 @@ def sgd_step_(
     if momentum_buffers is not None:
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
-    _add_stale(lists, stale, gap_averages)
     plan = lists.plan()
-    row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
-    (settings, with_momentum, predictions), program = sgd_step_arguments(
-        row, 1, horizons, first_step
-    )
-    correcting = None
-    if correction is not None:
-        correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)
-    more = options, stream, program, correcting
-    plan.sgd_step_(settings, with_momentum, first_step, predictions, *more)
-    without = traced("momentum", momentum) is None and momentum == 0.0
-    lists.bump(untouched=Role.MOMENTUM if without else None)
+    more = nesterov, maximize, decoupled_weight_decay, smoothed
+    row = lr, momentum, dampening, weight_decay, *more
+    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
+    first = first_steps(first_step, len(lists.params))
+    plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
+    lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
 
 
 @traceable
@@ -324,11 +304,6 @@ def adam_step_(
     momentum_decay: float | None = None,
     mu_product: float = 1.0,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    correction: StaleCorrection | None = None,
-    stale: Tensors | None = None,
-    gap_averages: Tensors | None = None,
-    largest_lr: float | None = None,
-    averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
 ) -> None:
@@ -360,7 +335,6 @@ def adam_step_(
         predict: pairs of a horizon (in updates, or a law of `spectrain_ext.laws`) and outputs like
             the parameters; bfloat16 or float16 is allowed for float32 parameters. Predictions use
             the stored values.
-        correction, stale, gap_averages, largest_lr, averaged: as in `sgd_step_`.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step is not counted: the
             next one has the same number.
         zero_grad, rounding_seed: as in `sgd_step_`.
@@ -377,13 +351,11 @@ def adam_step_(
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons = _add_outs(lists, predict)
-    _add_stale(lists, stale, gap_averages)
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
-    (settings, _, predictions), program = step_arguments([numbers], horizons)
-    correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
-    plan.adam_step_(settings, predictions, options, stream, program, correcting)
+    settings, _, predictions, _ = step_arguments([numbers], horizons)
+    plan.adam_step_(settings, predictions, options, stream)
     lists.bump()
 
 
@@ -420,8 +392,8 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    terms, each_eps, program = prediction([numbers], as_laws(steps, 1))
-    plan.predict(terms, each_eps, 0, stream, program)
+    terms, each_eps, _ = prediction([numbers], as_laws(steps, 1))
+    plan.predict(terms, each_eps, 0, stream)
     lists.bump()
     return cast(T, result)
 
@@ -445,8 +417,7 @@ def extrapolate(
     lists.add(Role.STASHED, "previous", previous, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    steps, program = lower(horizon("steps", steps))
-    plan.extrapolate(steps, 0, stream, program)
+    plan.extrapolate(horizon("steps", steps), 0, stream)
     lists.bump()
     return cast(T, result)
 
@@ -527,10 +498,3 @@ def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[
         horizons.append(pair[0])
         lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
     return horizons
-
-
-def _add_stale(lists: Lists, stale: Tensors | None, averages: Tensors | None) -> None:
-    if stale is not None:
-        lists.add(Role.STALE, "stale", stale, writes=False)
-    if averages is not None:
-        lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)

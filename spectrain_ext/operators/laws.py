@@ -6,19 +6,17 @@ Adam), d gradient with weight decay, s horizon in updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, repeat
 from typing import Protocol, SupportsFloat, TypeAlias
 
 from spectrain_ext._C import MAX_TERMS
 
-from .expressions import Expression
 from .numbers import Adam as Adam
+from .numbers import Rate, horizon, non_negative, number
 from .numbers import Sgd as Sgd
 from .numbers import Term as Term
-from .numbers import horizon, non_negative, number
 
 
 class Law(Protocol):
@@ -69,7 +67,7 @@ class Linear(Law):
     def adam(self, numbers: Adam) -> list[Term]:
         if not self.steps:
             return []
-        rate = numbers.rate(numbers.lr)
+        rate = numbers.rate()
         return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
 
@@ -103,49 +101,16 @@ class Geometric(Law):
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        return _adam_loop(numbers, _whole(self.steps, "Adam"), repeat(numbers.lr))
-
-
-@dataclass(frozen=True, slots=True)
-class FutureRates(Law):
-    """Predict with a known learning rate for each coming update.
-
-    ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
-
-    Example:
-        >>> law = st.laws.FutureRates([0.25, 0.125])
-        >>> st.predict(torch.ones(1), torch.ones(1), lr=0.25, momentum=0.5, steps=law)
-        tensor([0.6250])
-    """
-
-    rates: Sequence[float]
-    law: str = "linear"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rates, Iterable) or isinstance(self.rates, str):
-            raise TypeError(f"rates: expected a sequence of numbers, got {self.rates!r}")
-        rates = tuple(non_negative(f"rates[{i}]", r) for i, r in enumerate(self.rates))
-        object.__setattr__(self, "rates", rates)
-        if self.law not in ("linear", "geometric"):
-            raise ValueError(f"law: expected 'linear' or 'geometric', got {self.law!r}")
-
-    def sgd(self, numbers: Sgd) -> list[Term]:
-        if not self.rates:
-            return []
-        if self.law == "linear":
-            return [Term(1.0, _total(self.rates))]
-        matrix = _IDENTITY
-        for rate in self.rates:
-            matrix = _times(_update(numbers, rate), matrix)
-        return [Term(matrix[0], -matrix[1])]
-
-    def adam(self, numbers: Adam) -> list[Term]:
-        if not self.rates:
-            return []
-        if self.law == "linear":
-            rate = _total(map(numbers.rate, self.rates))
-            return [Term(1.0, rate, 0.0, numbers.root(numbers.step))]
-        return _adam_loop(numbers, len(self.rates), self.rates)
+        steps = _whole(self.steps, "Adam")
+        if steps > MAX_TERMS:
+            raise ValueError(
+                f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {steps}"
+            )
+        beta1, root = numbers.betas[0], numbers.root
+        return [
+            Term(numbers.keep, beta1**i * numbers.rate(i), 0.0, root(numbers.step + i))
+            for i in range(1, steps + 1)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +136,7 @@ class SecondOrder(Law):
     def __post_init__(self) -> None:
         object.__setattr__(self, "delay", non_negative("delay", self.delay))
         object.__setattr__(self, "lead", number("lead", self.lead))
-        if type(self.lead) is type(self.delay) is float and self.lead < -self.delay:
+        if self.lead < -self.delay:
             raise ValueError(f"lead: expected at least -delay, {-self.delay}, got {self.lead}")
 
     def _coefficients(self, mu: float, gain: float) -> tuple[float, float]:
@@ -193,7 +158,7 @@ class SecondOrder(Law):
         if beta1 == 0.0:
             raise ValueError("betas[0]: a second-order prediction needs momentum > 0")
         momentum, gradient = self._coefficients(beta1, 1.0 - beta1)
-        rate = numbers.rate(numbers.lr)
+        rate = numbers.rate()
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
 
@@ -225,7 +190,7 @@ def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
     terms = law.sgd(numbers)
     if len(terms) > 1:
         raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
-    return terms
+    return [term.split() for term in terms] if isinstance(numbers.lr, Rate) else terms
 
 
 def after_first_step(law: Law, numbers: Sgd) -> Law:
@@ -235,25 +200,7 @@ def after_first_step(law: Law, numbers: Sgd) -> Law:
     return law
 
 
-def needs_momentum(law: Law) -> bool:
-    """Return whether a law needs SGD's momentum and not just its learning rate."""
-    return not (isinstance(law, Linear) or (isinstance(law, FutureRates) and law.law == "linear"))
-
-
-def _total(rates: Iterable[float]) -> float:
-    """Add in order, as on a device; Python 3.12's sum() compensates for rounding."""
-    total = 0.0
-    for rate in rates:
-        total = total + rate
-    return total
-
-
 def _whole(steps: float, under: str) -> int:
-    if isinstance(steps, Expression):
-        raise TypeError(
-            f"steps: expected a number on the host, which the geometric law needs under {under}, "
-            f"got {steps!r}"
-        )
     if steps != int(steps):
         raise ValueError(
             f"steps: the geometric law needs a whole number of updates under {under}, got {steps}"
@@ -266,8 +213,8 @@ Matrix: TypeAlias = tuple[float, float, float, float]
 _IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
 
 
-def _update(numbers: Sgd, lr: float) -> Matrix:
-    keep = numbers.keep(lr)
+def _update(numbers: Sgd) -> Matrix:
+    keep, lr = numbers.keep, numbers.lr
     pull = numbers.gain * numbers.l2  # the L2 penalty's contribution to the buffer, per weight
     mu = numbers.momentum
     if numbers.nesterov:  # W moves by pull*W + mu*v
@@ -286,22 +233,10 @@ def _times(a: Matrix, b: Matrix) -> Matrix:
 
 def _continuation(numbers: Sgd, steps: int) -> Term:
     """Return the term of several zero-gradient updates, by repeated squaring."""
-    result, power = _IDENTITY, _update(numbers, numbers.lr)
+    result, power = _IDENTITY, _update(numbers)
     while steps:
         if steps & 1:
             result = _times(power, result)
         power = _times(power, power)
         steps >>= 1
     return Term(result[0], -result[1])
-
-
-def _adam_loop(numbers: Adam, steps: int, rates: Iterable[float]) -> list[Term]:
-    if steps > MAX_TERMS:
-        raise ValueError(
-            f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {steps}"
-        )
-    beta1, root = numbers.betas[0], numbers.root
-    return [
-        Term(numbers.keep(lr), beta1**i * numbers.rate(lr, i), 0.0, root(numbers.step + i))
-        for i, lr in enumerate(islice(rates, steps), start=1)
-    ]

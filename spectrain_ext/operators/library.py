@@ -8,10 +8,10 @@ tensors and plain numbers:
 - `lr` is a number; `lr_tensor`, a tensor of one element, replaces it. A graph is recompiled for a
   new number, but not for a new value in a tensor.
 - A law of `spectrain_ext.laws` is a name and numbers: "linear" [s], "geometric" [s],
-  "second_order" [delay, lead], "rates:linear" or "rates:geometric" [lr_1, lr_2, ...].
+  "second_order" [delay, lead].
 - Outputs are called `outs`, because torch.compile treats the name `out` specially.
 - The predictions of a step are `horizons` and `outs`, prediction after prediction. `laws` gives
-  each a law, "name/count" if it takes `count` entries of `horizons` instead of one.
+  each a law, whose numbers are the next ones of `horizons`.
 - There is no `zero_grad`, because a schema cannot mark an argument as written in some calls only.
   It becomes a separate operation in a graph.
 - The `others` of `distance` are `count` concatenated lists. Its result has a row per list and a
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .calls import bump_versions
-from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
+from .laws import Geometric, Horizon, Linear, SecondOrder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -64,7 +64,7 @@ SCHEMAS = (
     f"{_RATE}, {_HORIZON}, {_SGD}) -> ()",
     "sgd_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] momentum_buffers, *, "
     f"{_RATE}, float momentum, float dampening=0, float weight_decay=0, bool nesterov=False, "
-    "bool maximize=False, bool decoupled_weight_decay=False, bool ema=False, "
+    "bool maximize=False, bool decoupled_weight_decay=False, bool smoothed=False, "
     f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}, {_GATE}) -> ()",
     "adam_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] exp_avgs, "
     f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "
@@ -87,8 +87,6 @@ _LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
 
 
 def _encoded(steps: Horizon) -> tuple[str, list[float]]:
-    if isinstance(steps, FutureRates):
-        return f"rates:{steps.law}", list(steps.rates)
     for name, (law, fields) in _LAWS.items():
         if isinstance(steps, law):  # type: ignore[arg-type]
             return name, [getattr(steps, field) for field in fields]
@@ -96,10 +94,8 @@ def _encoded(steps: Horizon) -> tuple[str, list[float]]:
 
 
 def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
-    if name.startswith("rates:"):
-        return FutureRates(numbers, name.removeprefix("rates:"))
     if name not in _LAWS:
-        raise ValueError(f"law: expected one of {sorted(_LAWS)} or 'rates:...', got {name!r}")
+        raise ValueError(f"law: expected one of {sorted(_LAWS)}, got {name!r}")
     law, fields = _LAWS[name]
     if len(numbers) != len(fields):
         raise ValueError(
@@ -130,12 +126,11 @@ def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
     return {
         "outs": [t for _, out in predict for t in _list(out)],
         "horizons": [number for _, numbers in laws for number in numbers],
-        "laws": [f"{law}/{len(numbers)}" for law, numbers in laws],
+        "laws": [law for law, _ in laws],
     }
 
 
 _STEPS = ("sgd_step_", "adam_step_")
-_OF_A_CORRECTION = ("stale", "gap_averages", "largest_lr", "averaged")
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lr": _rate,
     "steps": lambda steps: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
@@ -152,10 +147,6 @@ def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
     """Call the registered operator with the arguments of the package's operator."""
     if given.pop("stream", None) is not None:
         raise ValueError("stream: a compiled function works on the current one, expected None")
-    if given.pop("correction", None) is not None:
-        raise ValueError("correction: a compiled function takes none, expected None")
-    for key in _OF_A_CORRECTION:
-        given.pop(key, None)
     out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
     if name in _STEPS:
         given.setdefault("predict", ())
@@ -189,9 +180,8 @@ def _predictions(
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
     for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
-        name, _, count = law.partition("/")
-        end = at + int(count or 1)
-        predict.append((_decoded(name, horizons[at:end]), outs[j * n : (j + 1) * n]))
+        end = at + len(_LAWS[law][1]) if law in _LAWS else at
+        predict.append((_decoded(law, horizons[at:end]), outs[j * n : (j + 1) * n]))
         at = end
     if at != len(horizons) or n * len(predict) != len(outs):
         raise ValueError(

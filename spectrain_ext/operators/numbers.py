@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
-from .expressions import Expression, traced
+from torch import Tensor
 
 
 class Term(NamedTuple):
@@ -20,16 +20,74 @@ class Term(NamedTuple):
     momentum: float
     gradient: float = 0.0
     root: float = 1.0
+    # What a kernel adds per unit of a learning rate in memory, see `Rate`.
+    keep_per_lr: float = 0.0
+    momentum_per_lr: float = 0.0
+    gradient_per_lr: float = 0.0
+
+    def split(self) -> Term:
+        """Return the term with each coefficient a + b*lr as the two numbers a and b."""
+        (keep, keep_lr), (momentum, momentum_lr), (gradient, gradient_lr) = (
+            (x.constant, x.per_lr) if isinstance(x, Rate) else (x, 0.0) for x in self[:3]
+        )
+        return Term(keep, momentum, gradient, self.root, keep_lr, momentum_lr, gradient_lr)
 
 
-# In the order of _C.SETTING. A NamedTuple would take 0.2 us to create, several times per step.
+class Rate:
+    """The number constant + per_lr*lr, where a kernel reads lr from a tensor when it runs.
+
+    It takes the place of SGD's learning rate in the formulas of steps and laws, which have to be
+    linear in it.
+    """
+
+    __slots__ = ("constant", "per_lr", "tensor")
+
+    def __init__(self, tensor: Tensor, constant: float = 0.0, per_lr: float = 1.0) -> None:
+        self.tensor, self.constant, self.per_lr = tensor, constant, per_lr
+
+    def __add__(self, other: float) -> Rate:
+        self._check_linear(other)
+        return Rate(self.tensor, self.constant + other, self.per_lr)
+
+    def __mul__(self, other: float) -> Rate:
+        self._check_linear(other)
+        return Rate(self.tensor, self.constant * other, self.per_lr * other)
+
+    def __truediv__(self, other: float) -> Rate:
+        self._check_linear(other)
+        return Rate(self.tensor, self.constant / other, self.per_lr / other)
+
+    def __neg__(self) -> Rate:
+        return self * -1.0
+
+    def __sub__(self, other: float) -> Rate:
+        return self + -other
+
+    def __rsub__(self, other: float) -> Rate:
+        return -self + other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __bool__(self) -> bool:
+        return self.constant != 0.0 or self.per_lr != 0.0
+
+    def _check_linear(self, other: object) -> None:
+        if isinstance(other, Rate):
+            raise TypeError(
+                "lr: expected a number on the host, since this prediction is not linear in it, "
+                f"got a tensor on {self.tensor.device} that a kernel reads"
+            )
+
+
+# Sign, L2 penalty, decay, gain, second decay, eps, step: as csrc/bindings/numbers.h reads them. A
+# NamedTuple would take 0.2 us to create, several times per step.
 Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """Return a finite float, or raise TypeError or ValueError; device values are not checked."""
+    """Return a finite float, or raise TypeError or ValueError. Waits for a value on a device."""
     result = _float(name, value)
-    if type(result) is float and not math.isfinite(result):
+    if not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
     return result
 
@@ -39,15 +97,22 @@ def non_negative(name: str, value: SupportsFloat) -> float:
     if type(value) is float and 0.0 <= value < math.inf:  # the common case, made fast
         return value
     result = _float(name, value)
-    if type(result) is float and not 0.0 <= result < math.inf:
+    if not 0.0 <= result < math.inf:
         raise ValueError(f"{name}: expected a finite number >= 0, got {result!r}")
     return result
+
+
+def learning_rate(value: SupportsFloat | Rate) -> float:
+    """Return a learning rate >= 0, or a `Rate` for a CUDA tensor, whose value is not checked."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        value = Rate(value)
+    return cast(float, value) if isinstance(value, Rate) else non_negative("lr", value)
 
 
 def fraction(name: str, value: SupportsFloat) -> float:
     """Return a float in [0, 1), see `number`."""
     result = non_negative(name, value)
-    if type(result) is float and result >= 1.0:
+    if result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
 
@@ -73,8 +138,6 @@ def horizon(name: str, value: SupportsFloat) -> float:
 def _float(name: str, value: SupportsFloat) -> float:
     if isinstance(value, (str, bytes)):  # float() would parse them
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not isinstance(value, (int, float)) and (expression := traced(name, value)) is not None:
-        return cast(float, expression)
     try:
         return float(value)
     except OverflowError:
@@ -102,31 +165,30 @@ class Corrected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """Hyperparameters of SGD with torch's momentum, or with an averaged (EMA) momentum."""
+    """Hyperparameters of SGD with torch's momentum, or with that of smoothed gradients."""
 
     trust: ClassVar[float] = 1.0  # factor of the momentum's last change in predictions
 
     # The arguments of `spectrain_ext.sgd_step_`.
-    lr: float
+    lr: float  # or a CUDA tensor with one element, which kernels read
     momentum: float
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
     decoupled_weight_decay: bool = False
-    ema: bool = False
+    smoothed: bool = False
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _make_non_negative(self, ("lr", "momentum", "weight_decay"))
+        object.__setattr__(self, "lr", learning_rate(self.lr))
+        _make_non_negative(self, ("momentum", "weight_decay"))
         if type(self.dampening) is not float or self.dampening != 0.0:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
-        # The value of an expression is unknown here; assume a valid one.
-        momentum = 0.5 if isinstance(self.momentum, Expression) else self.momentum
-        if self.nesterov and (momentum <= 0.0 or self.dampening != 0.0):
+        if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
-        if self.ema and (self.dampening != 0.0 or not 0.0 < momentum < 1.0):
-            raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
+        if self.smoothed and (self.dampening != 0.0 or not 0.0 < self.momentum < 1.0):
+            raise ValueError("smoothed: needs 0 < momentum < 1 and dampening == 0")
 
     @property
     def has_momentum(self) -> bool:
@@ -135,27 +197,29 @@ class Sgd:
     @property
     def gain(self) -> float:
         """Factor of the gradient in the momentum buffer."""
-        return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
+        return 1.0 - self.momentum if self.smoothed else 1.0 - self.dampening
 
     @property
     def l2(self) -> float:
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
-    def keep(self, lr: float) -> float:
-        """Return the factor that weight decay leaves of the weights."""
-        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+    @property
+    def keep(self) -> float:
+        """Factor that weight decay leaves of the weights."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
 
     def term(self) -> Term:
         """Return the step without its correction."""
-        keep = self.keep(self.lr)
         if self.momentum == 0.0:
-            return Term(keep, 0.0, self.lr)
+            return Term(self.keep, 0.0, self.lr)
         if self.nesterov:
-            return Term(keep, self.lr * self.momentum, self.lr * self.gain)
-        return Term(keep, self.lr)
+            return Term(self.keep, self.lr * self.momentum, self.lr * self.gain)
+        return Term(self.keep, self.lr)
 
     def setting(self) -> Setting:
         step = self.term() if self.correction is None else self.correction.sgd(self)
+        if isinstance(self.lr, Rate):
+            step = step.split()
         sign = -1.0 if self.maximize else 1.0
         return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
 
@@ -190,11 +254,9 @@ class Adam:
         object.__setattr__(self, "betas", betas)
         if type(self.step) is not int or not 0 < self.step < _WHOLE:
             step = number("step", self.step)
-            if type(step) is float:
-                if step < 1 or step != int(step):
-                    raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-                step = int(step)  # torch stores it as a float32 tensor
-            object.__setattr__(self, "step", step)
+            if step < 1 or step != int(step):
+                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+            object.__setattr__(self, "step", int(step))  # torch stores it as a float32 tensor
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
@@ -209,27 +271,28 @@ class Adam:
         """Return the bias correction of the second moment's square root."""
         return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
-    def rate(self, lr: float, ahead: int = 0) -> float:
+    def rate(self, ahead: int = 0) -> float:
         """Return the first moment's factor in the update `ahead` updates from now."""
-        step = self.step + ahead if ahead else self.step
+        step = self.step + ahead
         if self.momentum_decay is None:
-            return lr / (1.0 - self.betas[0] ** step)
+            return self.lr / (1.0 - self.betas[0] ** step)
         product = self.mu_product
         for i in range(1, ahead + 1):
             product *= self.mu(self.step + i)
         following = self.mu(step + 1)
-        return lr * following / (1.0 - product * following)
+        return self.lr * following / (1.0 - product * following)
 
-    def keep(self, lr: float) -> float:
-        """Return the factor that weight decay leaves of the weights."""
-        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+    @property
+    def keep(self) -> float:
+        """Factor that weight decay leaves of the weights."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
 
     def term(self) -> Term:
         """Return the step without its correction."""
         gradient = 0.0
         if self.momentum_decay is not None:
             gradient = self.lr * (1.0 - self.mu(self.step)) / (1.0 - self.mu_product)
-        return Term(self.keep(self.lr), self.rate(self.lr), gradient, self.root(self.step))
+        return Term(self.keep, self.rate(), gradient, self.root(self.step))
 
     def setting(self) -> Setting:
         beta1, beta2 = self.betas

@@ -14,20 +14,18 @@ from .calls import (
     SgdRow,
     StepOptions,
     Tensors,
+    first_steps,
     is_array,
     prediction,
     sgd_prediction,
     sgd_step_arguments,
     step_arguments,
 )
-from .corrections import coefficients_of
-from .expressions import lower
 from .laws import Horizons, as_laws
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from .calls import AdamStep, Numbers, SgdNumbers
-    from .corrections import StaleCorrection
 
 Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
@@ -85,10 +83,6 @@ class Plan:
         stashed: where `stash` keeps a version of the weights; like the parameters.
         outs: a sequence of lists like the parameters, for predictions; bfloat16 or float16 is
             allowed for float32 weights.
-        stale: the weights that gradients are computed with, for steps with a correction; like an
-            output, and may be one of them.
-        gap_averages: the average of `corrections.GapAware`, zeros at first; like the momentum,
-            with the same dtypes.
         groups: the parameter group of every tensor, from 0; one launch handles all groups. None:
             one group.
 
@@ -116,8 +110,6 @@ class Plan:
         grads: Gradients = None,
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
-        stale: Tensors | None = None,
-        gap_averages: Tensors | None = None,
         groups: Sequence[int] | None = None,
     ) -> None:
         lists = Lists(params, "params", writes=True)
@@ -132,14 +124,14 @@ class Plan:
             (Role.GRADS, "grads", grads),
             (Role.STASHED, "stashed", stashed),
             *((Role.OUT, f"outs[{j}]", out) for j, out in enumerate(outs)),
-            (Role.STALE, "stale", stale),
-            (Role.AVERAGE, "gap_averages", gap_averages),
         ):
             if given is not None or role is Role.OUT:
-                lists.add(role, name, given, writes=role not in (Role.GRADS, Role.STALE))
-        self._single = lists.single
+                lists.add(role, name, given, writes=role is not Role.GRADS)
+        self._single, self._params = lists.single, lists.params
         self._native = lists.plan(groups)
         self._native.keep(self._watches)
+        given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
+        self._given = self._not_followed(given_grads)
         self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
 
@@ -158,8 +150,8 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
         and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.predict_(terms, eps, stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.predict(terms, eps, None, stream, rates)
 
     def predict(
         self,
@@ -171,8 +163,8 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, self._check_out(out), stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.predict(terms, eps, self._check_out(out), stream, rates)
 
     def stash_predict_(
         self,
@@ -183,13 +175,12 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        terms, eps, program = self._terms_of(groups, steps, numbers)
-        self._native.stash_predict_(terms, eps, stream, program)
+        terms, eps, rates = self._terms_of(groups, steps, numbers)
+        self._native.stash_predict_(terms, eps, stream, rates)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
-        steps, program = lower(horizon("steps", steps))
-        self._native.extrapolate(steps, self._check_out(out), stream, program)
+        self._native.extrapolate(horizon("steps", steps), self._check_out(out), stream)
 
     # Steps.
 
@@ -204,12 +195,9 @@ class Plan:
         nesterov: bool = False,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
-        ema: bool = False,
+        smoothed: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizons | None] = (),
-        correction: StaleCorrection | None = None,
-        largest_lr: float | None = None,
-        averaged: int = 0,
         stream: Any = None,
         **options: Unpack[StepOptions],
     ) -> None:
@@ -219,38 +207,40 @@ class Plan:
 
         Args:
             groups: the hyperparameters of every parameter group. None: `lr` and `momentum` (both
-                required) to `ema` hold for all of them.
+                required) to `smoothed` hold for all of them.
             predict: the horizon, or law of `spectrain_ext.laws`, of every output:
                 outs[j] <- W' - lr*predict[j]*v'. None does not write outs[j].
-            correction, largest_lr, averaged: as in `spectrain_ext.sgd_step_`.
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
-        row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+        row = (
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            decoupled_weight_decay,
+            smoothed,
+        )
         if groups is None:
-            step, program = sgd_step_arguments(row, self._n_groups, predict, first_step)
+            step = sgd_step_arguments(row, self._n_groups, predict, first_step)
         elif row != _NO_NUMBERS:
             pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            step, program = step_arguments(self._checked(groups, Sgd), predict, first_step)
-        correcting = None
-        if correction is not None:
-            own = groups or [Sgd(*cast("SgdRow", row))] * self._n_groups
-            correcting = coefficients_of(correction, own, largest_lr, averaged)
-        settings, with_momentum, predictions = step
-        more = options, stream, program, correcting
-        self._native.sgd_step_(settings, with_momentum, first_step, predictions, *more)
+            step = step_arguments(self._checked(groups, Sgd), predict, first_step)
+        settings, with_momentum, predictions, rates = step
+        more = options, stream, rates
+        first = first_steps(first_step, len(self._params))
+        self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
 
     def adam_step_(
         self,
         groups: Sequence[Adam] | None = None,
         *,
         predict: Sequence[Horizons | None] = (),
-        correction: StaleCorrection | None = None,
-        largest_lr: float | None = None,
-        averaged: int = 0,
         stream: Any = None,
         **options: Unpack[AdamStep],
     ) -> None:
@@ -263,9 +253,8 @@ class Plan:
             raise self._too_many(predict)
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
-        (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
-        correcting = coefficients_of(correction, groups, largest_lr, averaged)
-        self._native.adam_step_(settings, predictions, options, stream, program, correcting)
+        settings, _, predictions, _ = step_arguments(self._checked(groups, Adam), predict)
+        self._native.adam_step_(settings, predictions, options, stream)
 
     # Versions of the weights.
 
@@ -293,10 +282,17 @@ class Plan:
         got them are read from `params[i].grad` again; others stay the given tensors.
         """
         if grads is None:
-            self._native.refresh()
+            pairs = zip(self._params, self._given, strict=True)
+            self._native.set_gradients(tuple(_grad(p) if g is None else g for p, g in pairs))
         else:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
+            self._given = self._not_followed(arrays)
+
+    def _not_followed(self, grads: Sequence[object]) -> tuple[object, ...]:
+        """Return gradients, with None for those that `refresh` reads from their parameters."""
+        pairs = zip(self._params, grads, strict=True)
+        return tuple(None if g is None or _grad(p) is g else g for p, g in pairs)
 
     # Arguments.
 
@@ -347,7 +343,12 @@ class Plan:
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
             raise TypeError(f"out: expected an index, got {out!r}")
-        if out < 0:
+        if not self._n_outs:
+            raise ValueError(
+                "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), each "
+                "a list like the parameters"
+            )
+        if not 0 <= out < self._n_outs:
             raise ValueError(
                 f"out: expected an index below {self._n_outs}, the number of outs, got {out}"
             )
@@ -366,6 +367,10 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+def _grad(param: object) -> object:
+    return getattr(param, "grad", None)
 
 
 def _given_twice(names: Iterable[str]) -> TypeError:

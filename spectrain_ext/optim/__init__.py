@@ -1,8 +1,12 @@
 """Optimizers with torch.optim's interface whose step can also write predicted weights."""
 
+from typing import TYPE_CHECKING, Any
+
 from .base import PredictingOptimizer
-from .optimizers import SGD, SOAP, Adam, AdamW, Muon, NAdam, hidden_matrices
-from .parameters import PredictionSink
+from .optimizers import SGD, Adam, AdamW, NAdam
+
+if TYPE_CHECKING:
+    from .matrices import SOAP, Muon, hidden_matrices
 
 __all__ = [
     "SGD",
@@ -12,6 +16,17 @@ __all__ = [
     "Muon",
     "NAdam",
     "PredictingOptimizer",
-    "PredictionSink",
     "hidden_matrices",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import matrices  # loaded on first use
+
+    return getattr(matrices, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

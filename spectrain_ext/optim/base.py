@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,40 +15,30 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import (
-    AdaptiveBraking,
-    Correction,
-    as_correction,
-    stale_correction,
-)
-from spectrain_ext.operators.functions import distance
+from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, as_correction
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
-from .launch import Correcting, Launch, Launches, Scaling
-from .parameters import Binding, Parameters, PredictionSink, Views
-from .rule import Rule, plain
+from .launch import Launch, Launches
+from .parameters import Binding, Parameters, Views
 from .state import (
     Ordered,
+    Rule,
     SaveGuard,
     check_dtypes,
     independent,
     loaded_dtype,
-    named,
     put_saved,
     read_entry,
     ruled,
     without_state,
 )
 
+if TYPE_CHECKING:
+    from .foreign import Foreign
+
 StateDict = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` with the dtype and memory layout of `like`, without a copy if it has them."""
-    same = x.dtype == like.dtype and x.stride() == like.stride()
-    return x if same else torch.empty_like(like).copy_(x)
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +110,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     _loading: StateDict | None = None
     _parameters: Parameters
     _launches: Launches
+    rate_factor: float  # on the groups' learning rates, in steps and predictions until `unbind`
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Prepare for the parameter groups that torch's constructor will add."""
@@ -127,19 +118,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self._momentum_dtype = momentum_dtype
         self._begin()
 
-    def _begin(
-        self,
-        binding: Binding | None = None,
-        rule: Rule | None = None,
-        correction: Correction | None = None,
-    ) -> None:
-        """Discard all resolved state and continue with a new binding, rule and correction."""
-        rule = type(self)._rule if rule is None else rule
-        parameters = Parameters(rule, self._momentum_dtype, binding, correction)
+    def _begin(self, binding: Binding | None = None, correction: Correction | None = None) -> None:
+        """Discard all resolved state and continue with a new binding and correction."""
+        parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
         # In one call: an exception in between would leave two that do not match.
         self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
+        self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
-        self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
+        self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
     profile_hook_step = staticmethod(_hooked)
@@ -261,6 +247,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         saved = buffers[0].dtype if buffers else param.dtype
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
+    def loose_state(self) -> list[Tensor]:
+        """Return state tensors on a GPU outside the buffers of ``bind``."""
+        found = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
+        return [tensor for tensor in found if tensor is not None and tensor.is_cuda]
+
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -294,85 +285,71 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def _step(self) -> None:
         correction = self._parameters.correction
-        correcting = None if correction is None else self._correcting(correction)
-        templates = self._parameters.numbers(self.param_groups)
-        sink, laws, checked = self._next_write or (None, None, None)
-        launches = self._resolved(sink)
+        if correction is not None and correction.buffers:
+            self._note_rates(correction)
+        templates = self._numbers()
+        outs, laws, checked = self._next_write or (None, None, None)
+        launches = self._resolved(outs)
         if laws is not None and checked is not templates:
             self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
-        scaling = Scaling.of(self)
-        if scaling is not None and scaling.skips(launches):
+        # GradScaler sets these attributes during a step.
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        # Step counts and first steps are on the host; else only the device has to know.
+        asks = self._parameters.rule.scalars or not all(launch.started for launch in launches)
+        if found_inf is not None and (asks or not found_inf.is_cuda) and found_inf.item():
             for launch in launches:
-                launch.forget_gradients()
+                launch.native.forget_gradients()
             return
-        if isinstance(correction, AdaptiveBraking):
-            self._brake(correction)
-            for launch in launches:
-                launch.read_gradients()  # again: those of another layout had been copied
         for launch in launches:
-            options: StepOptions = {} if scaling is None else scaling.on(launch.device)
-            launch.prepare_step(templates, laws, options, correcting)
+            if isinstance(correction, AdaptiveBraking):
+                launch.brake(correction, templates)
+            options: dict[str, Tensor] = {
+                name: value.to(launch.device, torch.float32, non_blocking=True)
+                for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
+                if value is not None
+            }
+            launch.prepare_step(templates, laws, cast("StepOptions", options))
 
         # From here on nothing can be refused.
         for launch in launches:
-            if launch.step(self.state):
+            if launch.step(self.state, self.param_groups):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
 
-    def _brake(self, braking: AdaptiveBraking) -> None:
-        """Scale the gradients of all parameters that have momentum."""
-        key = self._parameters.rule.buffers[0]
-        for group in self.param_groups:
-            found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-            for p in group["params"]:
-                momentum = self.state.get(p, {}).get(key)
-                if p.grad is not None and momentum is not None:
-                    found.setdefault(p.device, []).append((p.grad, momentum))
-            with torch.no_grad():
-                for pairs in found.values():
-                    gradients, momenta = zip(*pairs, strict=True)
-                    each, _ = distance(momenta, [[_laid_out(g, like=v) for g, v in pairs]])
-                    braking.brake_(gradients, momenta, each[0], group["maximize"])
-
-    def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
-        outs = None if sink is None else sink.outs
+    def _resolved(self, outs: Views | None = None, *, stash: bool = False) -> list[Launch]:
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
-    def _correcting(self, correction: Correction) -> Correcting | None:
-        """Return a correction that reads stale weights, with each group's largest learning rate."""
-        if not correction.reads_stale:
-            return None
-        by = stale_correction(correction)
-        if not by.buffers:
-            return by, [0.0] * len(self.param_groups)  # unused
-        rates = []
-        for index, group in enumerate(self.param_groups):
-            try:
-                now = float(plain(group["lr"], "lr"))
-            except ValueError as error:
-                raise ValueError(f"parameter group {index}: {by}: {error}") from error
-            rates.append(max(now * self.rate_factor, group.get("gap_rate", 0.0)))
-            if group.get("gap_rate") != rates[-1]:
-                group["gap_rate"] = rates[-1]  # in the group, so that it is saved
-        return by, rates
+    def _note_rates(self, correction: Correction) -> None:
+        """Keep each group's largest learning rate so far in the group, so that it is saved."""
+        for index, numbers in enumerate(self._numbers()):
+            group = self.param_groups[index]
+            if not isinstance(numbers.lr, float):
+                raise ValueError(
+                    f"parameter group {index}: {correction}: lr must be a number or a CPU tensor "
+                    f"with one element, got {group['lr']!r}"
+                )
+            group["gap_rate"] = max(numbers.lr, group.get("gap_rate", 0.0))
 
     # Prediction in place.
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0."""
-        self._parameters.numbers(self.param_groups)
+        self._numbers()
         self._parameters.check_momentum(self.param_groups)
+
+    def _numbers(self) -> list[Any]:
+        return self._parameters.numbers(self.param_groups, self.rate_factor)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False
     ) -> tuple[list[Any], tuple[Law, ...]]:
         """Return the hyperparameters and the law of every group, checked against each other."""
         laws = tuple(as_laws(steps, len(self.param_groups)))
-        templates = self._parameters.numbers(self.param_groups)
+        templates = self._numbers()
         self._parameters.check_laws(self.param_groups, laws, has_gradient)
         return templates, laws
 
@@ -441,27 +418,53 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # For a pipeline, which owns the buffers of weights and state.
 
     @_exclusive
-    def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
+    def bind(
+        self,
+        master: Views | None,
+        buffers: Mapping[str, Views],
+        correction: Correction | Corrected | None = None,
+    ) -> None:
         """Keep weights and state in the caller's tensors, until :meth:`unbind`.
 
         :meth:`step` then reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
-        itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``.
-        With a single key, ``buffers`` may be its mapping directly. All tensors have p's shape and
-        device, and one layout; usually they are views of flat buffers. Existing state is copied.
-        Without state the buffers become zero, so that a prediction before the first step equals the
-        weights; so does the prediction of a frozen parameter. A bound optimizer does not bump
-        autograd's version counters: the caller orders forwards, backwards and steps.
+        itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``. All
+        tensors have p's shape and device, and one layout; usually they are views of flat buffers.
+        Existing state is copied. Without state the buffers become zero, so that a prediction before
+        the first step equals the weights. A bound optimizer does not bump autograd's version
+        counters: the caller orders forwards, backwards and steps.
+
+        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
+        ``adam`` methods return a step as a ``Term``; all steps apply it. A correction of stale
+        weights needs :meth:`read_stale` before each step, which may write the next prediction there
+        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
+        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]``), ``state[p]["gap_step"]``
+        (the number of averaged steps), and ``gap_rate`` in the parameter groups (the largest
+        learning rate so far). All start at zero.
 
         RuntimeError if already bound or while the weights are predicted. ValueError for a missing
-        or unsuitable tensor. Nothing changes then.
+        or unsuitable tensor, or for a group for which the correction is undefined (``GapAware`` and
+        braking need momentum). TypeError for an invalid correction, or one of stale weights if true
+        weights are not float32 or float64. Nothing changes then.
         """
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, buffers, self._parameters.rule.buffers)
-        for where, p, rule in ruled(self._parameters.rule, self.param_groups):
+        correction = None if correction is None else as_correction(correction)
+        self.check_correction(correction)
+        own = () if correction is None else correction.buffers
+        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *own))
+        for where, p, rule in ruled(self._rule, self.param_groups):
+            dtype = binding.weights[p].dtype
+            if correction is not None and correction.reads_stale and dtype.itemsize == 2:
+                raise TypeError(
+                    f"bind: the true weights of {where} must be float32 or float64 for "
+                    f"{correction}, as with a float32 master, got {dtype}"
+                )
             read_entry(where, rule, p, self.state.get(p) or {})
-        self._begin(binding)
+        for p, entry in self.state.items() if own else ():
+            if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
+                entry.update(gap_average=torch.zeros_like(binding.buffers[p][-1]), gap_step=0.0)
+        self._begin(binding, correction)
         self._parameters.look(self.param_groups, self.state)
 
     @_exclusive
@@ -476,45 +479,52 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 entry.update(independent(entry, self._parameters.rule.all_keys))
         self._begin()
 
-    @property
-    def rate_factor(self) -> float:
-        """A factor on the groups' learning rates, in steps and predictions until `unbind`."""
-        return self._parameters.rate_factor
-
-    @rate_factor.setter
-    def rate_factor(self, factor: float) -> None:
-        self._parameters.scale_rates(factor)
-
-    def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
+    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""
         binding = self._parameters.binding
         return binding is not None and binding.given is buffers
 
     @_exclusive
-    def prediction_sink(self, outs: Views) -> PredictionSink:
-        """Prepare outputs for predictions; ``outs[p]`` has the layout and device of p's weights.
+    def write_prediction(self, outs: Views, steps: Horizons) -> None:
+        """Write the prediction of every p to ``outs[p]``, with each group's current learning rate.
 
-        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
+        ``outs[p]`` has the layout and device of p's weights; pass the same mapping for the same
+        tensors, which are checked once. ``steps`` is a number of updates (>= 0; 0 copies the
+        weights' bits), a law of ``spectrain_ext.laws`` that needs no gradient, or a tuple with one
+        for each group. Allocates nothing and bumps no version counters.
+
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor,
+        invalid ``steps`` or a group whose momentum is 0.
         """
-        sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
-        self._parameters.numbers(self.param_groups)
-        self._resolved(sink)
-        return sink
+        self._bound("write_prediction").check(self.param_groups, outs, "outs")
+        templates, laws = self._laws(steps)
+        for launch in self._resolved(outs):
+            launch.predict(templates, laws)
 
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
-        """Let the next :meth:`step` also write the prediction that ``sink.write(steps)`` would.
+    def write_with_next_step(self, outs: Views | None, steps: Horizons = 0.0) -> None:
+        """Let the next :meth:`step` also write what ``write_prediction(outs, steps)`` would.
 
         If every parameter has a gradient, this needs no further pass over memory. ``steps`` may be
         a law that needs the gradient (``SecondOrder``); a parameter without a gradient is then
         predicted from its unchanged momentum. The request holds for one step; ``None`` cancels it.
+
+        Example:
+            >>> weight, ahead = nn.Parameter(torch.ones(1)), torch.empty(1)
+            >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
+            >>> optimizer.bind(None, {"momentum_buffer": {weight: torch.zeros(1)}})
+            >>> optimizer.write_with_next_step({weight: ahead}, 2)
+            >>> weight.grad = torch.ones(1)
+            >>> optimizer.step()
+            >>> weight.item(), ahead.item()
+            (0.75, 0.25)
         """
         with self._turn:
-            if sink is None:
+            if outs is None:
                 self._next_write = None
                 return
-            self._bound("write_with_next_step", sink)
+            self._bound("write_with_next_step").check(self.param_groups, outs, "outs")
             templates, laws = self._laws(steps, has_gradient=True)
-            self._next_write = sink, laws, templates
+            self._next_write = outs, laws, templates
 
     @_exclusive
     def update_in(self, views: Views) -> None:
@@ -523,89 +533,39 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         The previous tensors do not change any more. RuntimeError if the optimizer is not bound.
         ValueError for a missing or unsuitable tensor.
         """
-        self._bound("update_in").update_in(self.param_groups, views, "weights")
+        binding = self._bound("update_in")
+        binding.check(self.param_groups, views, "weights")
+        binding.weights = views
 
     @_exclusive
-    def read_stale(self, sink: PredictionSink) -> None:
-        """Let the correction read stale weights from this sink's outputs from the next step on.
+    def read_stale(self, views: Views) -> None:
+        """Let the correction read stale weights from ``views[p]`` from the next step on.
 
-        RuntimeError if the optimizer is not bound or its correction reads no stale weights.
+        RuntimeError if the optimizer is not bound. ValueError for a missing or unsuitable tensor.
         """
-        binding = self._bound("read_stale", sink)
-        correction = self._parameters.correction
-        if correction is None or not correction.reads_stale:
-            raise RuntimeError(
-                "read_stale: no correction reads stale weights, call correct() first"
-            )
-        binding.stale = sink.outs
+        binding = self._bound("read_stale")
+        binding.check(self.param_groups, views, "stale weights")
+        binding.stale = views
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group for which a correction is undefined."""
-        Parameters(self._parameters.rule, correction=correction).numbers(self.param_groups)
+        Parameters(self._rule, correction=correction).numbers(self.param_groups)
 
-    @_exclusive
-    def correct(
-        self, correction: Correction | Corrected | None, stale: PredictionSink | None = None
-    ) -> None:
-        """Apply a correction in all steps until :meth:`unbind`; None removes it.
-
-        ``correction`` is one of ``spectrain_ext.corrections``, or an object whose ``sgd`` and
-        ``adam`` methods return a step as a ``Term``. A correction of stale weights reads them from
-        the outputs of ``stale`` at each step, which may write the next prediction there
-        (``write_with_next_step``). Adaptive braking scales gradients in place. ``GapAware`` has
-        state: ``state[p]["gap_average"]`` (in ``buffers["gap_average"]`` of ``bind``),
-        ``state[p]["gap_step"]`` (the number of averaged steps), and ``gap_rate`` in the parameter
-        groups (the largest learning rate so far). All start at zero.
-
-        RuntimeError if the optimizer is not bound. TypeError for an invalid correction, or if it
-        needs true weights of float32 or float64. ValueError without ``stale``, for a missing
-        buffer, or for a group for which the correction is undefined (``GapAware`` and braking need
-        momentum). Nothing changes then.
-        """
-        binding = self._bound("correct", stale)
-        rule = type(self)._rule
-        correction = None if correction is None else as_correction(correction)
-        self.check_correction(correction)
-        averages: tuple[str, ...] = ()
-        if correction is None or not correction.reads_stale:
-            stale = None
-        else:
-            averages = correction.buffers
-            if stale is None:
-                raise ValueError(
-                    f"correct: {correction} reads stale weights, give the sink that has them"
-                )
-            for where, p in named(self.param_groups):
-                if binding.weights[p].dtype not in (torch.float32, torch.float64):
-                    raise TypeError(
-                        f"correct: the true weights of {where} must be float32 or float64, as with "
-                        f"a float32 master, got {binding.weights[p].dtype}"
-                    )
-        if averages:
-            rule = rule.with_average(averages)
-        buffers = binding.buffers_for(self.param_groups, rule.buffers)
-        for p, entry in self.state.items():
-            if rule.keys == self._parameters.rule.keys or not isinstance(entry, dict):
-                continue
-            if not averages:  # keep it in storage of its own
-                entry.update(independent(entry, ("gap_average", "gap_step")))
-            elif entry.get(rule.buffers[0]) is not None and entry.get("gap_average") is None:
-                entry.update(gap_average=torch.zeros_like(buffers[p][-1]), gap_step=0.0)
-        binding.buffers, binding.stale = buffers, None if stale is None else stale.outs
-        self._begin(binding, rule, correction)
-        self._parameters.look(self.param_groups, self.state)
-
-    @_exclusive
-    def _write(self, sink: PredictionSink, steps: Horizons) -> None:
-        self._bound("write", sink)
-        templates, laws = self._laws(steps)
-        for launch in self._resolved(sink):
-            launch.predict(templates, laws)
-
-    def _bound(self, what: str, sink: PredictionSink | None = None) -> Binding:
+    def _bound(self, what: str) -> Binding:
         binding = self._parameters.binding
         if binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
-        if sink is not None and sink.binding is not binding:
-            raise RuntimeError(f"{what}: the sink belongs to another binding")
         return binding
+
+
+#: An optimizer as a stage's storage uses it.
+Updater: TypeAlias = "PredictingOptimizer | Foreign"
+
+
+def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
+    """Return one of this package's optimizers unchanged, and wrap any other."""
+    if isinstance(optimizer, PredictingOptimizer):
+        return optimizer
+    from .foreign import Foreign  # loaded only where it is used
+
+    return Foreign(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 # counters of tensors that autograd saved for microbatches in flight, and their backwards would
 # raise. A pipeline method changes weights between forward and backward on purpose.
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
+from torch.utils._pytree import tree_leaves
 
 from spectrain_ext.operators.corrections import Correction
 
-from .base import PredictingOptimizer
-from .parameters import PredictionSink, Views
+from .parameters import Views
 from .state import Ordered, laid_out_as
 
 
@@ -60,7 +60,17 @@ class Foreign(Ordered):
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         return param.dtype
 
-    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
+    def bind(
+        self,
+        master: Views | None,
+        buffers: Mapping[str, Views],
+        correction: Correction | None = None,
+    ) -> None:
+        if correction is not None:
+            raise TypeError(
+                f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
+                "part of the step of SGD, Adam, AdamW and NAdam of spectrain_ext.optim"
+            )
         self._forget()
         self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
         self._master = master
@@ -81,16 +91,7 @@ class Foreign(Ordered):
     def update_in(self, views: Views) -> None:
         self._master = views
 
-    def prediction_sink(self, outs: Views) -> None: ...
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
-    def read_stale(self, sink: Any) -> None: ...
-
-    def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
-        if correction is not None:
-            raise TypeError(
-                f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
-                "part of the step of SGD, Adam, AdamW and NAdam of spectrain_ext.optim"
-            )
+    def write_with_next_step(self, outs: Views | None, steps: Any = 0.0) -> None: ...
 
     # The step.
 
@@ -108,10 +109,17 @@ class Foreign(Ordered):
                 with versions_preserved(self._params), self._scaled_rates():
                     self._optimizer.step()
             except BaseException as error:
-                _note(error, type(self._optimizer).__name__)
+                error.add_note(
+                    f"the step of {type(self._optimizer).__name__} was cut short: of the stage's "
+                    "true weights and optimizer state some may have been updated and others not"
+                )
                 raise
         finally:
-            self._leave(places)
+            for k in [k for k, place in enumerate(places) if not place.leave()]:
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__}: its step gave parameter {k} data of "
+                    f"another shape than {tuple(self._params[k].shape)}; that one was not updated"
+                )
 
     @contextmanager
     def _scaled_rates(self) -> Iterator[None]:
@@ -137,13 +145,6 @@ class Foreign(Ordered):
                 for index, (own, now) in scaled.items():
                     if groups[index]["lr"] is now:
                         groups[index]["lr"] = own
-
-    def _leave(self, places: list[_Place]) -> None:
-        for k in [k for k, place in enumerate(places) if not place.leave()]:
-            raise RuntimeError(
-                f"{type(self._optimizer).__name__}: its step gave parameter {k} data of another "
-                f"shape than {tuple(self._params[k].shape)}; that one was not updated"
-            )
 
     # State that the caller reads or loads.
 
@@ -173,27 +174,15 @@ class Foreign(Ordered):
                 if isinstance(p, Tensor) and isinstance(entry, dict):
                     entry.update({key: laid_out_as(p, value) for key, value in entry.items()})
 
+    def loose_state(self) -> list[Tensor]:
+        """Return all state tensors on a GPU."""
+        found = tree_leaves([*_state_of(self._optimizer).values()])
+        return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_cuda]
+
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)
         if isinstance(entry, dict):
             entry.update(_converted(entry, like))
-
-
-#: An optimizer as a stage's storage uses it.
-Updater: TypeAlias = PredictingOptimizer | Foreign
-
-
-def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
-    """Return one of this package's optimizers unchanged, and wrap any other."""
-    return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
-
-
-def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return state tensors on a GPU outside the buffers of ``bind``."""
-    found = _state_of(optimizer)
-    if isinstance(optimizer, PredictingOptimizer):
-        found = [e.get(key) for e in optimizer.state.values() for key in optimizer.loose_keys]
-    return [tensor for tensor in _tensors_in(found) if tensor.is_cuda]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -251,19 +240,11 @@ def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
 def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return of(value)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple):  # no subclass, such as torch.Size
         return type(value)(_mapped(member, of) for member in value)
     if isinstance(value, dict):
         return {key: _mapped(member, of) for key, member in value.items()}
     return value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for member in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(member)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,11 +256,3 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else found(*args)
 
     return hook
-
-
-def _note(error: BaseException, name: str) -> None:
-    text = (
-        f"the step of {name} was cut short: of the stage's true weights and optimizer state some "
-        "may have been updated and others not"
-    )
-    error.add_note(text)

@@ -6,32 +6,30 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
-from spectrain_ext.operators.corrections import StaleCorrection
+from spectrain_ext.operators.corrections import AdaptiveBraking, Late, StaleCorrection
+from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Kinds, Parameters, Views
-from .rule import Group, Rule, Scalars
-from .state import State, empty_like
+from .parameters import Parameters, Views
+from .state import Group, Rule, Scalars, State, empty_like
 
-# A correction, and the largest learning rate of every group.
-Correcting: TypeAlias = tuple[StaleCorrection, Sequence[float]]
-
-_STILL = Linear(0)  # for weights that were never updated or are frozen
+_STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
 
 
 class _Plan(Plan):
     """The plan of a Launch, which itself keeps the memory alive and checks the addresses."""
 
+    # Checking them once more takes a tenth of the host time of a step.
     _watches = False
 
 
@@ -40,7 +38,6 @@ class Cohort(NamedTuple):
 
     group: int
     started: bool
-    moves: bool  # False: frozen; the momentum is kept for later
     rows: list[int]
 
 
@@ -91,19 +88,17 @@ class Launch:
         keys = [parameters.cohort(i) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
-        self.cohorts = [Cohort(*key[:3], []) for key in index]
+        self.cohorts = [Cohort(*key[:2], []) for key in index]
         for row, n in enumerate(self._assignment):
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
 
-        stale = None if binding is None else binding.stale
         state = zip(self.rule.columns, self._buffers or (), strict=False)
         self.native = _Plan(
             self._weights,
             grads=[None] * len(params),
             stashed=self._stashed,
             outs=() if outs is None else [[outs[p].detach() for p in params]],
-            stale=None if stale is None else [stale[p].detach() for p in params],
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
         )._native
@@ -121,18 +116,15 @@ class Launch:
         """Pass the parameters' gradients to the plan and record which rows have one."""
         grads = tuple(map(_gradient, self.params))
         try:
-            self._all_active = self.native.set_gradients(grads, False)
+            self._all_active = self.native.set_gradients(grads)
         except (TypeError, ValueError, RuntimeError):
             # A hook or the caller may set a gradient with another layout: copy it.
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
-            self._all_active = self.native.set_gradients(fitted, False)
+            self._all_active = self.native.set_gradients(fitted)
         if not self._all_active:
             self._active = [g is not None for g in grads]
-
-    def forget_gradients(self) -> None:
-        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
 
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -153,8 +145,32 @@ class Launch:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    def updated(self) -> tuple[Tensor, ...]:
-        return tuple(self.params if self._all_active else compress(self.params, self._active))
+    def updated(self) -> list[Tensor]:
+        return self.params if self._all_active else list(compress(self.params, self._active))
+
+    @torch.no_grad()
+    def brake(self, braking: AdaptiveBraking, templates: Sequence[Any]) -> None:
+        """Scale the gradients of rows that have momentum, in place."""
+        assert self._buffers is not None
+        for cohort in self.cohorts:
+            rows = cohort.rows if cohort.started else ()
+            pairs = [
+                (g, self._buffers[0][row])
+                for row in rows
+                if (g := self.params[row].grad) is not None
+            ]
+            if not pairs:
+                continue
+            gradients, momenta = zip(*pairs, strict=True)
+            laid_out = [
+                g
+                if g.dtype == v.dtype and g.stride() == v.stride()
+                else torch.empty_like(v).copy_(g)
+                for g, v in pairs
+            ]
+            each, _ = distance(momenta, [laid_out])
+            braking.brake_(gradients, momenta, each[0], templates[cohort.group].maximize)
+        self.read_gradients()  # again: those of another layout had been copied
 
     # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
@@ -163,7 +179,6 @@ class Launch:
         templates: Sequence[Any],
         laws: tuple[Law, ...] | None,  # for the outs, of every group; None: no outs
         options: StepOptions,
-        correcting: Correcting | None,  # constant during the lifetime of this launch
     ) -> None:
         """Prepare the update of rows that have a gradient; raises all errors of a step."""
         if not options and self._step is not None and self._step.serves(templates, laws):
@@ -173,6 +188,14 @@ class Launch:
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
         numbers: list[Any] = list(map(rule.at, groups, after))
+        # torch's first buffer is the undampened gradient; smoothed gradients start at 0.
+        starts = [
+            self._buffers is not None
+            and not cohort.started
+            and isinstance(n, Sgd)
+            and not n.smoothed
+            for cohort, n in zip(self.cohorts, numbers, strict=True)
+        ]
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             own = [laws[cohort.group] for cohort in self.cohorts]
@@ -181,42 +204,40 @@ class Launch:
                     _without_gradient(law) if rule.rests(scalars) else law
                     for law, scalars in zip(own, before, strict=True)
                 ]
-            elif not isinstance(numbers[0], Adam):
-                starts = self._starts(groups)
+            else:
                 own = [
                     after_first_step(law, n) if first else law
                     for law, n, first in zip(own, numbers, starts, strict=True)
                 ]
             predict = (tuple(own),)
-        if rule.is_for_matrices:  # `_make_updates` divides by the scale; skips were handled before
-            self._scale, options = options.get("grad_scale"), {}
-        correction = None
-        if correcting is not None:
-            by, rates = correcting
-            averages = bool(by.buffers)
-            coefficients = [
-                by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
-                for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
-            ]
-            correction = averages, coefficients
-        (settings, momentum, predictions), program = step_arguments(numbers, predict)
-        call = partial(self.native.adam_step_, settings)
-        if not isinstance(numbers[0], Adam):
-            call = partial(self.native.sgd_step_, settings, momentum, self._first_step(groups))
-        call = partial(call, predictions, options, None, program, correction)
-        lasts = not options and self._lasts(laws)
+        if rule.is_for_matrices or isinstance(self.parameters.correction, StaleCorrection):
+            self._scale = options.pop("grad_scale", None)  # divided by before the kernel
+        settings, momentum, predictions, rates = step_arguments(numbers, predict)
+        if isinstance(numbers[0], Adam):
+            call = partial(self.native.adam_step_, settings, predictions, options, None)
+        else:
+            same = all(starts) or not any(starts)
+            first = starts[0] if same else [starts[n] for n in self._assignment]
+            more = predictions, options, None, rates
+            call = partial(self.native.sgd_step_, settings, momentum, first, *more)
+        lasts = not options and not rule.scalars and _last(laws)
         self._step = _Prepared(templates, laws, lasts, call, after)
 
-    def step(self, state: State) -> bool:
+    def step(self, state: State, groups: Sequence[Group]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
-        step = self._step
+        step, correction = self._step, self.parameters.correction
         assert step is not None
+        averaging: list[Callable[[], None]] = []
         if self.rule.is_for_matrices:
             self._make_updates(step, state)
+        elif isinstance(correction, StaleCorrection):
+            averaging = self._correct(correction, step.templates, groups)
         step.call()
+        for average in averaging:
+            average()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
-        self.forget_gradients()
+        self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
     @torch.no_grad()
@@ -233,26 +254,44 @@ class Launch:
                 last, momentum = (column[row] for column in self._buffers)
                 given = self._weights[row], gradient, momentum, state[p], int(step.after[n][0])
                 changes[row] = numbers.update(*given).sub_(last)
-        self.native.set_gradients(tuple(changes), False)
+        self.native.set_gradients(tuple(changes))
+
+    @torch.no_grad()
+    def _correct(
+        self, by: StaleCorrection, templates: Sequence[Any], groups: Sequence[Group]
+    ) -> list[Callable[[], None]]:
+        """Pass corrected gradients to the plan; return the updates of averages after the step."""
+        binding = self.parameters.binding
+        assert binding is not None and binding.stale is not None
+        given = {row: p.grad for row, p in enumerate(self.params) if p.grad is not None}
+        corrected: list[Tensor | None] = [None] * len(self.params)
+        averaging: list[Callable[[], None]] = []
+        for cohort in self.cohorts:
+            rows = [row for row in cohort.rows if row in given]
+            if not rows:  # foreach operators refuse empty lists
+                continue
+            numbers, weights = templates[cohort.group], [self._weights[row] for row in rows]
+            # In the dtype of the true weights; the parameters keep their own gradients.
+            gradients = [empty_like(weight, weight.dtype) for weight in weights]
+            torch._foreach_copy_(gradients, [given[row] for row in rows])
+            if self._scale is not None:
+                gradients = [gradient.div_(self._scale) for gradient in gradients]
+            gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
+            own = [[column[row] for row in rows] for column in self._buffers or ()]
+            averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
+            rate = groups[cohort.group].get("gap_rate", 0.0)
+            late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
+            by.correct_(late)
+            for row, gradient in zip(rows, gradients, strict=True):
+                corrected[row] = gradient
+            if by.buffers:
+                before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
+                averaging.append(partial(by.average, late, before))
+        self.native.set_gradients(tuple(corrected))
+        return averaging
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
-
-    def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
-        return not self.rule.scalars and all(map(_is_plain, laws or ()))
-
-    def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
-        if self._buffers is None:
-            return False
-        starts = self._starts(groups)
-        if all(starts) or not any(starts):
-            return starts[0]
-        return [starts[n] for n in self._assignment]
-
-    def _starts(self, groups: Sequence[Sgd]) -> list[bool]:
-        # torch's first buffer is the undampened gradient; an EMA starts at 0.
-        pairs = zip(self.cohorts, groups, strict=True)
-        return [not cohort.started and not numbers.ema for cohort, numbers in pairs]
 
     def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that the step's kernel has not written."""
@@ -291,17 +330,17 @@ class Launch:
         if known is None or not known.serves(templates, laws):
             call = partial(self.native.write_out, 0, None)
             if self._buffers is not None and any(map(terms_of, laws, templates)):
-                terms, eps, program = self._prediction_now(templates, laws)
-                call = partial(self.native.predict, terms, eps, 0, None, program)
-            known = _Prepared(templates, laws, self._lasts(laws), call)
-            self._prediction = known
+                terms, eps, rates = self._prediction_now(templates, laws)
+                call = partial(self.native.predict, terms, eps, 0, None, rates)
+            lasts = not self.rule.scalars and _last(laws)
+            known = self._prediction = _Prepared(templates, laws, lasts, call)
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Stash the weights and replace them by predictions, unless the laws change nothing."""
         if any(map(terms_of, laws, templates)):
-            terms, eps, program = self._prediction_now(templates, laws)
-            self.native.stash_predict_(terms, eps, None, program)
+            terms, eps, rates = self._prediction_now(templates, laws)
+            self.native.stash_predict_(terms, eps, None, rates)
             self._replaced = True
 
     def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
@@ -311,7 +350,7 @@ class Launch:
         own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
-            rests = not (cohort.started and cohort.moves) or rule.rests(scalars)
+            rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])
@@ -330,11 +369,9 @@ class Launch:
         return True
 
 
-def _is_plain(law: Law) -> bool:
-    """Return whether a law has plain numbers only, so that equal laws give equal predictions."""
-    if type(law) is SecondOrder:
-        return type(law.delay) is float and type(law.lead) is float
-    return type(law) is Linear and type(law.steps) is float
+def _last(laws: tuple[Law, ...] | None) -> bool:
+    """Return whether equal laws of these types give equal predictions."""
+    return all(type(law) in (Linear, SecondOrder) for law in laws or ())
 
 
 def _without_gradient(law: Law) -> Law:
@@ -344,7 +381,6 @@ def _without_gradient(law: Law) -> Law:
 
 class _Resolved(NamedTuple):
     of: tuple[object, ...]  # keys by address; kept alive so that no address is reused
-    kinds: Kinds
     version: int
     idle: list[Tensor]  # parameters that need no launch yet
     launches: list[Launch]
@@ -367,10 +403,9 @@ class Launches:
     ) -> list[Launch]:
         """Return the launches of a step, or of a prediction in place (`stash`)."""
         # Resolved at the first use: before it, the owner may move the parameters into a buffer.
-        parameters = self.parameters
-        kinds, binding = parameters.kinds, parameters.binding
+        parameters, binding = self.parameters, self.parameters.binding
         version = parameters.look(groups, state)
-        places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
+        places = (outs,) if binding is None else (outs, binding.weights)
         key = stash, *map(id, places)
         known = self._known.get(key)
         moved = False
@@ -385,7 +420,6 @@ class Launches:
             known is None
             or moved
             or known.version != version
-            or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
         ):
             if binding is None:
@@ -395,11 +429,11 @@ class Launches:
         return known.launches
 
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
-        parameters, kinds = self.parameters, self.parameters.kinds
+        parameters = self.parameters
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
-            kind = kinds[parameters.groups[i]]
+            kind = parameters.kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
@@ -410,30 +444,4 @@ class Launches:
             Launch(parameters, positions, kind, places[0], stash=stash)
             for (_, kind, _), positions in found.items()
         ]
-        return _Resolved(places, kinds, version, idle, launches)
-
-
-class Scaling(NamedTuple):
-    """Attributes that GradScaler sets on an optimizer during ``step``."""
-
-    grad_scale: Tensor | None  # divides gradients; None: they are already unscaled
-    found_inf: Tensor | None  # not 0: a gradient is not finite, skip the step
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
-        grad_scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
-
-    def skips(self, launches: Sequence[Launch]) -> bool:
-        """Return whether to skip the step; waits for the device only if the host must know."""
-        found = self.found_inf
-        if found is None:
-            return False
-        # Step counts and first steps are tracked on the host.
-        asks = any(each.parameters.rule.scalars or not each.started for each in launches)
-        return (asks or found.device.type == "cpu") and bool(found.item())
-
-    def on(self, device: torch.device) -> StepOptions:
-        there = [v if v is None else v.to(device, torch.float32, non_blocking=True) for v in self]
-        return {"grad_scale": there[0], "found_inf": there[1]}
+        return _Resolved(places, version, idle, launches)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.corrections import Correction, StepCorrection
-from spectrain_ext.operators.laws import Horizons, Law, terms_of
+from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Term
 
-from .rule import Group, Rule, Scalars, scalar_dtype
 from .state import (
+    Group,
+    Rule,
+    Scalars,
     State,
     check_dtypes,
     converted,
@@ -25,10 +27,10 @@ from .state import (
     named,
     read_entry,
     ruled,
+    scalar_dtype,
 )
 
 Views = Mapping[Tensor, Tensor]
-Kinds = tuple[bool, ...]
 
 _REMEMBERED = 8  # checked laws; a training loop uses the same few
 _IMMUTABLE = (float, int, str, type(None))
@@ -41,84 +43,39 @@ class Binding:
         self,
         groups: Sequence[Group],
         master: Views | None,
-        given: Views | Mapping[str, Views],  # buffers by key of the state, or of the only key
+        given: Mapping[str, Views],  # buffers by key of the state
         keys: Sequence[str],
     ) -> None:
         self.given = given
         self.stale: Views | None = None  # read by a correction
         self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
-        self.update_in(groups, master, "master")
-        self.buffers = self.buffers_for(groups, keys)
-
-    def update_in(self, groups: Sequence[Group], views: Views | None, name: str) -> None:
-        if id(views) not in self._checked:
-            weights = {p: p for _, p in named(groups)} if views is None else views
-            for where, p in named(groups):
-                _given(name, where, p, weights)
-            self._checked[id(views)] = weights
-        self.weights = self._checked[id(views)]
-
-    def buffers_for(
-        self, groups: Sequence[Group], keys: Sequence[str]
-    ) -> dict[Tensor, tuple[Tensor, ...]]:
-        """Return the buffers of every parameter; ValueError if missing or unsuitable."""
-        buffers = {}
-        by_key = _by_key(self.given, keys)
+        self.weights = {p: p for _, p in named(groups)} if master is None else master
         for where, p in named(groups):
-            found: list[Tensor] = []
-            for key in keys:
-                found.append(_given(key, where, p, by_key[key]))
-                if not fits(self.weights[p], found[-1]) or found[-1].dtype != found[0].dtype:
+            _given("master", where, p, self.weights)
+        if any(key not in given for key in keys):
+            raise ValueError(
+                f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}"
+            )
+        self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
+        for where, p in named(groups):
+            found = tuple(_given(key, where, p, given[key]) for key in keys)
+            for key, buffer in zip(keys, found, strict=True):
+                if not fits(self.weights[p], buffer) or buffer.dtype != found[0].dtype:
                     raise ValueError(
                         f"{key} of {where} must have the shape, strides, device and dtype of its "
-                        f"weights ({_words(self.weights[p])}), got {_words(found[-1])}"
+                        f"weights ({_words(self.weights[p])}), got {_words(buffer)}"
                     )
-            buffers[p] = tuple(found)
-        return buffers
+            self.buffers[p] = found
 
-
-class PredictionSink:
-    """Outputs for predictions of an optimizer's weights, one tensor per parameter.
-
-    Created by :meth:`PredictingOptimizer.prediction_sink`; valid until the optimizer is unbound.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1))
-        >>> optimizer = st.optim.SGD([weight], lr=0.25, momentum=0.5)
-        >>> optimizer.bind(None, {weight: torch.zeros(1)})
-        >>> ahead = torch.empty(1)
-        >>> sink = optimizer.prediction_sink({weight: ahead})
-        >>> optimizer.write_with_next_step(sink, 2)
-        >>> weight.grad = torch.ones(1)
-        >>> optimizer.step()
-        >>> weight.item(), ahead.item()
-        (0.75, 0.25)
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        binding: Binding,
-        outs: Views,
-        write: Callable[[PredictionSink, Horizons], None],
-    ) -> None:
+    def check(self, groups: Sequence[Group], views: Views, name: str) -> None:
+        """Raise ValueError unless the tensors have the layout of the weights."""
+        if id(views) in self._checked:
+            return
         for where, p in named(groups):
-            out, weight = _given("outs", where, p, outs), binding.weights[p]
-            if out.shape != weight.shape or out.stride() != weight.stride():
-                raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
-        self._write = write
-        self.binding = binding
-        self.outs = outs
-
-    def write(self, steps: Horizons) -> None:
-        """Write the prediction of every parameter, with each group's current learning rate.
-
-        ``steps`` is a number of updates (>= 0; 0 copies the weights' bits), a law of
-        ``spectrain_ext.laws`` that needs no gradient, or a tuple with one for each group. Allocates
-        nothing and bumps no version counters. ValueError for invalid ``steps`` or a group whose
-        momentum is 0. RuntimeError if the optimizer is no longer bound as before.
-        """
-        self._write(self, steps)
+            view, weight = _given(name, where, p, views), self.weights[p]
+            if view.stride() != weight.stride():
+                raise ValueError(f"{name} of {where} must be {_words(weight)}, got {_words(view)}")
+        self._checked[id(views)] = views
 
 
 class Parameters:
@@ -132,7 +89,7 @@ class Parameters:
         binding: Binding | None = None,
         correction: Correction | None = None,
     ) -> None:
-        self.rule = rule
+        self.rule = rule if correction is None else rule.with_averages(correction.buffers)
         self.rules: list[Rule] = []  # by position
         self.binding = binding
         self.correction = correction
@@ -148,34 +105,34 @@ class Parameters:
         self._values: list[list[float]] = []  # their last known values
         self._version = 0
         self.forget()
-        self.kinds: Kinds = ()  # by group: whether it has momentum
-        self.rate_factor = 1.0  # on the groups' learning rates
+        self.kinds: list[bool] = []  # by group: whether it has momentum
         self._numbers: list[Any] = []
-        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # the groups' values then
+        # Then: the groups' values and the factor on their learning rates.
+        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None
+        self._factor = 1.0
         self._good: list[tuple[tuple[Law, ...], bool]] = []
 
     # Hyperparameters of the groups.
 
-    def numbers(self, groups: Sequence[Group]) -> list[Any]:
+    def numbers(self, groups: Sequence[Group], factor: float = 1.0) -> list[Any]:
         """Return the hyperparameters of every group; the same list while nothing changes."""
-        if self._numbers_of is None or not _C.same(groups, self._numbers_of):
-            self._numbers_of = None
+        seen = self._numbers_of
+        if seen is None or factor != self._factor or not _C.same(groups, seen):
+            self._numbers_of, self._factor = None, factor
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
-            if self.rate_factor != 1.0:
-                self._numbers = [replace(n, lr=n.lr * self.rate_factor) for n in self._numbers]
+            if factor != 1.0:
+                self._numbers = [replace(n, lr=n.lr * factor) for n in self._numbers]
             if isinstance(self.correction, StepCorrection):
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
-            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
+            kinds = [numbers.has_momentum for numbers in self._numbers]
+            if kinds != self.kinds:
+                self.kinds, self._version = kinds, self._version + 1
             if self.correction is not None and self.correction.buffers:
                 self.check_momentum(groups, f"{self.correction} averages the momentum")
             if all(map(_stays, groups)):  # no mutable values, such as a learning rate in a tensor
                 self._numbers_of = tuple(tuple(group.values()) for group in groups)
         return self._numbers
-
-    def scale_rates(self, factor: float) -> None:
-        if factor != self.rate_factor:
-            self.rate_factor, self._numbers_of = factor, None
 
     def _corrected(self, index: int, numbers: Any) -> Any:
         corrected = replace(numbers, correction=self.correction)
@@ -225,7 +182,7 @@ class Parameters:
         self._seen: tuple[Any, ...] | None = None
 
     def look(self, groups: Sequence[Group], state: State) -> int:
-        """Read groups and state again if they have changed; return a version number of them."""
+        """Read groups and state again if they have changed; return a number of their version."""
         # Checked at each use, because torch's state dicts may be changed by anyone at any time.
         if (
             self._seen is None
@@ -248,11 +205,10 @@ class Parameters:
         dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
         return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
 
-    def cohort(self, position: int) -> tuple[int, bool, bool, Scalars]:
+    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
         """Return a key that parameters with the same coefficients share."""
         started = self.buffers[position] is not None
-        moves = self.binding is None or self.params[position].requires_grad
-        return self.groups[position], started, moves, self.scalars(position)
+        return self.groups[position], started, self.scalars(position)
 
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Store a parameter's state in torch's dict, sharing memory."""
@@ -341,15 +297,6 @@ def _stays(group: Group) -> bool:
         if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
             return False
     return True
-
-
-def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:
-    by_key = cast("Mapping[str, Views]", given)
-    if all(key in by_key for key in keys):
-        return by_key
-    if len(keys) == 1 and not any(isinstance(key, str) for key in given):
-        return {keys[0]: cast("Views", given)}
-    raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
 
 def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:

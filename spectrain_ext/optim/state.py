@@ -1,10 +1,11 @@
-"""Checks and converts optimizer state, and blocks saving while weights are predicted."""
+"""Update rules and their state: checks, conversions, and guards while weights are predicted."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, NoReturn
@@ -14,16 +15,123 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .matrices import MatrixUpdate
-from .rotated import loose_dtype
-from .rule import Group, Rule, Scalars
+from spectrain_ext.operators.numbers import Adam, Sgd
 
+Numbers = Sgd | Adam
+Scalars = tuple[float, ...]
+Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
 
 _SAVES = nn.Module._save_to_state_dict.__code__
 _GUARDED = ("detach", "__deepcopy__", "__reduce_ex__")
 
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """An update rule."""
+
+    numbers: Callable[[Group], Numbers]  # reads a group; step counts are those of the first step
+    buffers: tuple[str, ...]  # keys of state shaped like the parameter, as in torch.optim
+    columns: tuple[str, ...]  # the arguments of ``Plan`` for those buffers
+    # State with one number per parameter, and its value before the first step: ``step``,
+    # ``mu_product``, and ``gap_step``, the number of averaged steps. In this order.
+    scalars: Mapping[str, float]
+    refused: Mapping[str, str]  # unsupported flags of torch, and the reason
+    loose: tuple[str, ...] = ()  # keys of state of other shapes, which kernels do not use
+    # For a rule of matrices: the key in its groups, and the rule of groups where that is False,
+    # which has as many buffers and the same scalars.
+    kind: str = ""
+    rest: Rule | None = None
+
+    def of(self, group: Group) -> Rule:
+        """Return the rule of a parameter group."""
+        return self if self.rest is None or group.get(self.kind, True) else self.rest
+
+    @property
+    def is_for_matrices(self) -> bool:
+        """Whether its hyperparameters are a ``MatrixUpdate``."""
+        return self.rest is not None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.buffers, *self.scalars)
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """Keys for the parameters of any group, buffers first."""
+        return self.keys if self.rest is None else (*self.buffers, *self.rest.keys, *self.loose)
+
+    def with_averages(self, buffers: tuple[str, ...]) -> Rule:
+        """Return the rule extended by the state of a correction."""
+        if not buffers:
+            return self
+        scalars = {**self.scalars, "gap_step": 0.0}
+        return replace(self, buffers=(*self.buffers, *buffers), scalars=scalars)
+
+    def read(self, index: int, group: Group) -> Numbers:
+        """Return the hyperparameters of a group; ValueError or TypeError names its ``index``."""
+        rule = self.of(group)
+        for flag, why in rule.refused.items():
+            if group.get(flag, False):
+                raise ValueError(f"parameter group {index}: {flag}=True is not supported, {why}")
+        try:
+            return rule.numbers(group)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"parameter group {index}: {error}") from error
+
+    def after(self, numbers: Numbers, scalars: Scalars) -> Scalars:
+        """Return all scalars after one more step."""
+        after: list[float] = []
+        for key, value in zip(self.scalars, scalars, strict=True):
+            if key == "mu_product" and isinstance(numbers, Adam):
+                # In torch's precision of the product.
+                product = torch.tensor(value, dtype=scalar_dtype(), device="cpu")
+                after.append(product.mul_(numbers.mu(after[0])).item())
+            else:
+                after.append(value + 1.0)
+        return tuple(after)
+
+    def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
+        """Return the hyperparameters of the step that led to these scalars."""
+        if isinstance(numbers, Sgd):
+            return numbers
+        if numbers.momentum_decay is None:
+            return replace(numbers, step=int(scalars[0]))
+        return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
+
+    def rests(self, scalars: Scalars) -> bool:
+        """Return whether state exists but no step has been made with it."""
+        return "step" in self.scalars and scalars[0] < 1.0
+
+
+def scalar_dtype() -> torch.dtype:
+    """Return torch.optim's choice: float32 unless the default dtype is float64."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def rate_of(value: Any) -> Any:
+    """Return a learning rate as a number, or as it is if it is on a device."""
+    on_device = isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
+    return value.detach() if on_device else plain(value, "lr")
+
+
+def plain(value: Any, name: str) -> Any:
+    """Return a number that may be given as a CPU tensor with one element."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1 or value.device.type != "cpu":
+        # Reading from a device would synchronize at every step.
+        raise ValueError(
+            f"{name} must be a number or a CPU tensor with one element, got a tensor of shape "
+            f"{tuple(value.shape)} on {value.device}"
+        )
+    return value.item()
+
+
+def betas_of(group: Group) -> Any:
+    return tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"]))
 
 
 def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> None:
@@ -174,22 +282,18 @@ def put_saved(
         made.update(zip(own.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
         for name, value in zip(own.scalars, scalars, strict=True):
             made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        if isinstance(numbers, MatrixUpdate):
-            made.update(_loose_state(where, numbers, p, entry))
+        for name, shape in numbers.loose(p.shape).items() if own.loose else ():
+            value = entry.get(name)
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not isinstance(value, Tensor) or got != shape:
+                raise ValueError(f"{where}: {name} must be a tensor of shape {shape}, got {got}")
+            # Contiguous, so that matrix products have the same bits for any saved strides.
+            made[name] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(value)
 
 
-def _loose_state(
-    where: str, numbers: MatrixUpdate, p: Tensor, entry: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    found = {}
-    for key, shape in numbers.loose(p.shape).items():
-        saved = entry.get(key)
-        got = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
-        if got != shape:
-            raise ValueError(f"{where}: {key} must be a tensor of shape {shape}, got {got}")
-        # Contiguous, so that matrix products have the same bits for any saved strides.
-        found[key] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(entry[key])
-    return found
+def loose_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of state that kernels do not use."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 class Ordered:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim.foreign import Foreign, Updater, loose_state, updater_of
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.base import Updater, updater_of
 from spectrain_ext.optim.state import StepGuard
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
@@ -102,7 +103,7 @@ class StageWeights:
         for p, master in self.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if isinstance(self.updater, Foreign):  # it has no bound state
+        if not isinstance(self.updater, PredictingOptimizer):  # it has no bound state
             for p, kept in entries.items():
                 state[p].update(kept)
 
@@ -128,7 +129,7 @@ class StageWeights:
     def buffers(self) -> list[Tensor]:
         if self.storage is None:
             return []
-        return [*self.storage.buffers(), *loose_state(self.optimizer)]
+        return [*self.storage.buffers(), *self.updater.loose_state()]
 
     def measured(self, microbatches: int) -> StageMemory:
         flats = [] if self.storage is None else self.storage.flats()
@@ -252,12 +253,11 @@ class StageWeights:
         storage, updater, room = self._bound, self.updater, update.room
         written = None if room is None else room.content
         if update.stale is not None:
-            stale = storage.sink_of(update.stale)
-            assert stale is not None, "what corrects also predicts"
-            updater.read_stale(stale)
+            assert isinstance(updater, PredictingOptimizer), "no other is corrected"
+            updater.read_stale(update.stale.flat.views)
         storage.before_update(update.kept)
         if written is not None and room is not None:
-            updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)
+            updater.write_with_next_step(room.flat.views, written.law or 0.0)
         updater.step()
         # A hook may have changed them. Asked only if needed: on a GPU it synchronizes.
         after = _rates(self.updater, self.optimizer) if storage.predicts else ()

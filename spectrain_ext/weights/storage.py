@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext import _C
 from spectrain_ext.operators.plan import Plan
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
 from spectrain_ext.transport.message import dense_strides
 
 if TYPE_CHECKING:
-    from spectrain_ext.optim import PredictionSink
-    from spectrain_ext.optim.foreign import Updater
+    from spectrain_ext.optim.base import Updater
 
 ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 
@@ -97,7 +97,6 @@ class VersionBuffer:
     written: Event | None = None  # the last write, on the stream that writes weights
     read: Event | None = None  # the last read, on the stream that computes
     awaited: bool = True  # whether that stream has waited for the last write
-    sink: PredictionSink | None = None  # for the optimizer's predictions, once requested
     watch: _C.Watch | None = None  # detects parameters that left, once they were here
 
 
@@ -171,14 +170,11 @@ class Storage:
 
     def bind(self) -> None:
         optimizer = self.optimizer
-        optimizer.bind(self.true.flat.views, self._state)
+        optimizer.bind(self.true.flat.views, self._state, self._correction)
         for p, view in self.home.flat.views.items():
             view.copy_(p.detach())
         self.point(self.home)
-        sink = None if self.master is None else self.sink_of(self.home)
-        self.predicts = sink is not None
-        if self._correction is not None:
-            optimizer.correct(self._correction, sink)
+        self.predicts = self.master is not None and isinstance(optimizer, PredictingOptimizer)
 
     def unbind(self) -> None:
         """Give parameters and state ordinary storage; the parameters hold the true weights now."""
@@ -273,12 +269,6 @@ class Storage:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
 
-    def sink_of(self, buffer: VersionBuffer) -> PredictionSink | None:
-        """Return what writes the optimizer's predictions into a buffer; None: it cannot predict."""
-        if buffer.sink is None:
-            buffer.sink = self.optimizer.prediction_sink(buffer.flat.views)
-        return buffer.sink
-
     # Contents.
 
     def write(self, content: Content, buffer: VersionBuffer) -> None:
@@ -288,9 +278,8 @@ class Storage:
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
         else:
-            sink = self.sink_of(buffer)
-            assert sink is not None
-            sink.write(law)
+            assert isinstance(self.optimizer, PredictingOptimizer)
+            self.optimizer.write_prediction(buffer.flat.views, law)
 
     def copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded if the target is narrower."""
@@ -309,7 +298,7 @@ class Storage:
         if plan is None:
             true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
             plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
-        plan._native.extrapolate(steps, 0, None, None)  # it may extrapolate backwards
+        plan._native.extrapolate(steps, 0, None)  # it may extrapolate backwards
         if out is not target:
             self.copy(out, target)
 

@@ -283,12 +283,14 @@ def test_frozen_parameters_and_groups(tmp_path):
 
 
 def test_an_option_that_the_optimizer_does_not_know(tmp_path):
-    def ema(params):
-        return st.optim.SGD(params, lr=0.1, momentum=0.9, ema=True)
+    def smoothed(params):
+        return st.optim.SGD(params, lr=0.1, momentum=0.9, smoothed=True)
 
-    save(tmp_path / "c", pipeline(2, optimizer=ema, scheduler=None))
+    save(tmp_path / "c", pipeline(2, optimizer=smoothed, scheduler=None))
     plain = model()
-    with pytest.raises(CheckpointError, match="was saved with ema=True, which this optimizer does"):
+    with pytest.raises(
+        CheckpointError, match="was saved with smoothed=True, which this optimizer does"
+    ):
         load(tmp_path / "c", plain, optimizer=torch.optim.SGD(plain.parameters(), momentum=0.9))
     with pytest.raises(CheckpointError, match=r"stage 0 was a SGD, expected a AdamW"):
         load(tmp_path / "c", plain, optimizer=torch.optim.AdamW(plain.parameters()))

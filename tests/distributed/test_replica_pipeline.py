@@ -90,7 +90,9 @@ def check(ranks, chosen, way=None):
         mine = [rank[number] for rank in found]
         only_apart = ("share_loss", "dynamic_shapes")
         more = {k: v for k, v in settings.items() if k not in only_apart}
-        optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
+        optimizer = (
+            of_torch(AveragingSGD, smoothed=True) if method == "spectrain-smoothed" else of_torch()
+        )
         if isinstance(more.get("window"), int):
             more["window"] = [more["window"]] * len(counts)
         oracle = ReplicaOracle(stages(len(counts)), counts, optimizer, mse, method, steps, **more)

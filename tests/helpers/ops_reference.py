@@ -167,7 +167,7 @@ def direction(w: Tensor, g: Tensor, *, maximize: bool, l2: float) -> Array:
 class SGD:
     """torch.optim.SGD's hyperparameters, and its step in explicit fma arithmetic.
 
-    Also has decoupled weight decay and an averaged momentum.
+    Also has decoupled weight decay and a momentum of smoothed gradients.
     """
 
     lr: float
@@ -177,7 +177,7 @@ class SGD:
     nesterov: bool = False
     maximize: bool = False
     decoupled_weight_decay: bool = False
-    ema: bool = False
+    smoothed: bool = False
 
     def step(
         self, w: Tensor, g: Tensor | None, v: Tensor | None, *, first: bool = False
@@ -187,7 +187,7 @@ class SGD:
             return clone(w), None if v is None else clone(v)
         wide = widen(w)
         scalar = scalars_like(wide)
-        gain = 1.0 - self.momentum if self.ema else 1.0 - self.dampening
+        gain = 1.0 - self.momentum if self.smoothed else 1.0 - self.dampening
         with np.errstate(all="ignore"):
             d = self.direction(w, g)
             if self.decoupled_weight_decay:

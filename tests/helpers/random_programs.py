@@ -194,7 +194,7 @@ class Program:
             numbers |= {"momentum": self.pick(0.0, 0.9), "centered": self.chance(0.5)}
         if kind == "Adagrad":
             numbers |= {"lr_decay": self.pick(0.0, 0.1)}
-        averaging = numbers.keys() & {"ema", "decoupled_weight_decay"}
+        averaging = numbers.keys() & {"smoothed", "decoupled_weight_decay"}
         if kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam") and not averaging and self.chance(0.1):
             numbers |= {"maximize": True, "lr": numbers["lr"] / 10}  # a loss has no maximum
         how = [{}]
@@ -218,7 +218,7 @@ class Program:
         if still and numbers["momentum"] and self.chance(0.15):
             self.groups = "one still"
             numbers["lr"] = RATE[kind]
-            for key in ("nesterov", "ema"):  # they need a momentum
+            for key in ("nesterov", "smoothed"):  # they need a momentum
                 numbers.pop(key, None)
         self.has_momentum = not self.foreign and bool(numbers.get("momentum", 0.9))
         self.scheduler = None
@@ -241,8 +241,8 @@ class Program:
         if not numbers["momentum"]:
             return numbers
         averages = self.optimizer == "st.SGD" and self.chance(0.2)
-        if "spectrain-ema" in named or averages:
-            numbers |= {"ema": True, "lr": 0.3}
+        if "spectrain-smoothed" in named or averages:
+            numbers |= {"smoothed": True, "lr": 0.3}
         elif not named & {"sc", "sc-lwp", "error-feedback"} and self.chance(0.25):
             numbers["nesterov"] = True
         elif "error-feedback" not in named and self.chance(0.25) and not self._of_second_order:
@@ -464,7 +464,7 @@ class Program:
     @property
     def _pair(self):
         ours, theirs = SAME[self.optimizer]
-        more = self.numbers.keys() & {"ema", "decoupled_weight_decay"}
+        more = self.numbers.keys() & {"smoothed", "decoupled_weight_decay"}
         if more and self.optimizer == "st.SGD":
             theirs = AveragingSGD
         return ours, theirs

@@ -25,12 +25,12 @@ HYBRIDS = (
 )
 # Their requirements on the package's optimizers; the others take any optimizer.
 MOMENTUM = {
-    *("spectrain", "spectrain-local", "spectrain-stash", "spectrain-ema", "second-order"),
+    *("spectrain", "spectrain-local", "spectrain-stash", "spectrain-smoothed", "second-order"),
     *("pipeoptim", "xpipe", "msnag", "msnag-stash", "lwp-v", "xgrad", "sc-lwp", "error-feedback"),
     *("braking", "gap-aware"),
 }
 OURS = {*MOMENTUM, "sc", "dc-asgd"}
-SGD_ONLY = {"spectrain-ema", "sc", "sc-lwp", "braking"}
+SGD_ONLY = {"spectrain-smoothed", "sc", "sc-lwp", "braking"}
 WIDE_STEPS = {"dc-asgd", "gap-aware"}  # read stale weights, in 32 bits or more
 PREVIOUS = {"pipedream-2bw", "error-feedback"}  # a delay of at most one update
 SECOND_ORDER = {"second-order", "auto", "zb-h1-async", "interleaved-async"}

@@ -86,8 +86,8 @@ def data(count, size=8, last=None):
     return [(torch.randn(s, WIDTH, generator=g), torch.randn(s, WIDTH, generator=g)) for s in sizes]
 
 
-def optimizer(params, ema=False):
-    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, ema=ema)
+def optimizer(params, smoothed=False):
+    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, smoothed=smoothed)
 
 
 def scheduler(opt):
@@ -109,7 +109,7 @@ def settings_of(method, n):
 def make_optimizer(method, foreign=None):
     if foreign is not None:
         return FOREIGN[foreign]
-    return lambda params: optimizer(params, ema=method == "spectrain-ema")
+    return lambda params: optimizer(params, smoothed=method == "spectrain-smoothed")
 
 
 def together(method, n, runs, foreign=None, places=()):

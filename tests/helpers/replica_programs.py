@@ -40,12 +40,12 @@ def data(count, size=8, last=None):
     ]
 
 
-def sgd(params, ema=False):
-    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, ema=ema)
+def sgd(params, smoothed=False):
+    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, smoothed=smoothed)
 
 
 def averaging(params):
-    return sgd(params, ema=True)
+    return sgd(params, smoothed=True)
 
 
 def steps(optimizer):
@@ -69,7 +69,7 @@ def trained(rank, ranks, cases):
     """Return losses if any, the stage's weights and the optimizer's momentum for each case."""
     found = []
     for counts, method, settings in cases:
-        optimizer = averaging if method == "spectrain-ema" else sgd
+        optimizer = averaging if method == "spectrain-smoothed" else sgd
         pipe = make(rank, counts, method, optimizer, scheduler=steps, **settings)
         losses = []
         for run in RUNS:

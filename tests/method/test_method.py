@@ -285,7 +285,7 @@ def test_unknown_methods():
     with pytest.raises(ValueError, match=r"no 'zero'; there are auto, sync, gpipe, 1f1b, vanilla"):
         find_method("zero")
     for typo, meant in (
-        ("spectrian", "'spectrain' or 'spectrain-ema' or 'spectrain-stash'"),
+        ("spectrian", "'spectrain' or 'spectrain-stash' or 'spectrain-local'"),
         ("PipeMare", "'pipemare' or 'pipemare-t2' or 'pipemare-t1'"),
         ("1F1B", "'1f1b'"),
     ):
@@ -321,7 +321,6 @@ def test_unknown_methods():
         ({"law": "cubic"}, "law of 'own': expected one of linear, geometric.*got 'cubic'"),
         ({"backward": "reload"}, "backward of 'own': expected one of current, predict, stash"),
         ({"forward_reads": "oldest"}, "forward_reads of 'own': expected one of newest, entry"),
-        ({"direction": "sum"}, "direction of 'own': expected one of ema, got 'sum'"),
         ({"families": ("sgd", "lion")}, "families of 'own': expected one of .*got 'lion'"),
         (
             {"forward_reads": "entry", "forward_horizon": lambda p: 1},
@@ -397,8 +396,8 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("spectrain", 4, {"optimizer": sgd()}, r"stages\[0\] under method 'spectrain': .*momentum"),
         ("vanilla", 4, {"optimizer": sgd()}, None),
         ("lwp-w", 4, {"optimizer": sgd()}, None),
-        ("spectrain-ema", 2, {"optimizer": AdamW([torch.zeros(1)])}, "AdamW.*defined for sgd"),
-        ("spectrain-ema", 2, {"optimizer": sgd(momentum=0.9)}, "no averaged momentum"),
+        ("spectrain-smoothed", 2, {"optimizer": AdamW([torch.zeros(1)])}, "AdamW.*defined for sgd"),
+        ("spectrain-smoothed", 2, {"optimizer": sgd(momentum=0.9)}, "no smoothed momentum"),
         ("lwp-w", 4, {"optimizer": torchs(torch.optim.Adafactor)}, None),
         ("pipedream", 4, {"optimizer": torchs(torch.optim.SGD)}, None),
         ("spectrain", 1, {"optimizer": torchs(torch.optim.RMSprop)}, None),
@@ -407,7 +406,7 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("lwp-v", 4, {"optimizer": torchs(torch.optim.RMSprop)}, "use a method that needs none"),
         (OF_ADAM, 4, {"optimizer": torchs(torch.optim.Adam)}, None),
         (OF_ADAM, 4, {"optimizer": torchs(torch.optim.RMSprop)}, "RMSprop, .* is defined for adam"),
-        ("spectrain-ema", 2, {"optimizer": torchs(torch.optim.RMSprop)}, "is defined for sgd"),
+        ("spectrain-smoothed", 2, {"optimizer": torchs(torch.optim.RMSprop)}, "is defined for sgd"),
         ("xgrad", 2, {}, "at most 1 stage, got 2"),
         ("pipedream-2bw", 4, {"microbatches": 3}, "at least 4 microbatches"),
         ("vanilla", 3, {"window": [1, 2, 1]}, "a deadlock"),

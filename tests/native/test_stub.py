@@ -14,7 +14,6 @@ import torch
 import spectrain_ext as st
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 _STUB = Path(st.__file__).with_name("_C.pyi")
 #: Members that pybind11 and Python give every class, and every enumeration.
@@ -151,22 +150,6 @@ def test_a_signature_is_read_as_it_should_be() -> None:
     node = ast.parse("def f(self, x: int, y: int = ...) -> None: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     assert _arguments(node) == _native_arguments(function)
-
-
-def test_numbers_lie_as_the_native_half_reads_them() -> None:
-    assert Term._fields == _C.TERM
-    sgd = Sgd(0.5, 0.9, 0.25, 0.125, maximize=True).setting()
-    assert dict(zip(_C.SETTING, sgd, strict=True)) == {
-        "sign": -1.0,
-        "weight_decay": 0.125,
-        "decay": 0.9,
-        "gain": 0.75,
-        "decay2": 0.0,
-        "eps": 0.0,
-        "step": Term(1.0, 0.5),
-    }
-    adam = dict(zip(_C.SETTING, Adam(0.5, (0.9, 0.99), 1e-8, 0.0, 1).setting(), strict=True))
-    assert (adam["decay"], adam["decay2"], adam["eps"]) == (0.9, 0.99, 1e-8)
 
 
 def test_options_are_those_that_the_native_half_knows() -> None:

@@ -277,7 +277,9 @@ class TestNumPy:
         with pytest.raises(TypeError, match=says):
             st.stash([np.ones(3, np.float32), given], [np.ones(3, np.float32)] * 2)
 
-    @pytest.mark.parametrize("given", [memoryview(b"weights!"), 0.5, "weights"], ids=str)
+    @pytest.mark.parametrize(
+        "given", [memoryview(b"weights!"), 0.5, "weights"], ids=lambda given: type(given).__name__
+    )
     def test_no_array(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"^params\[0\]: expected a tensor or an array with"):
             st.stash([given], [np.ones(3, np.float32)])

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectrain_ext as st
-from spectrain_ext import _C
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -321,20 +320,6 @@ class TestOverlap:
 class TestForgedObjects:
     """Classes and objects that claim to be others: each of these ended the interpreter."""
 
-    class Borrowed:
-        """Not a tensor, but with a tensor's memory and the code of its ``grad``."""
-
-        grad = torch.Tensor.grad
-
-        def __init__(self, tensor: Tensor) -> None:
-            self._tensor = tensor
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self._tensor.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self._tensor.__dlpack_device__()
-
     class Property(Tensor):
         @property
         def _cdata(self) -> int:
@@ -349,13 +334,6 @@ class TestForgedObjects:
                 return 0x1234560
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    def test_the_gradient_of_another_class(self) -> None:
-        tensor, momentum = torch.ones(4), torch.zeros(4)
-        plan = st.Plan([self.Borrowed(tensor)], momentum_buffers=[momentum])
-        plan.refresh()
-        plan.sgd_step_(lr=0.5, momentum=0.9)
-        assert torch.equal(tensor, torch.ones(4))  # it has no gradient
-
     @pytest.mark.parametrize("kind", [Property, Function])
     def test_an_address_that_a_tensor_claims(self, kind: type[Tensor]) -> None:
         weight = torch.ones(4).as_subclass(kind)
@@ -367,18 +345,3 @@ class TestForgedObjects:
         weight.data = torch.ones(5)
         with pytest.raises(RuntimeError, match=r"params\[0\]: its memory is not where"):
             plan.predict_(lr=0.5, steps=1.0)
-
-    @pytest.mark.parametrize("kind", [_C.Plan, _C.Watch])
-    def test_an_object_without_its_constructor(self, kind: type) -> None:
-        it = kind.__new__(kind)
-        uses = [name for name in vars(kind) if not name.startswith("_")]
-        assert uses
-        for name in uses:
-            for arguments in ((), (None,), (0, None), (True,)):
-                with pytest.raises((TypeError, RuntimeError)):
-                    getattr(it, name)(*arguments)
-
-    def test_a_role_that_is_none(self) -> None:
-        lists = (_C.Role.PARAMS, "p", True, (torch.ones(4),)), (_C.Role(77), "x", True, ())
-        with pytest.raises(ValueError, match="lists: expected a Role, got 77"):
-            _C.Plan([lists[0], (*lists[1][:3], lists[0][3])], [], True)

@@ -12,9 +12,7 @@ import torch
 import spectrain_ext as st
 from spectrain_ext.operators.laws import (
     MAX_TERMS,
-    FutureRates,
     Geometric,
-    Law,
     Linear,
     SecondOrder,
     as_law,
@@ -23,40 +21,29 @@ from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 
 class TestErrors:
-    """Numbers, rates, momentum, and user-defined laws."""
+    """Numbers, momentum, and user-defined laws."""
 
     @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -1e-300])
-    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder, lambda x: FutureRates([x])])
+    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder])
     def test_numbers_out_of_range(self, make: Any, value: float) -> None:
-        with pytest.raises(ValueError, match=r"steps|delay|rates\[0\]"):
+        with pytest.raises(ValueError, match=r"steps|delay"):
             make(value)
 
     @pytest.mark.parametrize("value", ["1", None, [1.0], 1j], ids=repr)
-    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder, lambda x: FutureRates([x])])
+    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder])
     def test_no_numbers(self, make: Any, value: object) -> None:
-        with pytest.raises(TypeError, match=r"steps|delay|rates\[0\]"):
+        with pytest.raises(TypeError, match=r"steps|delay"):
             make(value)
 
     def test_lead_out_of_range(self) -> None:
         with pytest.raises(ValueError, match="lead"):
             SecondOrder(1.0, -1.5)
 
-    @pytest.mark.parametrize("rates", [3, None, 0.1])
-    def test_rates_that_are_no_sequence(self, rates: Any) -> None:
-        with pytest.raises(TypeError, match="rates"):
-            FutureRates(rates)
-
-    @pytest.mark.parametrize("law", ["cubic", "", None])
-    def test_an_unknown_law(self, law: Any) -> None:
-        with pytest.raises(ValueError, match="law"):
-            FutureRates([0.1], law=law)
-
-    @pytest.mark.parametrize("law", [Geometric(2), FutureRates([0.1], law="geometric")], ids=str)
-    def test_geometric_laws_need_momentum(self, law: Law) -> None:
+    def test_the_geometric_law_needs_momentum(self) -> None:
         w, v = torch.randn(9), torch.randn(9)
         before = w.clone()
         with pytest.raises(ValueError, match="momentum"):
-            st.predict_(w, v, lr=0.1, steps=law)
+            st.predict_(w, v, lr=0.1, steps=Geometric(2))
         assert torch.equal(w, before)
 
     def test_a_horizon_that_is_neither_number_nor_law(self) -> None:

@@ -14,7 +14,6 @@ from helpers.bad_input import raises
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext import corrections
 from spectrain_ext.operators.numbers import Adam
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,7 +50,6 @@ _HORIZON: dict[str, Any] = {"lr": 0.1, "steps": 2.0}
 _ADAM: dict[str, Any] = {"lr": 0.1, "step": 3}
 _SCALARS = ("grad_scale", "clip_factor")
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-_DELAY, _GAP = corrections.DelayCompensation(0.5), corrections.GapAware()
 
 
 def _plan_of_adam(a: Mapping[str, Tensor]) -> None:
@@ -112,47 +110,11 @@ OPS = {
     ),
     "sgd_step_ that rounds": Op("w g v out", "w v out", 3, _step_that_rounds),
     "sgd_step_ that waits": Op("w g v grad_scale clip_factor", "w v", 8, _step_that_waits),
-    "sgd_step_ with a correction": Op(
-        "w g v stale out",
-        "w v out",
-        10,
-        lambda a: st.sgd_step_(
-            *(a["w"], a["g"], a["v"]),
-            predict=[(2.0, a["out"])],
-            correction=_DELAY,
-            stale=a["stale"],
-            **_SGD,
-        ),
-    ),
-    "sgd_step_ with averages": Op(
-        "w g v stale average",
-        "w v average",
-        4,
-        lambda a: st.sgd_step_(
-            *(a["w"], a["g"], a["v"]),
-            correction=_GAP,
-            stale=a["stale"],
-            gap_averages=a["average"],
-            **_SGD,
-        ),
-    ),
     "adam_step_": Op(
         "w g m u out",
         "w m u out",
         12,
         lambda a: st.adam_step_(a["w"], a["g"], a["m"], a["u"], predict=[(2.0, a["out"])], **_ADAM),
-    ),
-    "adam_step_ with averages": Op(
-        "w g m u stale average",
-        "w m u average",
-        4,
-        lambda a: st.adam_step_(
-            *(a["w"], a["g"], a["m"], a["u"]),
-            correction=_GAP,
-            stale=a["stale"],
-            gap_averages=a["average"],
-            **_ADAM,
-        ),
     ),
     "adam_predict": Op(
         "w m u out",

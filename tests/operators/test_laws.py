@@ -18,13 +18,11 @@ from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext.operators.laws import (
-    FutureRates,
     Geometric,
     Law,
     Linear,
     SecondOrder,
     as_law,
-    needs_momentum,
 )
 from spectrain_ext.operators.numbers import Adam, Sgd
 
@@ -32,7 +30,7 @@ from spectrain_ext.operators.numbers import Adam, Sgd
 @hs.composite
 def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
     mu = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
-    kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "ema", "ema nesterov"]))
+    kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "smoothed", "smoothed nesterov"]))
     with_decay = draw(hs.booleans()) if decay is None else decay
     return Sgd(
         lr=draw(hs.floats(1e-4, 0.5)),
@@ -41,7 +39,7 @@ def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
         weight_decay=draw(hs.floats(1e-4, 0.5)) if with_decay else 0.0,
         nesterov="nesterov" in kind,
         decoupled_weight_decay=draw(hs.booleans()),
-        ema="ema" in kind,
+        smoothed="smoothed" in kind,
     )
 
 
@@ -55,7 +53,7 @@ def update(numbers: Sgd, w: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     decay, l2 = numbers.weight_decay, 0.0
     if not numbers.decoupled_weight_decay:
         decay, l2 = 0.0, numbers.weight_decay
-    gain = 1 - numbers.momentum if numbers.ema else 1 - numbers.dampening
+    gain = 1 - numbers.momentum if numbers.smoothed else 1 - numbers.dampening
     d = g + l2 * w
     v = numbers.momentum * v + gain * d
     by = gain * d + numbers.momentum * v if numbers.nesterov else v
@@ -102,7 +100,7 @@ class TestLinear:
         assert as_law(law) is law
 
     def test_no_steps_have_no_terms(self) -> None:
-        for law in (Linear(0), Geometric(0), FutureRates([]), SecondOrder(0)):
+        for law in (Linear(0), Geometric(0), SecondOrder(0)):
             assert law.sgd(Sgd(0.1, 0.9, weight_decay=0.1)) == []
             assert law.adam(Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
 
@@ -216,57 +214,6 @@ class TestGeometric:
         assert torch.equal(kept, moved)
 
 
-class TestFutureRates:
-    """The learning rates that a scheduler will set."""
-
-    _RATES = hs.lists(hs.floats(0, 0.5), max_size=80)
-
-    @given(numbers=sgds(), rates=_RATES)
-    def test_linear(self, numbers: Sgd, rates: list[float]) -> None:
-        w, v = weights()
-        expected = w.clone()
-        for lr in rates:
-            expected = expected - lr * v
-        close(predicted(numbers, FutureRates(rates), w, v), expected, w, sum(rates) * v)
-
-    @given(numbers=sgds(), rates=_RATES)
-    def test_geometric(self, numbers: Sgd, rates: list[float]) -> None:
-        w, v = weights()
-        expected = coast(numbers, w, v, rates)
-        law = FutureRates(rates, law="geometric")
-        close(predicted(numbers, law, w, v), expected, w, sum(rates) * v)
-
-    @given(numbers=sgds(), n=hs.integers(0, 30))
-    def test_equal_rates_are_geometric(self, numbers: Sgd, n: int) -> None:
-        w, v = weights()
-        law = FutureRates([numbers.lr] * n, law="geometric")
-        expected = predicted(numbers, Geometric(n), w, v)
-        close(predicted(numbers, law, w, v), expected, w, numbers.lr * n * v)
-
-    def test_of_a_scheduler(self) -> None:
-        """The rates of torch's cosine schedule, through the operator."""
-        p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
-        opt = torch.optim.SGD([p], lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-        p.grad = torch.randn_like(p)
-        opt.step()
-        w, v = p.detach().clone(), opt.state[p]["momentum_buffer"].clone()
-        p.grad = torch.zeros_like(p)
-        rates = []
-        for _ in range(6):
-            scheduler.step()
-            rates.append(opt.param_groups[0]["lr"])
-            opt.step()
-        law = FutureRates(rates, law="geometric")
-        close(st.predict(w, v, lr=0.1, steps=law, momentum=0.9), p.detach(), w, v)
-
-    def test_linear_needs_no_momentum(self) -> None:
-        w, v = weights()
-        close(st.predict(w, v, lr=0.1, steps=FutureRates([0.1, 0.2])), w - 0.1 * v - 0.2 * v, w, v)
-        assert not needs_momentum(FutureRates([0.1])) and not needs_momentum(Linear(1))
-        assert needs_momentum(FutureRates([0.1], law="geometric")) and needs_momentum(Geometric(1))
-
-
 class TestSecondOrder:
     """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], with v_prev kept by the test."""
 
@@ -290,14 +237,14 @@ class TestSecondOrder:
 
     def test_over_a_run(self) -> None:
         """Including the first step, for a sum, with dampening, and for an average."""
-        for ema, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
+        for smoothed, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
             w, v, out = torch.randn(20).double(), torch.zeros(20).double(), torch.zeros(20).double()
             v_prev = v.clone()
             for i in range(10):
                 g = torch.randn(20).double()
                 st.sgd_step_(
-                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, ema=ema, first_step=i == 0,
-                    predict=[(SecondOrder(3, 1), out)],
+                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, smoothed=smoothed,
+                    first_step=i == 0, predict=[(SecondOrder(3, 1), out)],
                 )  # fmt: skip
                 close(out, w - 0.1 * (4 * v + 6 * (v - v_prev)), w, 10 * v, 10 * g)
                 v_prev = v.clone()
@@ -318,7 +265,7 @@ class TestSecondOrder:
             plan.sgd_step_(first_step=[False, True], predict=predict, dampening=0.5, **numbers)
         with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
             pairs = [(predict[0], out)]
-            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, ema=True, **numbers)
+            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, smoothed=True, **numbers)
         assert all(map(torch.equal, state, (*w, *v, *out)))
 
     def test_without_delay_it_is_linear_and_needs_no_gradient(self) -> None:

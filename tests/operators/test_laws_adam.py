@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import MAX_TERMS, FutureRates, Geometric, Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import MAX_TERMS, Geometric, Law, Linear, SecondOrder
 from spectrain_ext.operators.numbers import Adam
 
 
@@ -104,24 +104,6 @@ def test_loop(numbers: Adam, steps: int) -> None:
     close(predicted(numbers, Geometric(steps), w, m, u), expected, far(numbers, w, m, u, steps))
 
 
-@given(numbers=adams(), rates=hs.lists(hs.floats(0, 0.5), max_size=MAX_TERMS))
-def test_loop_with_future_rates(numbers: Adam, rates: list[float]) -> None:
-    w, m, u = moments()
-    law = FutureRates(rates, law="geometric")
-    expected = loop(numbers, w, m, u, rates)
-    close(predicted(numbers, law, w, m, u), expected, far(numbers, w, m, u, len(rates)))
-
-
-@given(numbers=adams(), rates=hs.lists(hs.floats(0, 0.5), max_size=100))
-def test_linear_with_future_rates(numbers: Adam, rates: list[float]) -> None:
-    w, m, u = moments()
-    expected = w.clone()
-    for lr in rates:
-        expected = expected - ahead(numbers, m, u, 0, lr)
-    got = predicted(numbers, FutureRates(rates), w, m, u)
-    close(got, expected, far(numbers, w, m, u, len(rates)))
-
-
 @given(numbers=adams(nadam=False), delay=hs.floats(0, 31), share=hs.floats(-1, 1))
 def test_second_order(numbers: Adam, delay: float, share: float) -> None:
     """With m_prev kept here: m one update earlier, under the same denominator."""
@@ -205,9 +187,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("n", [MAX_TERMS + 1, 1000])
     def test_the_loop_has_room_for_so_many_updates(self, n: int) -> None:
-        for law in (Geometric(n), FutureRates([0.1] * n, law="geometric")):
-            with pytest.raises(ValueError, match=rf"{MAX_TERMS}.*{n}"):
-                law.adam(self._ADAM)
+        with pytest.raises(ValueError, match=rf"{MAX_TERMS}.*{n}"):
+            Geometric(n).adam(self._ADAM)
 
     def test_an_absurd_number_of_steps_is_refused_at_once(self) -> None:
         with pytest.raises(ValueError, match="64"):

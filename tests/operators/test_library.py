@@ -15,7 +15,7 @@ from torch import Tensor
 import spectrain_ext as st
 from spectrain_ext.operators import library
 from spectrain_ext.operators.calls import StepOptions
-from spectrain_ext.operators.laws import FutureRates, Geometric, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Linear, SecondOrder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -51,7 +51,7 @@ _ARGUMENTS: dict[str, Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]]] 
             "momentum": 0.9,
             "outs": _list() + _list(),
             "horizons": [1.0, 2.0, 1.0],
-            "laws": ["linear", "second_order/2"],
+            "laws": ["linear", "second_order"],
             "first_step": [True, False],
         },
     ),
@@ -151,8 +151,6 @@ def test_empty_lists() -> None:
         Linear(3.0),
         Geometric(2.0),
         SecondOrder(3.0, 1.0),
-        FutureRates([0.1, 0.2, 0.3]),
-        FutureRates([0.1, 0.2], "geometric"),
     ],
 )
 def test_laws_survive_the_schema(law: Any) -> None:
@@ -220,7 +218,7 @@ _CALLS: dict[str, Callable[[Lists], Any]] = {
         x[0], x[1], lr=0.1, steps=_GEOMETRIC, momentum=0.9, nesterov=True
     ),
     "predict": lambda x: st.predict(x[0], x[1], lr=0.1, steps=2.0),
-    "predict one": lambda x: st.predict(x[0][0], x[1][0], lr=0.1, steps=FutureRates([0.1, 0.2])),
+    "predict one": lambda x: st.predict(x[0][0], x[1][0], lr=0.1, steps=2),
     "predict out": lambda x: st.predict(x[0], x[1], lr=0.1, steps=2.0, out=x[2]),
     "stash": lambda x: st.stash(x[0]),
     "stash out": lambda x: st.stash(x[0], x[1]),
@@ -406,10 +404,9 @@ def test_a_plan_breaks_the_graph_and_says_what_to_do_where_it_may_not() -> None:
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in _ARGUMENTS}))
 def test_a_graph_takes_what_the_operator_takes(name: str) -> None:
-    """In the schema's form or another; corrections with their arguments are rejected."""
+    """In the schema's form or another."""
     schema = {a.name for a in getattr(_ops, name).default._schema.arguments}
     takes = set(inspect.signature(getattr(st, name)).parameters)
     if "options" in takes:
         takes = takes - {"options"} | set(StepOptions.__annotations__)
-    takes -= {"correction", "stale", "gap_averages", "largest_lr", "averaged"}
     assert takes - schema <= {"betas", "predict", "zero_grad", "out", "stream"}

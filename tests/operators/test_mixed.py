@@ -70,13 +70,13 @@ def mixtures(draw: hs.DrawFn) -> tuple[list[list[Guarded]], list[bool]]:
     return built, missing
 
 
-@given(mixture=mixtures(), steps=hs.sampled_from([0.0, 1.0, 2.5]), ema=hs.booleans())
-def test_sgd(mixture: tuple[list[list[Guarded]], list[bool]], steps: float, ema: bool) -> None:
+@given(mixture=mixtures(), steps=hs.sampled_from([0.0, 1.0, 2.5]), smoothed=hs.booleans())
+def test_sgd(mixture: tuple[list[list[Guarded]], list[bool]], steps: float, smoothed: bool) -> None:
     """Three outputs of different types in one step, including rows without a gradient."""
     built, missing = mixture
     w, g, v, _, *outs = map(tensors, built)
     grads = [None if gone else t for gone, t in zip(missing, g, strict=True)]
-    hyper = ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.01, ema=ema)
+    hyper = ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.01, smoothed=smoothed)
     expected = [hyper.step(*row) for row in zip(w, grads, v, strict=True)]
     chosen: list[laws.Law] = [laws.Linear(steps), laws.Linear(3.0), laws.Geometric(2)]
     given_ = numbers.Sgd(**hyper.keywords())

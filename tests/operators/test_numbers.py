@@ -87,15 +87,15 @@ class TestSgd:
         [
             {"nesterov": True, "momentum": 0.0},
             {"nesterov": True, "dampening": 0.1},
-            {"ema": True, "momentum": 0.0},
-            {"ema": True, "momentum": 1.0},
-            {"ema": True, "momentum": 1.5},
-            {"ema": True, "dampening": 0.1},
+            {"smoothed": True, "momentum": 0.0},
+            {"smoothed": True, "momentum": 1.0},
+            {"smoothed": True, "momentum": 1.5},
+            {"smoothed": True, "dampening": 0.1},
         ],
         ids=str,
     )
     def test_what_excludes_each_other(self, options: dict[str, Any]) -> None:
-        name = "nesterov" if "nesterov" in options else "ema"
+        name = "nesterov" if "nesterov" in options else "smoothed"
         with pytest.raises(ValueError, match=f"^{name}: "):
             Sgd(**{**_SGD, **options})
 
@@ -111,22 +111,22 @@ class TestSgd:
 
     @given(
         lr=hs.floats(0, 1), mu=hs.floats(0.01, 0.99), wd=hs.floats(0, 1), nesterov=hs.booleans(),
-        ema=hs.booleans(), decoupled=hs.booleans(), maximize=hs.booleans(),
+        smoothed=hs.booleans(), decoupled=hs.booleans(), maximize=hs.booleans(),
         w=hs.floats(-10, 10), v=hs.floats(-10, 10), g=hs.floats(-10, 10),
     )  # fmt: skip
     def test_the_form_is_the_update(
-        self, lr: float, mu: float, wd: float, nesterov: bool, ema: bool, decoupled: bool,
+        self, lr: float, mu: float, wd: float, nesterov: bool, smoothed: bool, decoupled: bool,
         maximize: bool, w: float, v: float, g: float,
     ) -> None:  # fmt: skip
         """Compares the coefficients with the textbook's update on one number."""
-        made = Sgd(lr, mu, 0.0, wd, nesterov, maximize, decoupled, ema)
+        made = Sgd(lr, mu, 0.0, wd, nesterov, maximize, decoupled, smoothed)
         sign, l2, decay, gain, decay2, eps, step = made.setting()
         assert decay2 == eps == 0.0 and step.root == 1.0
         d = sign * g + l2 * w
         buffer = decay * v + gain * d
         got = step.keep * w - step.momentum * buffer - step.gradient * d
         grad = (-g if maximize else g) + (0.0 if decoupled else wd * w)
-        share = (1 - mu) * grad if ema else grad
+        share = (1 - mu) * grad if smoothed else grad
         expected_v = mu * v + share
         by = share + mu * expected_v if nesterov else expected_v
         expected = w - (lr * wd * w if decoupled else 0.0) - lr * by

@@ -66,17 +66,17 @@ class _Case:
     def numbers(self) -> list[Sgd] | list[Adam]:
         d = self.dice
         if not self.adam:
-            ema = d.random() < 0.2
+            smoothed = d.random() < 0.2
             return [
                 Sgd(
                     d.uniform(0, 0.2),
                     d.uniform(0.1, 0.95),
-                    0.0 if ema else d.choice([0.0, 0.3]),
+                    0.0 if smoothed else d.choice([0.0, 0.3]),
                     d.choice([0.0, 0.1]),
                     False,
                     d.random() < 0.3,
                     d.random() < 0.5,
-                    ema,
+                    smoothed,
                 )
                 for _ in range(self.n_groups)
             ]

@@ -16,13 +16,13 @@ from hypothesis import given
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import FutureRates, Geometric, Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
 from spectrain_ext.operators.numbers import Adam, Sgd
 
 _SGD = [
     ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
     ref.SGD(lr=0.01, momentum=0.5, nesterov=True, maximize=True),
-    ref.SGD(lr=0.5, momentum=0.99, ema=True, weight_decay=0.1, decoupled_weight_decay=True),
+    ref.SGD(lr=0.5, momentum=0.99, smoothed=True, weight_decay=0.1, decoupled_weight_decay=True),
     ref.SGD(lr=0.0, momentum=0.9, dampening=0.3),
 ]
 
@@ -84,7 +84,7 @@ def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
         tensors(w), exp_avgs=tensors(m), exp_avg_sqs=tensors(u), grads=tensors(g),
         outs=[tensors(out)], groups=groups,
     )  # fmt: skip
-    law = FutureRates([0.1, 0.2, 0.3], law="geometric")
+    law = Geometric(3)
     plan.adam_step_(numbers, predict=[law])
     for i, group in enumerate(groups):
         a, b, c, d, e = (x[i] for x in alone)
@@ -181,7 +181,7 @@ def test_every_group_may_have_a_law_of_its_own() -> None:
 
 def test_numbers_for_all_groups_are_keywords() -> None:
     """Every number of SGD, in steps and in predictions."""
-    sgd: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "ema": True}
+    sgd: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "smoothed": True}
     lists = [[torch.rand(3), torch.rand(3)] for _ in range(4)]
     results = []
     for same in (True, False):

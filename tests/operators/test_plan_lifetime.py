@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import spectrain_ext as st
-from spectrain_ext._C import InputType, Opcode, Role
 from spectrain_ext.operators.numbers import Adam
 
 Move = Callable[[nn.Module, Tensor], object]
@@ -191,66 +190,3 @@ class TestNegativeViews:
         p.grad = torch._neg_view(torch.ones(6))
         st.optim.SGD([p], lr=1.0).step()
         assert p.tolist() == [1.0] * 6
-
-
-def test_a_scalar_whose_storage_is_gone() -> None:
-    w, v, lr = torch.zeros(6), torch.ones(6), torch.tensor(0.5)
-    rate = st.Scalar(lr)
-    lr.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="lr: expected one element in memory"):
-        st.predict_(w, v, lr=rate, steps=1.0)
-    assert w.tolist() == [0.0] * 6
-
-
-class TestNativePlan:
-    """`_C.Plan` is private, but no argument may crash the interpreter."""
-
-    @pytest.mark.parametrize(
-        "lists",
-        [
-            [],
-            [(Role.MOMENTUM, "momentum", True, (torch.zeros(3),))],
-            [
-                (Role.PARAMS, "params", True, (torch.zeros(3),)),
-                (Role.PARAMS, "x", True, (torch.zeros(3),)),
-            ],
-        ],
-    )
-    def test_roles(self, lists: list[object]) -> None:
-        with pytest.raises(ValueError, match="expected"):
-            st._C.Plan(lists, (), False)
-
-    @pytest.mark.parametrize("role", [0, 9, -1, None, "PARAMS"])
-    def test_no_roles(self, role: object) -> None:
-        with pytest.raises(TypeError):
-            st._C.Plan([(role, "params", True, (torch.zeros(3),))], (), False)
-
-    def test_groups(self) -> None:
-        with pytest.raises(ValueError, match="groups"):
-            st._C.Plan([(Role.PARAMS, "params", True, (torch.zeros(3),))], (0,) * 1000, False)
-
-    @pytest.mark.parametrize(
-        "program",
-        [
-            ([(8, InputType.FLOAT32, False, 0, "lr")], [], [(5, 0, Opcode.ADD)]),
-            ([(0, InputType.FLOAT32, False, 0, "lr")], [], []),
-        ],
-    )
-    def test_programs(self, program: object) -> None:
-        plan = st.Plan(torch.zeros(3), momentum_buffers=torch.zeros(3))
-        with pytest.raises(ValueError, match="expected"):
-            plan._native.predict_([[(1.0, 1.0, 0.0, 1.0)]], (), None, program)
-
-    @pytest.mark.parametrize(
-        "program",
-        [
-            ([], [1.0], [(0, 0, 9)]),
-            ([(8, 7, False, 0, "lr")], [], []),
-            ([], [1.0], [(-1, 0, Opcode.ADD)]),
-            ([], [1.0], [(1 << 16, 0, Opcode.ADD)]),
-        ],
-    )
-    def test_no_programs(self, program: object) -> None:
-        plan = st.Plan(torch.zeros(3), momentum_buffers=torch.zeros(3))
-        with pytest.raises((TypeError, RuntimeError)):
-            plan._native.predict_([[(1.0, 1.0, 0.0, 1.0)]], (), None, program)

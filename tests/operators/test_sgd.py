@@ -23,16 +23,16 @@ def hypers(draw: hs.DrawFn, *, momentum: bool | None = None) -> ref.SGD:
     with_momentum = draw(hs.booleans()) if momentum is None else momentum
     mu = draw(hs.sampled_from([0.9, 0.5, 0.99, 1.0])) if with_momentum else 0.0
     nesterov = with_momentum and draw(hs.booleans())
-    ema = 0.0 < mu < 1.0 and draw(hs.booleans())
+    smoothed = 0.0 < mu < 1.0 and draw(hs.booleans())
     return ref.SGD(
         lr=draw(rates()),
         momentum=mu,
-        dampening=0.0 if nesterov or ema else draw(hs.sampled_from([0.0, 0.1, 1.0])),
+        dampening=0.0 if nesterov or smoothed else draw(hs.sampled_from([0.0, 0.1, 1.0])),
         weight_decay=draw(hs.sampled_from([0.0, 0.01, 1e-4, 2.0])),
         nesterov=nesterov,
         maximize=draw(hs.booleans()),
         decoupled_weight_decay=draw(hs.booleans()),
-        ema=ema,
+        smoothed=smoothed,
     )
 
 
@@ -202,9 +202,9 @@ def test_many_steps_bit_for_bit(
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize("smoothed", [False, True])
 def test_what_torch_has_not_against_plain_arithmetic(
-    ema: bool, decoupled: bool, nesterov: bool
+    smoothed: bool, decoupled: bool, nesterov: bool
 ) -> None:
     """v = mu*v + (1-mu)*d as in the paper; decay that does not enter the momentum."""
     lr, mu, decay = 0.05, 0.9, 0.3
@@ -213,30 +213,30 @@ def test_what_torch_has_not_against_plain_arithmetic(
     for i in range(40):
         g = torch.randn(50, dtype=torch.float64)
         d = g if decoupled else g + decay * w
-        gain = 1 - mu if ema else 1.0
+        gain = 1 - mu if smoothed else 1.0
         v = d.clone() if i == 0 else mu * v + gain * d
         if decoupled:
             w = w - lr * decay * w
         w = w - lr * (gain * d + mu * v if nesterov else v)
         st.sgd_step_(
             our_w, g, our_v, lr=lr, momentum=mu, weight_decay=decay, nesterov=nesterov,
-            decoupled_weight_decay=decoupled, ema=ema, first_step=i == 0,
+            decoupled_weight_decay=decoupled, smoothed=smoothed, first_step=i == 0,
         )  # fmt: skip
     torch.testing.assert_close(our_w, w, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(our_v, v, rtol=1e-12, atol=1e-13)
 
 
 def test_an_average_is_a_sum_with_another_learning_rate() -> None:
-    """v_ema = (1-mu)*v_sum if both start from 0, and step and prediction agree."""
+    """v_smoothed = (1-mu)*v_sum if both start from 0, and step and prediction agree."""
     start, mu = torch.randn(30, dtype=torch.float64), 0.9
     runs = []
-    for ema in (False, True):
+    for smoothed in (False, True):
         w, v, out = start.clone(), torch.zeros_like(start), torch.empty_like(start)
         torch.manual_seed(1)
         for _ in range(20):
             g = torch.randn_like(w)
-            lr = 0.05 / (1 - mu) if ema else 0.05
-            st.sgd_step_(w, g, v, lr=lr, momentum=mu, ema=ema, predict=[(4.0, out)])
+            lr = 0.05 / (1 - mu) if smoothed else 0.05
+            st.sgd_step_(w, g, v, lr=lr, momentum=mu, smoothed=smoothed, predict=[(4.0, out)])
         runs.append((w, out))
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-12, atol=1e-12)
 

@@ -44,7 +44,7 @@ class Bound:
         return views
 
     def bind(self) -> None:
-        self.optimizer.bind(self.master, self.momentum)
+        self.optimizer.bind(self.master, {"momentum_buffer": self.momentum})
 
     @property
     def weights(self) -> list[Tensor]:
@@ -139,21 +139,20 @@ def predictions(pair: Bound, steps: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("steps", (0, 1, 3.5))
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=str)
-def test_a_sink_is_written_directly_and_with_the_next_step(
+def test_a_prediction_is_written_directly_and_with_the_next_step(
     master: bool, steps: float, dtype: torch.dtype
 ) -> None:
     pair = Bound(master, dtype)
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    sink.write(steps)
+    pair.optimizer.write_prediction(pair.outs, steps)
     assert_bits(list(pair.outs.values()), bits(pair.weights))
     for none in ([], [0], [], [0, 1, 2, 3, 4, 5], [5], []):
-        pair.optimizer.write_with_next_step(sink, steps)
+        pair.optimizer.write_with_next_step(pair.outs, steps)
         pair.step(none=none)
         pair.assert_equal()
         assert_bits(list(pair.outs.values()), predictions(pair, steps))
         kept = bits(list(pair.outs.values()))
-        sink.write(steps)
+        pair.optimizer.write_prediction(pair.outs, steps)
         assert_bits(list(pair.outs.values()), kept)
     # consumed: the next step leaves the outs unchanged
     kept = bits(list(pair.outs.values()))
@@ -165,25 +164,23 @@ def test_a_sink_is_written_directly_and_with_the_next_step(
 def test_rows_without_a_gradient_or_a_buffer_are_predicted_too(master: bool) -> None:
     pair = Bound(master)
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    pair.optimizer.write_with_next_step(sink, 2)
+    pair.optimizer.write_with_next_step(pair.outs, 2)
     pair.step(none=[0, 4])
     assert torch.equal(pair.outs[pair.params[0]], pair.weights[0])
     assert_bits(list(pair.outs.values()), predictions(pair, 2))
     pair.step()
-    pair.optimizer.write_with_next_step(sink, 2)
+    pair.optimizer.write_with_next_step(pair.outs, 2)
     pair.step(none=[0, 4])
     assert not torch.equal(pair.outs[pair.params[0]], pair.weights[0])
     assert_bits(list(pair.outs.values()), predictions(pair, 2))
 
 
-def test_sinks_use_the_learning_rate_of_the_moment() -> None:
+def test_predictions_use_the_learning_rate_of_the_moment() -> None:
     pair = Bound(master=True)
     pair.bind()
     pair.step()
-    sink = pair.optimizer.prediction_sink(pair.outs)
     pair.optimizer.param_groups[0]["lr"] = 0.7
-    sink.write(2)
+    pair.optimizer.write_prediction(pair.outs, 2)
     assert_bits(list(pair.outs.values()), predictions(pair, 2))
 
 
@@ -200,9 +197,8 @@ def test_groups_of_a_bound_optimizer() -> None:
         momentum=0.9,
     )
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
     for _ in range(3):
-        pair.optimizer.write_with_next_step(sink, 1.5)
+        pair.optimizer.write_with_next_step(pair.outs, 1.5)
         pair.step()
         pair.assert_equal()
         assert_bits(list(pair.outs.values()), predictions(pair, 1.5))
@@ -211,16 +207,15 @@ def test_groups_of_a_bound_optimizer() -> None:
 def test_momentum_zero_can_be_bound_and_copied_but_not_predicted(master: bool) -> None:
     pair = Bound(master, momentum=0.0)
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    pair.optimizer.write_with_next_step(sink, 0)
+    pair.optimizer.write_with_next_step(pair.outs, 0)
     pair.step()
     assert_bits(pair.weights, bits(pair.twins))
     assert_bits(list(pair.outs.values()), bits(pair.weights))
     assert not pair.optimizer.state
     kept = bits(list(pair.outs.values()))
-    for predict in (sink.write, lambda s: pair.optimizer.write_with_next_step(sink, s)):
+    for predict in (pair.optimizer.write_prediction, pair.optimizer.write_with_next_step):
         with pytest.raises(ValueError, match="group 0 has momentum 0"):
-            predict(1)
+            predict(pair.outs, 1)
     assert_bits(list(pair.outs.values()), kept)
 
 
@@ -251,8 +246,7 @@ def test_loading_keeps_the_binding(master: bool) -> None:
     pair.optimizer.load_state_dict(saved)
     pair.reference.load_state_dict(saved)
     pair.assert_equal()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    sink.write(2)
+    pair.optimizer.write_prediction(pair.outs, 2)
     assert_bits(list(pair.outs.values()), predictions(pair, 2))
     for _ in range(2):
         pair.step()
@@ -282,17 +276,16 @@ def test_copies_of_a_bound_optimizer_are_unbound(how: Any) -> None:
 def test_state_replaced_while_bound_is_adopted() -> None:
     pair = Bound(master=True)
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
     pair.step()
     first = pair.params[0]
     new = torch.full_like(first, 3.0).detach()
     pair.optimizer.state[first]["momentum_buffer"] = new
-    sink.write(1)
+    pair.optimizer.write_prediction(pair.outs, 1)
     assert pair.optimizer.state[first]["momentum_buffer"] is pair.momentum[first]
     assert torch.equal(pair.momentum[first], new)
     assert_bits(list(pair.outs.values()), predictions(pair, 1))
     pair.optimizer.state.clear()
-    sink.write(1)
+    pair.optimizer.write_prediction(pair.outs, 1)
     assert_bits(list(pair.outs.values()), bits(pair.weights))
 
 
@@ -302,18 +295,18 @@ def test_misuse_of_the_binding_raises_and_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="not bound"):
         optimizer.unbind()
     with pytest.raises(RuntimeError, match="not bound"):
-        optimizer.prediction_sink(pair.outs)
+        optimizer.write_prediction(pair.outs, 1)
     last = pair.params[5]
     short = {p: v for p, v in pair.momentum.items() if p is not last}
     with pytest.raises(
         ValueError, match="momentum_buffer has no tensor for parameter 5 of group 0"
     ):
-        optimizer.bind(pair.master, short)
+        optimizer.bind(pair.master, {"momentum_buffer": short})
     with pytest.raises(ValueError, match="master has no tensor for parameter 0"):
-        optimizer.bind({}, pair.momentum)
+        optimizer.bind({}, {"momentum_buffer": pair.momentum})
     for bad in (torch.zeros(3).double(), torch.zeros(1031).int(), torch.zeros(2062).double()[::2]):
         with pytest.raises(ValueError, match="parameter 5 of group 0"):
-            optimizer.bind(pair.master, {**pair.momentum, last: bad})
+            optimizer.bind(pair.master, {"momentum_buffer": {**pair.momentum, last: bad}})
     assert all(view.isnan().all() for view in pair.momentum.values())
 
     pair.bind()
@@ -324,37 +317,32 @@ def test_misuse_of_the_binding_raises_and_changes_nothing() -> None:
         optimizer.predict_(1)
     with pytest.raises(RuntimeError, match="unbind"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    short_outs = {p: v for p, v in pair.outs.items() if p is not last}
     with pytest.raises(ValueError, match="outs has no tensor for parameter 5"):
-        optimizer.prediction_sink({p: v for p, v in pair.outs.items() if p is not last})
+        optimizer.write_prediction(short_outs, 1)
     with pytest.raises(ValueError, match="outs of parameter 5"):
-        optimizer.prediction_sink({**pair.outs, last: torch.zeros(2062).double()[::2]})
-    sink = optimizer.prediction_sink(pair.outs)
+        optimizer.write_prediction({**pair.outs, last: torch.zeros(2062).double()[::2]}, 1)
     for steps in (-1, float("nan")):
         with pytest.raises(ValueError, match="steps"):
-            sink.write(steps)
+            pair.optimizer.write_prediction(pair.outs, steps)
         with pytest.raises(ValueError, match="steps"):
-            optimizer.write_with_next_step(sink, steps)
-    optimizer.write_with_next_step(sink, 1)
+            optimizer.write_with_next_step(pair.outs, steps)
+    optimizer.write_with_next_step(pair.outs, 1)
     optimizer.write_with_next_step(None)
     pair.step()
     assert all(out.isnan().all() for out in pair.outs.values())
 
     optimizer.unbind()
-    for use in (sink.write, lambda s: optimizer.write_with_next_step(sink, s)):
+    for use in (optimizer.write_prediction, optimizer.write_with_next_step):
         with pytest.raises(RuntimeError, match="not bound"):
-            use(1)
-    pair.bind()
-    for use in (sink.write, lambda s: optimizer.write_with_next_step(sink, s)):
-        with pytest.raises(RuntimeError, match="another binding"):
-            use(1)
+            use(pair.outs, 1)
 
 
 def test_momentum_that_becomes_zero_before_an_ordered_prediction() -> None:
     pair = Bound(master=True)
     pair.bind()
     pair.step()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    pair.optimizer.write_with_next_step(sink, 1)
+    pair.optimizer.write_with_next_step(pair.outs, 1)
     pair.optimizer.param_groups[0]["momentum"] = 0.0
     kept = bits(pair.weights)
     give_gradients(pair.params)
@@ -367,8 +355,7 @@ def test_momentum_that_becomes_zero_before_an_ordered_prediction() -> None:
 def test_a_failed_step_keeps_the_order_for_the_next() -> None:
     pair = Bound(master=True)
     pair.bind()
-    sink = pair.optimizer.prediction_sink(pair.outs)
-    pair.optimizer.write_with_next_step(sink, 2)
+    pair.optimizer.write_with_next_step(pair.outs, 2)
     pair.optimizer.param_groups[0]["lr"] = -1.0
     give_gradients(pair.params)
     with pytest.raises(ValueError, match="lr"):
@@ -395,7 +382,6 @@ def test_what_changes_between_two_steps() -> None:
     """A prepared call serves only the same numbers, law and cohorts."""
     bound = Bound(master=True)
     bound.bind()
-    sink = bound.optimizer.prediction_sink(bound.outs)
     group = bound.optimizer.param_groups[0]
     same: list[Tensor | None] = [torch.ones_like(p) for p in bound.params]  # at one address
     cases: list[tuple[float, Any, list[Tensor | None] | None]] = [
@@ -416,7 +402,7 @@ def test_what_changes_between_two_steps() -> None:
         for p, q, grad in zip(bound.params, bound.twins, chosen, strict=True):
             p.grad = q.grad = grad
         if steps is not None:
-            bound.optimizer.write_with_next_step(sink, steps)
+            bound.optimizer.write_with_next_step(bound.outs, steps)
         bound.optimizer.step()
         bound.reference.step()
         bound.assert_equal()
@@ -425,6 +411,6 @@ def test_what_changes_between_two_steps() -> None:
             wanted = st.predict(bound.weights, v, lr=rate, steps=steps, momentum=0.9)
             assert_bits(list(bound.outs.values()), bits(wanted))
         for again in (1.0, 1.0, 2.0):
-            sink.write(again)
+            bound.optimizer.write_prediction(bound.outs, again)
             wanted = st.predict(bound.weights, v, lr=rate, steps=again)
             assert_bits(list(bound.outs.values()), bits(wanted))

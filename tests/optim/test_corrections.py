@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ class Stage:
         storage = Storage(self.params, self.optimizer, rules, master=True, master_dtype=dtype)
         storage.bind()
         storage.begin()
+        self.optimizer.read_stale(storage.home.flat.views)
         return storage
 
     def rebind(self, correction: Any) -> None:
@@ -51,8 +53,8 @@ class Stage:
         self.storage = self.stored(correction)
 
     @property
-    def sink(self) -> Any:
-        return self.storage.sink_of(self.storage.home)
+    def outs(self) -> dict[Tensor, Tensor]:
+        return self.storage.home.flat.views
 
     @property
     def weights(self) -> list[Tensor]:
@@ -91,6 +93,7 @@ class Definition:
 
     def _step(self, i: int, g: Tensor, stale: Tensor) -> None:
         w, n, gap = self.w[i], self.steps[i], self.w[i] - stale
+        g = -g if self.group.get("maximize") else g
         sgd, decay = self.name == "SGD", self.group["weight_decay"]
         penalty = torch.ones_like(w)
         if isinstance(self.correction, DelayCompensation):
@@ -136,13 +139,12 @@ class TestSteps:
             stage.optimizer.param_groups[0]["lr"] *= (1.0, 2.0, 0.25)[t % 3]
             stale = stage.stale()
             if t % 2:
-                stage.optimizer.write_with_next_step(stage.sink, 2.0)
+                stage.optimizer.write_with_next_step(stage.outs, 2.0)
             definition.step(stage.step(none=(1, 5) if t in (0, 3) else ()), stale)
             _close(name, stage.weights, definition.w)
-            assert stage.sink is not None
             if t % 2:  # written in a separate pass
                 written = [p.detach().clone() for p in stage.params]
-                stage.sink.write(2.0)
+                stage.optimizer.write_prediction(stage.outs, 2.0)
                 assert_bits(stage.params, written)
         if correction.buffers:
             state = [stage.optimizer.state[p] for p in stage.params]
@@ -235,6 +237,47 @@ class TestSteps:
         if correction.buffers:
             assert stage.optimizer.state[stage.params[0]]["gap_average"].dtype == torch.float32
 
+    def test_up_and_down_are_the_same(self, name: str, correction: Any) -> None:
+        """Minimizing f is maximizing -f."""
+        down, up = Stage(name, correction), Stage(name, correction, maximize=True)
+        for each, sign in ((down, 1.0), (up, -1.0)):
+            torch.manual_seed(7)
+            for _ in range(3):
+                each.stale()
+                give_gradients(each.params)
+                for p in each.params:
+                    p.grad = sign * p.grad
+                each.optimizer.step()
+        assert_bits(down.weights, up.weights)
+
+    def test_gradients_are_unscaled_first(self, name: str, correction: Any) -> None:
+        scaled, plain = Stage(name, correction), Stage(name, correction)
+        for each, scale in ((scaled, 8.0), (plain, 1.0)):
+            torch.manual_seed(8)
+            each.optimizer.grad_scale, each.optimizer.found_inf = torch.tensor(scale), None
+            for _ in range(3):
+                each.stale()
+                give_gradients(each.params)
+                for p in each.params:
+                    p.grad = p.grad * scale
+                each.optimizer.step()
+        assert_bits(scaled.weights, plain.weights)
+
+
+def test_second_order_predictions_have_the_corrected_gradient() -> None:
+    stage, plain = Stage("SGD", DelayCompensation(0.3)), Stage("SGD", None)
+    for _ in range(2):
+        weights, stale = stage.weights, stage.stale()
+        give_gradients(stage.params, plain.params)
+        for p, w, s in zip(plain.params, weights, stale, strict=True):
+            assert p.grad is not None
+            p.grad += 0.3 * p.grad**2 * (w - s)
+        for each in (stage, plain):
+            each.optimizer.write_with_next_step(each.outs, st.laws.SecondOrder(2))
+            each.optimizer.step()
+    for a, b in zip(stage.params, plain.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
 
 class TestOwnAverage:
     def test_is_the_storages(self) -> None:
@@ -273,31 +316,41 @@ class TestOwnAverage:
         assert stage.optimizer.param_groups[0]["gap_rate"] == 0.1
 
 
-@pytest.fixture
-def bound() -> Iterator[tuple[st.optim.SGD, st.optim.PredictionSink]]:
-    """An optimizer bound by hand, without a buffer for an average."""
-    p = nn.Parameter(torch.ones(3))
-    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
-    optimizer.bind({p: torch.ones(3)}, {p: torch.zeros(3)})
-    yield optimizer, optimizer.prediction_sink({p: p})
-    optimizer.unbind()
+class TestValues:
+    def test_are_values(self) -> None:
+        assert GapAware() == GapAware(0.999)
+        assert len({DelayCompensation(1), DelayCompensation(1.0)}) == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            GapAware().decay = 0.5  # type: ignore[misc]
+        assert st.corrections.GapAware is GapAware
+
+    @pytest.mark.parametrize("strength", [-1.0, math.nan, math.inf, "1", None])
+    def test_bad_strength(self, strength: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match="strength"):
+            DelayCompensation(strength)
+
+    @pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan, "1"])
+    def test_bad_decay(self, decay: Any) -> None:
+        with pytest.raises((ValueError, TypeError), match="decay"):
+            GapAware(decay)
 
 
 class TestRefusals:
     def test_unbound(self) -> None:
-        optimizer = st.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+        stage = Stage("SGD", DelayCompensation(1))
+        stage.storage.end()
+        stage.storage.unbind()
         with pytest.raises(RuntimeError, match="not bound"):
-            optimizer.correct(DelayCompensation(1))
+            stage.optimizer.read_stale(stage.outs)
 
-    def test_bad_arguments(self, bound: Any) -> None:
-        optimizer, sink = bound
-        with pytest.raises(ValueError, match="reads stale weights, give the sink"):
-            optimizer.correct(DelayCompensation(1))
+    def test_bad_arguments(self) -> None:
+        p = nn.Parameter(torch.ones(3))
+        optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
+        views: dict[str, Any] = {"momentum_buffer": {p: torch.zeros(3)}}
         with pytest.raises(TypeError, match="correction: expected"):
-            optimizer.correct(0.3, sink)
+            optimizer.bind(None, views, 0.3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="gap_average"):
-            optimizer.correct(GapAware(), sink)
-        p = optimizer.param_groups[0]["params"][0]
+            optimizer.bind(None, views, GapAware())
         p.grad = torch.ones(3)
         optimizer.step()  # nothing has changed
         assert optimizer.state[p].keys() == {"momentum_buffer"}
@@ -326,9 +379,9 @@ class TestRefusals:
 
     def test_foreign(self) -> None:
         foreign = Foreign(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
-        foreign.correct(None)
+        foreign.bind(None, {})
         with pytest.raises(TypeError, match=r"SGD cannot be corrected by GapAware"):
-            foreign.correct(GapAware())
+            foreign.bind(None, {}, GapAware())
 
 
 def test_braking_has_gradients_of_another_layout_as_well() -> None:
@@ -336,8 +389,8 @@ def test_braking_has_gradients_of_another_layout_as_well() -> None:
     for transposed in (False, True):
         p = nn.Parameter(torch.ones(3, 2))
         optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
-        optimizer.bind(None, {p: torch.zeros(3, 2)})
-        optimizer.correct(AdaptiveBraking(0.5))
+        views = {"momentum_buffer": {p: torch.zeros(3, 2)}}
+        optimizer.bind(None, views, AdaptiveBraking(0.5))
         for step in range(3):
             grad = torch.arange(6.0).reshape(3, 2) - step
             p.grad = grad.T.contiguous().T if transposed else grad

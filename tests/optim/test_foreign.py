@@ -13,7 +13,8 @@ from helpers.foreign_optimizers import FOREIGN, Lion, Replacing
 from torch import nn
 
 from spectrain_ext.optim import SGD
-from spectrain_ext.optim.foreign import Foreign, loose_state, updater_of
+from spectrain_ext.optim.base import updater_of
+from spectrain_ext.optim.foreign import Foreign
 
 
 def params(dtype=torch.float32):
@@ -211,5 +212,5 @@ def test_loose_state():
     optimizer = FOREIGN["Whitened"](params())
     graded(optimizer.param_groups[0]["params"])
     optimizer.step()
-    assert loose_state(optimizer) == []  # all of it on the CPU
-    assert loose_state(SGD(params(), lr=0.1)) == []
+    assert updater_of(optimizer).loose_state() == []  # all of it on the CPU
+    assert SGD(params(), lr=0.1).loose_state() == []

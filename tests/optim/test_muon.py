@@ -262,13 +262,12 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     optimizer.bind(master, buffers)
     assert optimizer.is_bound_to(buffers)
     outs = {p: torch.full_like(p.detach(), 9) for p in ours}
-    sink = optimizer.prediction_sink(outs)
 
     def step(law: Any, none: Sequence[int] = ()) -> None:
         give_gradients(ours, none=none)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = None if p.grad is None else p.grad.to(wide)
-        optimizer.write_with_next_step(sink, law)
+        optimizer.write_with_next_step(outs, law)
         optimizer.step()
         reference.step()
         assert_same(list(master.values()), theirs)
@@ -281,7 +280,7 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     for delay in (1, 2, 4, 7):
         step(st.laws.SecondOrder(delay, 2))
         written(reference.ahead(delay + 2, delay * (delay + 1) / 2))
-        sink.write(delay)
+        optimizer.write_prediction(outs, delay)
         written(reference.ahead(delay))
     updates = buffers["update_buffer"]
     assert optimizer.state[ours[0]]["update_buffer"] is updates[ours[0]]

@@ -166,7 +166,7 @@ def test_an_averaged_momentum_predicts_as_a_sum_does() -> None:
     stages = tanh_stages(3)
     others, data = copy.deepcopy(stages), batches(10)
     average = st.Pipeline(
-        stages, lambda p: st.optim.SGD(p, lr=0.5, momentum=0.9, ema=True), mse, "spectrain"
+        stages, lambda p: st.optim.SGD(p, lr=0.5, momentum=0.9, smoothed=True), mse, "spectrain"
     )
     summed = st.Pipeline(others, lambda p: st.optim.SGD(p, lr=0.05, momentum=0.9), mse, "spectrain")
     assert_close(

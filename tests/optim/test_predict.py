@@ -44,7 +44,7 @@ def test_predict_and_restore(dtype: torch.dtype, steps: float) -> None:
     assert_bits(params, kept)
 
 
-@pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), st.laws.FutureRates(()), (0,)], ids=str)
+@pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), (0,)], ids=str)
 def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> None:
     """Nothing is restored either: a graph of the weights survives the block."""
     params, optimizer = trained(torch.float32)
@@ -215,7 +215,7 @@ def test_misuse_of_prediction_raises_and_changes_nothing() -> None:
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         lambda: copy.deepcopy(optimizer),
         lambda: pickle.dumps(optimizer),
-        lambda: optimizer.bind(None, {p: torch.empty_like(p) for p in params}),
+        lambda: optimizer.bind(None, {"momentum_buffer": {p: torch.empty_like(p) for p in params}}),
     ):
         with pytest.raises(RuntimeError, match="predicted"):
             misuse()

@@ -1,4 +1,4 @@
-"""Tests optim.SGD's extras: averaged momentum and decoupled weight decay."""
+"""Tests optim.SGD's extras: smoothed gradients and decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from helpers.optim_cases import assert_same, bits, give_gradients, make_params, 
 import spectrain_ext as st
 
 OPTIONS = [
-    {"ema": ema, "decoupled_weight_decay": decoupled, "nesterov": nesterov, "maximize": maximize}
-    for ema, decoupled, nesterov, maximize in itertools.product((False, True), repeat=4)
+    {
+        "smoothed": smoothed,
+        "decoupled_weight_decay": decoupled,
+        "nesterov": nesterov,
+        "maximize": maximize,
+    }
+    for smoothed, decoupled, nesterov, maximize in itertools.product((False, True), repeat=4)
 ]
 
 
@@ -35,7 +40,7 @@ def test_many_steps_match_the_formulas(options: dict[str, Any], dtype: torch.dty
                 w = w * (1 - 0.05 * 0.1)
             else:
                 g = g + 0.1 * w
-            gain = 0.2 if options["ema"] else 1.0
+            gain = 0.2 if options["smoothed"] else 1.0
             v = momentum[i]
             v = gain * g if v is None else 0.8 * v + gain * g
             momentum[i] = v
@@ -49,7 +54,7 @@ def test_many_steps_match_the_formulas(options: dict[str, Any], dtype: torch.dty
 def test_an_average_is_a_sum_at_another_learning_rate() -> None:
     ours = make_params()
     theirs = twins(ours)
-    optimizer = st.optim.SGD(ours, lr=0.5, momentum=0.9, ema=True)
+    optimizer = st.optim.SGD(ours, lr=0.5, momentum=0.9, smoothed=True)
     reference = torch.optim.SGD(theirs, lr=0.05, momentum=0.9)
     for _ in range(10):
         give_gradients(ours, theirs)
@@ -62,7 +67,9 @@ def test_groups_may_differ_in_the_extras() -> None:
     ours = make_params()
     theirs = twins(ours)
     optimizer = st.optim.SGD(
-        [{"params": ours[:3], "ema": True, "lr": 0.5}, {"params": ours[3:]}], lr=0.1, momentum=0.9
+        [{"params": ours[:3], "smoothed": True, "lr": 0.5}, {"params": ours[3:]}],
+        lr=0.1,
+        momentum=0.9,
     )
     reference = torch.optim.SGD(
         [{"params": theirs[:3], "lr": 0.05}, {"params": theirs[3:]}], lr=0.1, momentum=0.9
@@ -77,12 +84,12 @@ def test_groups_may_differ_in_the_extras() -> None:
 
 def test_the_extras_are_keys_of_the_groups_only_where_asked_for() -> None:
     plain = st.optim.SGD(make_params(), lr=0.1, momentum=0.9)
-    extra = st.optim.SGD(make_params(), lr=0.1, momentum=0.9, ema=True)
-    assert "ema" not in plain.param_groups[0]
-    assert extra.param_groups[0]["ema"] is True
+    extra = st.optim.SGD(make_params(), lr=0.1, momentum=0.9, smoothed=True)
+    assert "smoothed" not in plain.param_groups[0]
+    assert extra.param_groups[0]["smoothed"] is True
     extra.add_param_group({"params": make_params()})
-    assert extra.param_groups[1]["ema"] is True
-    assert copy.deepcopy(extra).param_groups[0]["ema"] is True
+    assert extra.param_groups[1]["smoothed"] is True
+    assert copy.deepcopy(extra).param_groups[0]["smoothed"] is True
 
 
 def test_a_checkpoint_of_torchs_sgd_keeps_the_extras_of_the_optimizer() -> None:
@@ -91,9 +98,9 @@ def test_a_checkpoint_of_torchs_sgd_keeps_the_extras_of_the_optimizer() -> None:
     give_gradients(theirs)
     reference.step()
     ours = twins(theirs)
-    optimizer = st.optim.SGD(ours, momentum=0.5, ema=True)
+    optimizer = st.optim.SGD(ours, momentum=0.5, smoothed=True)
     optimizer.load_state_dict(reference.state_dict())
-    assert optimizer.param_groups[0]["ema"] is True
+    assert optimizer.param_groups[0]["smoothed"] is True
     assert optimizer.param_groups[0]["momentum"] == 0.9
     kept, before = bits(momenta(optimizer, ours)), bits(ours)
     give_gradients(ours)
@@ -108,14 +115,14 @@ def test_a_checkpoint_of_torchs_sgd_keeps_the_extras_of_the_optimizer() -> None:
 @pytest.mark.parametrize(
     "options",
     (
-        {"ema": True},
-        {"ema": True, "momentum": 1.0},
-        {"ema": True, "momentum": 0.9, "dampening": 0.1},
+        {"smoothed": True},
+        {"smoothed": True, "momentum": 1.0},
+        {"smoothed": True, "momentum": 0.9, "dampening": 0.1},
     ),
     ids=str,
 )
 def test_an_average_needs_a_momentum_below_one_and_no_dampening(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="group 0: ema"):
+    with pytest.raises(ValueError, match="group 0: smoothed"):
         st.optim.SGD(make_params(), lr=0.1, **options)
 
 

@@ -268,7 +268,6 @@ def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
     params, optimizer, buffers = bound(name)
     optimizer.bind(None, buffers)
     outs = {p: torch.empty_like(p).detach() for p in params}
-    sink = optimizer.prediction_sink(outs)
     first = params[0]
     if how == "deleted":
         del optimizer.state[first]
@@ -276,7 +275,7 @@ def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
         optimizer.state[first].clear()
     else:
         optimizer.state[first]["exp_avg"] = torch.zeros_like(first).detach()
-    sink.write(2)
+    optimizer.write_prediction(outs, 2)
     assert torch.equal(outs[first], first.detach())
     assert not torch.equal(outs[params[5]], params[5].detach())
     assert (buffers["exp_avg"][first] == 0).all()

@@ -25,7 +25,7 @@ OPTIMIZERS = {
         torch.optim.SGD,
         {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.05},
     ),
-    "average": (st.optim.SGD, AveragingSGD, {"lr": 0.3, "momentum": 0.9, "ema": True}),
+    "average": (st.optim.SGD, AveragingSGD, {"lr": 0.3, "momentum": 0.9, "smoothed": True}),
     "decoupled": (
         st.optim.SGD,
         AveragingSGD,

@@ -97,7 +97,7 @@ class Steps:
         penalized = gradient if decoupled else gradient + decay * weight
         if self.name == "spike":
             mu, delay = group["momentum"], self.numbers[0]
-            taken = 1 - mu if group.get("ema") else 1 - group.get("dampening", 0)
+            taken = 1 - mu if group.get("smoothed") else 1 - group.get("dampening", 0)
             late = (1 - mu**delay) / (1 - mu) * taken * penalized
             return kept, mu**delay * self.velocity(p) + late
         state = self.optimizer.state[p]

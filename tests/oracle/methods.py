@@ -107,7 +107,7 @@ METHODS = {
     "spectrain": SPECTRAIN,
     "spectrain-local": Definition(forward="counted"),
     "spectrain-stash": Definition(forward=local, backward="stash"),
-    "spectrain-ema": replace(SPECTRAIN, averaged=True),
+    "spectrain-smoothed": replace(SPECTRAIN, averaged=True),
     "second-order": SECOND_ORDER,
     "pipeoptim": Definition(forward=local),
     "xpipe": Definition(

@@ -1,4 +1,4 @@
-"""SGD with averaged momentum and decoupled weight decay, which torch.optim.SGD does not have."""
+"""SGD with smoothed gradients and decoupled weight decay, which torch.optim.SGD does not have."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 class AveragingSGD(torch.optim.Optimizer):
-    """v = mu*v + (1 - mu)*g from v = 0 with ``ema``; W shrinks by lr*decay if decoupled."""
+    """v = mu*v + (1 - mu)*g from v = 0 with ``smoothed``; W shrinks by lr*decay if decoupled."""
 
     def __init__(self, params, lr, **options):
         options = {
             "momentum": 0.9,
             "weight_decay": 0.0,
             "nesterov": False,
-            "ema": False,
+            "smoothed": False,
             "decoupled_weight_decay": False,
             **options,
         }
@@ -23,7 +23,7 @@ class AveragingSGD(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             lr, mu, decay = group["lr"], group["momentum"], group["weight_decay"]
-            gain = 1 - mu if group["ema"] else 1
+            gain = 1 - mu if group["smoothed"] else 1
             for p in group["params"]:
                 if p.grad is None:
                     continue

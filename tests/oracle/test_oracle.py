@@ -54,7 +54,7 @@ def test_the_oracle_tells_the_methods_apart():
     groups = (
         ("auto", "zb-h1-async"),  # except for microbatches that two methods handle differently
         ("sync", "gpipe", "1f1b", "zb-h1", "interleaved"),
-        ("spectrain", "spectrain-ema"),
+        ("spectrain", "spectrain-smoothed"),
         ("pipeoptim", "lwp-v", "lwp-w"),  # W - W_prev is -lr*v while lr is constant
     )
     same = {frozenset(pair) for group in groups for pair in combinations(group, 2)}
@@ -132,7 +132,7 @@ def test_the_linear_law_of_adam_repeats_an_update_without_its_decay():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_an_average_is_a_sum_at_another_rate(nesterov):
     torch.manual_seed(1)
-    average, _ = after_three_updates(AveragingSGD, lr=0.5, ema=True, nesterov=nesterov)
+    average, _ = after_three_updates(AveragingSGD, lr=0.5, smoothed=True, nesterov=nesterov)
     torch.manual_seed(1)
     summed, _ = after_three_updates(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=nesterov)
     close(average.detach(), summed.detach())

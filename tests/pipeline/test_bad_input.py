@@ -126,14 +126,14 @@ def test_windows():
 def test_optimizers_that_a_method_is_not_defined_for():
     refused(
         ValueError,
-        r"optimizer: stages\[0\] has AdamW, and method 'spectrain-ema' is defined for sgd",
+        r"optimizer: stages\[0\] has AdamW, and method 'spectrain-smoothed' is defined for sgd",
         optimizer=lambda params: st.optim.AdamW(params),
-        method="spectrain-ema",
+        method="spectrain-smoothed",
     )
     refused(
         ValueError,
-        r"stages\[0\] under method 'spectrain-ema': parameter group 0 has no averaged momentum",
-        method="spectrain-ema",
+        r"stages\[0\] under method 'spectrain-smoothed': parameter group 0 has no smoothed mom",
+        method="spectrain-smoothed",
     )
     for kind, family in ((st.optim.Adam, "adam"), (st.optim.NAdam, "nadam")):
         others = tuple(f for f in ("sgd", "adam", "adamw", "nadam") if f != family)
@@ -467,7 +467,7 @@ def test_an_optimizer_that_is_bound_already():
     def optimizer(params):
         made.append(sgd()(params))
         if len(made) == 2:
-            made[-1].bind(None, {p: torch.zeros_like(p) for p in params})
+            made[-1].bind(None, {"momentum_buffer": {p: torch.zeros_like(p) for p in params}})
         return made[-1]
 
     before = [p.detach().clone() for stage in stages for p in stage.parameters()]

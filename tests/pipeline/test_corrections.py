@@ -42,8 +42,7 @@ def stepped(correction, optimizer, updates=5):
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(7))
     made = optimizer([p])
-    made.bind(None, {key: {p: torch.zeros(7)} for key in made.buffer_keys})
-    made.correct(correction)
+    made.bind(None, {key: {p: torch.zeros(7)} for key in made.buffer_keys}, correction)
     for _ in range(updates):
         p.grad = torch.randn(7)
         made.step()
@@ -62,8 +61,8 @@ def test_a_spike_takes_what_all_of_an_impulse_would_in_the_end(delay):
     """a/(1 - mu) + b = 1/(1 - mu): the sum rule, for one gradient and 399 updates."""
     p = nn.Parameter(torch.zeros(1))
     made = sgd(lr=1.0)([p])
-    made.bind(None, {"momentum_buffer": {p: torch.zeros(1)}})
-    made.correct(corrections.SpikeCompensation(delay))
+    views = {"momentum_buffer": {p: torch.zeros(1)}}
+    made.bind(None, views, corrections.SpikeCompensation(delay))
     for update in range(400):
         p.grad = torch.ones(1) if update == 0 else torch.zeros(1)
         made.step()
@@ -79,8 +78,7 @@ def test_braking_of_half_precision_has_its_angle_in_single(momentum):
     p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     made = st.optim.SGD([p], lr=1.0, momentum=0.5, momentum_dtype=momentum)
     views = {"momentum_buffer": {p: torch.zeros(3, dtype=momentum or torch.bfloat16)}}
-    made.bind(None, views)
-    made.correct(corrections.AdaptiveBraking(0.5))
+    made.bind(None, views, corrections.AdaptiveBraking(0.5))
     found = []
     for gradient in ([1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [0.0, 4.0, 0.0]):
         p.grad = torch.tensor(gradient, dtype=torch.bfloat16)
@@ -93,7 +91,7 @@ def test_braking_of_half_precision_has_its_angle_in_single(momentum):
 
 def test_error_feedback_is_twice_an_update_less_the_one_before():
     """W' = W - lr*(2u' - u) equals a plain step plus its change from the previous step."""
-    for optimizer in (sgd(weight_decay=0.1), sgd(ema=True, maximize=True)):
+    for optimizer in (sgd(weight_decay=0.1), sgd(smoothed=True, maximize=True)):
         torch.manual_seed(0)
         start = torch.randn(7)
         found = [start] + [stepped(corrections.ErrorFeedback(), optimizer, n) for n in range(1, 4)]
@@ -363,8 +361,8 @@ def test_braking_is_the_same_up_and_down():
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(7, dtype=torch.float64))
         opt = st.optim.SGD([p], lr=0.1, momentum=0.9, maximize=maximize)
-        opt.bind(None, {key: {p: torch.zeros_like(p)} for key in opt.buffer_keys})
-        opt.correct(corrections.AdaptiveBraking(1.0))
+        views = {key: {p: torch.zeros_like(p)} for key in opt.buffer_keys}
+        opt.bind(None, views, corrections.AdaptiveBraking(1.0))
         for _ in range(6):
             p.grad = None
             (sign * (p**4).sum()).backward()
@@ -388,8 +386,8 @@ def test_braking_many_parameters_takes_no_more_operators():
     for n in (2, 40):
         params = [nn.Parameter(torch.zeros(3)) for _ in range(n)]
         made = sgd()(params)
-        made.bind(None, {key: {p: torch.zeros(3) for p in params} for key in made.buffer_keys})
-        made.correct(corrections.AdaptiveBraking(0.5))
+        views = {key: {p: torch.zeros(3) for p in params} for key in made.buffer_keys}
+        made.bind(None, views, corrections.AdaptiveBraking(0.5))
         for _ in range(2):
             for p in params:
                 p.grad = torch.ones(3)

@@ -15,7 +15,7 @@ import spectrain_ext as st
 pytestmark = pytest.mark.cuda
 _STAGES, _WIDTH, _CLASSES = 4, 24, 5
 # Methods for plain SGD, four stages and any number of microbatches.
-_OTHERS = ("spectrain-ema", "pipedream-2bw", "error-feedback", "xgrad")
+_OTHERS = ("spectrain-smoothed", "pipedream-2bw", "error-feedback", "xgrad")
 _METHODS = [m for m in st.methods() if m not in _OTHERS]
 
 

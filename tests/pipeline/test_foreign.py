@@ -385,8 +385,10 @@ def test_what_no_law_but_the_difference_can_predict():
             st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, name)
     with pytest.raises(ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW"):
         st.Pipeline(tanh_stages(2), FOREIGN["AdamW"], mse, "spectrain")
-    with pytest.raises(ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for"):
-        st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, "spectrain-ema")
+    with pytest.raises(
+        ValueError, match=r"has Lion, and method 'spectrain-smoothed' is defined for"
+    ):
+        st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, "spectrain-smoothed")
     Compared(tanh_stages(1), "spectrain", optimizer=(FOREIGN["Lion"],) * 2).run(batches(3))
 
 

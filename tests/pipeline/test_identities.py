@@ -78,7 +78,7 @@ def same_bits(found, expected):
 def test_no_horizon_is_no_prediction(name, n, count, m, window):
     """s = 0 and no correction is vanilla, or pipedream if backwards use the forward's weights."""
     method = find_method(name)
-    averaged = name == "spectrain-ema"
+    averaged = name == "spectrain-smoothed"
     without = dataclasses.replace(
         method,
         forward_horizon=lambda place: 0,
@@ -91,7 +91,7 @@ def test_no_horizon_is_no_prediction(name, n, count, m, window):
     stages, data = tanh_stages(n), batches(count, size=4)
     other = "pipedream" if method.backward == "stash" else "vanilla"
     found, expected = (
-        trained(stages, data, x, sgd(ema=averaged), microbatches=m, window=window)
+        trained(stages, data, x, sgd(smoothed=averaged), microbatches=m, window=window)
         for x in (without, other)
     )
     assert_same(found, expected, same_bits)
@@ -108,8 +108,8 @@ def test_one_stage_is_synchronous_training(name, count, m, options):
     if name == "xpipe":  # its microbatches wait for each other, even on one stage
         m = 1
     stages, data = tanh_stages(1, layers=3), batches(count, size=5)
-    averaged = name == "spectrain-ema"  # a sum's lr is an average's lr*(1 - mu)
-    optimizer = sgd(lr=0.5, ema=True, **options) if averaged else sgd(**options)
+    averaged = name == "spectrain-smoothed"  # a sum's lr is an average's lr*(1 - mu)
+    optimizer = sgd(lr=0.5, smoothed=True, **options) if averaged else sgd(**options)
     found = trained(stages, data, name, optimizer, microbatches=m)
     assert_same(found, one_device(stages, data, **options))
 

@@ -53,8 +53,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def ema(params):
-    return st.optim.SGD(params, lr=0.1, momentum=0.9, ema=True)
+def smoothed(params):
+    return st.optim.SGD(params, lr=0.1, momentum=0.9, smoothed=True)
 
 
 def undampened(params):
@@ -67,7 +67,7 @@ def case_of(name):
         return Case(method, **settings)
     return Case(
         name,
-        optimizer={"spectrain-ema": ema, "error-feedback": undampened}.get(name, sgd),
+        optimizer={"spectrain-smoothed": smoothed, "error-feedback": undampened}.get(name, sgd),
         microbatches=3 if name in ("pipedream-2bw", "error-feedback") else 1,
     )
 

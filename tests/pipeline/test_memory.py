@@ -60,7 +60,7 @@ def windows_of(method, n, m, window):
 def pipeline(method, n, m, window=None, **more):
     if window is not None:
         more["window"] = window
-    optimizer = sgd(lr=0.1, ema=METHODS[method].averaged)
+    optimizer = sgd(lr=0.1, smoothed=METHODS[method].averaged)
     stages = [stage() for _ in range(n)]
     return st.Pipeline(stages, optimizer, mse, method, microbatches=m, **more)
 
@@ -248,7 +248,7 @@ def test_recomputed_blocks_keep_their_inputs():
 
 # Predicted from the schedule, and measured: with masters, and with stages without weights
 
-NAMES = [name for name in st.methods() if name not in ("spectrain-ema", "xgrad")]
+NAMES = [name for name in st.methods() if name not in ("spectrain-smoothed", "xgrad")]
 
 
 @pytest.mark.parametrize("method", NAMES)

@@ -157,7 +157,9 @@ def test_any_combination(method, n, runs, sizes, parts, decay, leave):
         parts = max(parts, n)
     optimizer = (sgd(), torch_sgd())
     if definition.averaged:
-        optimizer = tuple(lambda p, k=k: k(p, lr=0.5, momentum=0.9, ema=True) for k in AVERAGING)
+        optimizer = tuple(
+            lambda p, k=k: k(p, lr=0.5, momentum=0.9, smoothed=True) for k in AVERAGING
+        )
     compared = Compared(
         tanh_stages(n), method, optimizer=optimizer, scheduler=scheduler, microbatches=parts
     )

@@ -24,7 +24,7 @@ from torch import nn
 
 import spectrain_ext as st
 
-METHODS = [name for name in st.methods() if name not in ("xgrad", "spectrain-ema")]
+METHODS = [name for name in st.methods() if name not in ("xgrad", "spectrain-smoothed")]
 
 
 def tied(n, places=(0, -1)):

@@ -58,7 +58,7 @@ def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bo
     method = find_method(name)
     pipe = st.Pipeline(
         stages_of(WIDTH)[:n],
-        st.optim.AdamW if adam else lambda params: sgd(params, ema=method.direction == "ema"),
+        st.optim.AdamW if adam else lambda params: sgd(params, smoothed=method.smoothed),
         nn.functional.mse_loss,
         method,
         microbatches=m,

@@ -97,7 +97,7 @@ def test_all_methods_that_fit_are_compared_and_the_others_named(tmp_path: Path) 
     assert all(math.isfinite(loss) for run in losses.values() for loss in run)
     # methods that flush make the same updates, and an average with its larger rate those of a sum
     assert losses["1f1b"] == losses["gpipe"] == losses["sync"]
-    assert losses["spectrain-ema"] == pytest.approx(losses["spectrain"], rel=1e-4)
+    assert losses["spectrain-smoothed"] == pytest.approx(losses["spectrain"], rel=1e-4)
     assert losses["xgrad"] != losses["sync"]
 
 
@@ -260,7 +260,7 @@ def test_another_optimizer(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert settings["optimizer"] == "nadam"
-    assert "spectrain-ema" in settings["left_out"]
+    assert "spectrain-smoothed" in settings["left_out"]
 
 
 def test_synchronous_training_does_not_depend_on_the_cut(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_every_method_is_the_engines(method, microbatches):
         pytest.skip("needs as many microbatches as stages")
 
     def optimizer(params):
-        if method == "spectrain-ema":
-            return st.optim.SGD(params, lr=0.3, momentum=0.9, ema=True)
+        if method == "spectrain-smoothed":
+            return st.optim.SGD(params, lr=0.3, momentum=0.9, smoothed=True)
         return adamw(params) if "adamw" in find_method(method).families else sgd(params)
 
     sizes = (8, 8, 8, 3, 8, 8, 8)  # one minibatch has fewer samples than microbatches

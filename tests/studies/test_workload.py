@@ -172,11 +172,11 @@ def test_settings_reach_the_optimizer() -> None:
 
 def test_averaged_momentum_makes_the_updates_of_summed_momentum() -> None:
     paths = []
-    for name in ("spectrain", "spectrain-ema"):
+    for name in ("spectrain", "spectrain-smoothed"):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
         optimizer = make_optimizer(_with(), find_method(name), [weight])
-        assert optimizer.param_groups[0].get("ema", False) == (name == "spectrain-ema")
+        assert optimizer.param_groups[0].get("smoothed", False) == (name == "spectrain-smoothed")
         for _ in range(5):
             weight.grad = torch.randn(3, dtype=torch.float64)
             optimizer.step()

@@ -164,8 +164,7 @@ struct Cpu {
   static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
                     [[maybe_unused]] const Rounding& rounding, char* const (&p)[n_streams],
                     Acc* const (&q)[n_streams], int n, Scratch& scratch) {
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
       if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
     });
@@ -178,23 +177,19 @@ struct Cpu {
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::reads) x[s] = at[s][i];
       });
       Rule::apply(step, x);
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::writes && stream<s>::source < 0) at[s][i] = x[s];
       });
       if constexpr (Rule::has_outs) Rule::known(x);
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (keeps<Rule, s> && !rounded<s>) kept[s][i] = x[s];
       });
     }
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
         bool done = false;
         if constexpr (s == 0 && rounds_weights<Rule>()) {
@@ -206,8 +201,7 @@ struct Cpu {
         if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
       }
     });
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (keeps<Rule, s> && rounded<s>) {
 #pragma omp simd
         for (int i = 0; i < n; ++i) {
@@ -225,17 +219,11 @@ struct Cpu {
                    int n, const Scratch& scratch) {
     const auto move = Rule::move(given, t);
     const Acc* at[n_streams];
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
-      at[s] = keeps<Rule, s> ? scratch.wide[s] : q[s];
-    });
+    unroll<n_streams>([&](auto s) { at[s] = keeps<Rule, s> ? scratch.wide[s] : q[s]; });
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
-        x[s] = at[s][i];
-      });
+      unroll<n_streams>([&](auto s) { x[s] = at[s][i]; });
       to[i] = Rule::advance(move, from[i], x);
     }
   }
@@ -261,8 +249,7 @@ struct Cpu {
       const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
       char* p[n_streams];
       Acc* q[n_streams];
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         char* at =
             static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
         // An output that is also read is in the cache already: non-temporal stores cost more.
@@ -273,8 +260,7 @@ struct Cpu {
       Rounding rounding = table.options.rounding;
       if (rounding.stochastic) rounding.start = table.random_state(r, begin);
       block(args, flags, factor, rounding, p, q, n, scratch);
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
       });
       if constexpr (Rule::has_outs) {
@@ -287,9 +273,8 @@ struct Cpu {
         for (int j = 0; j < args.predictions.n_outs; ++j) {
           char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
                      begin * static_cast<int64_t>(sizeof(T));
-          bool read = false;  // whether it is the parameters or the stale weights
-          unroll<n_streams>([&](auto index) {
-            constexpr int s = decltype(index)::value;
+          bool read = false;  // whether it is the parameters
+          unroll<n_streams>([&](auto s) {
             if constexpr (stream<s>::reads) read |= at == p[s];
           });
           prediction(args, j, q, staging.begin(at, past_cache && !read), n, scratch);
@@ -408,17 +393,10 @@ void distances(const Distances& d, bool parallel) {
 
 // find_distances_baseline, find_distances_v3, find_distances_v4
 CpuDistances SPECTRAIN_CONCAT(find_distances_, SPECTRAIN_ISA)(DType t) {
-  switch (t) {
-    case DType::float16:
-      return &distances<Half>;
-    case DType::bfloat16:
-      return &distances<BFloat16>;
-    case DType::float32:
-      return &distances<float>;
-    case DType::float64:
-      return &distances<double>;
-  }
-  return nullptr;
+  return t == DType::float64    ? &distances<double>
+         : t == DType::float32  ? &distances<float>
+         : t == DType::bfloat16 ? &distances<BFloat16>
+                                : &distances<Half>;
 }
 
 // find_kernel_baseline, find_kernel_v3, find_kernel_v4

@@ -1,5 +1,4 @@
 #include "driver.cuh"
-#include "units.h"
 
 namespace spectrain {
 CudaKernel find_cuda_adam_family(KernelKey key) { return find_adam_family<CudaKernel, Cuda>(key); }

@@ -17,9 +17,8 @@ struct Lane {
 //   streams, which are 32 bytes apart between threads, so that every sector is touched twice;
 // - by the widest stream, 4 elements at a time: every access of a warp is contiguous (8 bytes per
 //   thread for 16-bit streams). These need two accesses for 8 elements, and a term's coefficients
-//   are loaded for half as many elements.
-enum class VectorOf { narrowest, widest };
-
+//   are loaded for half as many elements. This is what is done.
+//
 // 256 threads. A thread has two vectors of every stream in flight if they are small, else one; one
 // also if the arithmetic is double and must fit 64 registers. Divisions (Adam) call a slow path
 // whose registers must not spill: 128 registers then, 64 otherwise. Rows with mixed widths also fit
@@ -30,7 +29,6 @@ enum class VectorOf { narrowest, widest };
 // measured.
 struct LaunchPolicy {
   static constexpr int threads = 256;
-  static constexpr VectorOf vector_of = VectorOf::widest;
   static constexpr int unroll(int elements_of_all_streams, bool wide_step) {
     return elements_of_all_streams <= 12 && !wide_step ? 2 : 1;
   }
@@ -95,16 +93,16 @@ struct Packs {
 template <class Rule, int N, int I>
 struct Packs<Rule, N, I, true> {};
 
-// Element size of a rule's narrowest or widest stream or output.
-template <class Rule, VectorOf Of, int I = 0>
+// Element size of a rule's widest or narrowest stream or output.
+template <class Rule, bool Widest, int I = 0>
 constexpr int element_bytes() {
-  constexpr auto of = [](int a, int b) { return (a < b) == (Of == VectorOf::narrowest) ? a : b; };
+  constexpr auto of = [](int a, int b) { return (a > b) == Widest ? a : b; };
   if constexpr (I < Rule::Streams::size) {
     constexpr int own = sizeof(typename stream_t<Rule, I>::type);
     if constexpr (I + 1 == Rule::Streams::size && !Rule::has_outs) {
       return own;
     } else {
-      return of(own, element_bytes<Rule, Of, I + 1>());
+      return of(own, element_bytes<Rule, Widest, I + 1>());
     }
   } else {
     return sizeof(typename Rule::OutType);
@@ -113,16 +111,15 @@ constexpr int element_bytes() {
 
 // Whether streams and outputs have different widths.
 template <class Rule>
-constexpr bool mixed =
-    element_bytes<Rule, VectorOf::narrowest>() != element_bytes<Rule, VectorOf::widest>();
+constexpr bool mixed = element_bytes<Rule, true>() != element_bytes<Rule, false>();
 
-template <class Rule, class Policy = LaunchPolicy>
+template <class Rule>
 struct Body {
   using Acc = typename Rule::Acc;
   using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
-  static constexpr int vector = sizeof(Quad) / element_bytes<Rule, Policy::vector_of>();
-  static constexpr int in_flight = Policy::unroll(
+  static constexpr int vector = sizeof(Quad) / element_bytes<Rule, true>();
+  static constexpr int in_flight = LaunchPolicy::unroll(
       vector * n_streams, sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides);
   template <int I>
   using stream = stream_t<Rule, I>;
@@ -142,8 +139,7 @@ struct Body {
 
   template <int N>
   SPECTRAIN_HD void load(Packs<Rule, N>& packs, int64_t element) const {
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::reads) packs.template get<s>().load(at<s>(element));
     });
   }
@@ -155,8 +151,7 @@ struct Body {
     if constexpr (rounds_weights<Rule>()) {
       if (table.options.rounding.stochastic) random = table.random_state(row, element);
     }
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::source >= 0) {
         packs.template get<stream<s>::source>().store(at<s>(element));
       }
@@ -164,13 +159,11 @@ struct Body {
     SPECTRAIN_UNROLL
     for (int e = 0; e < N; ++e) {
       Acc x[n_streams] = {};
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
       });
       Rule::apply(Rule::step(args, flags, factor), x);
-      unroll<n_streams>([&](auto index) {
-        constexpr int s = decltype(index)::value;
+      unroll<n_streams>([&](auto s) {
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
           if constexpr (s == 0 && rounds_weights<Rule>()) {
@@ -182,19 +175,16 @@ struct Body {
         }
       });
       if constexpr (Rule::has_outs) {
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
         });
         Rule::known(x);
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (keeps<Rule, s>) kept[s][e] = x[s];
         });
       }
     }
-    unroll<n_streams>([&](auto index) {
-      constexpr int s = decltype(index)::value;
+    unroll<n_streams>([&](auto s) {
       if constexpr (stream<s>::writes && stream<s>::source < 0) {
         packs.template get<s>().store(at<s>(element));
       }
@@ -241,8 +231,7 @@ struct Body {
       SPECTRAIN_UNROLL
       for (int e = 0; e < Count; ++e) {
         Acc x[n_streams] = {};
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
+        unroll<n_streams>([&](auto s) {
           if constexpr (keeps<Rule, s>) {
             x[s] = kept[s][first + e];
           } else {

@@ -1,5 +1,4 @@
 #include "driver.cuh"
-#include "units.h"
 
 namespace spectrain {
 CudaKernel find_cuda_copy_family(KernelKey key) { return find_copy_family<CudaKernel, Cuda>(key); }

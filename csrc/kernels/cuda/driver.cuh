@@ -7,9 +7,9 @@
 #include <atomic>
 
 #include "body.h"
-#include "capacity.h"
 #include "enqueue.cuh"
 #include "kernels/instances.h"
+#include "units.h"
 
 namespace spectrain {
 
@@ -28,8 +28,7 @@ struct ParameterTable {
   static size_t settings_bytes(int n_settings) {
     return (n_settings * sizeof(Args) + alignof(Row) - 1) / alignof(Row) * alignof(Row);
   }
-  template <class Rule>
-  void fill(const TableView& view, Settings settings) {
+  void fill(const TableView& view, Settings settings, void (*make)(Settings, void*)) {
     n_rows = view.n_rows;
     n_streams = view.n_streams;
     chunk_begin = view.chunk_begin;
@@ -37,11 +36,7 @@ struct ParameterTable {
     options = view.options;
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
-    for (int i = 0; i < settings.size; ++i) {
-      Args args;
-      Rule::make(settings.data[i], args);
-      memcpy(storage + i * sizeof(Args), &args, sizeof(Args));
-    }
+    make(settings, storage);
     memcpy(storage + rows_at, view.rows, n_rows * sizeof(Row));
     memcpy(storage + pointers_at, view.pointers, n_rows * n_streams * sizeof(void*));
   }
@@ -62,19 +57,16 @@ __device__ __forceinline__ void run_body(const void* arguments, const TableView&
                   {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
-// With 64 registers, corrected steps with mixed widths and divisions spill 40 bytes on sm_100 and
-// later.
 template <class Rule, size_t Bytes>
-__global__ void __launch_bounds__(
-    LaunchPolicy::threads,
-    LaunchPolicy::blocks_per_multiprocessor(Rule::divides, mixed<Rule> && !is_corrected<Rule>))
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides,
+                                                                          mixed<Rule>))
     run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
   run_body<Rule>(table.storage, table.view());
 }
 
 // Rows and pointers are in device memory. Arguments are too, or here if they are few and made by
 // the host.
-template <class Args>
 struct ResidentTable {
   TableView view;
   const void* arguments;  // null: in storage
@@ -86,7 +78,7 @@ struct ResidentTable {
 template <class Rule>
 __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides, false))
-    run_resident(const __grid_constant__ ResidentTable<typename Rule::Args> table) {
+    run_resident(const __grid_constant__ ResidentTable table) {
   auto* arguments = reinterpret_cast<uint32_t*>(shared_memory);
   if (table.arguments != nullptr) {
     const auto* from = global(static_cast<const uint32_t*>(table.arguments));
@@ -107,20 +99,24 @@ template <class Rule>
 struct Cuda {
   using Args = typename Rule::Args;
 
-  // The number of blocks that a device runs at once, queried once per device.
+  // One block per chunk, at most as many as the device runs at once, which is queried once.
   template <auto Kernel>
-  static cudaError_t resident_blocks(int device, int* blocks) {
+  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
     constexpr int kMaxDevices = 64;
     static std::atomic<int> known[kMaxDevices];
-    if (device < kMaxDevices && (*blocks = known[device].load()) > 0) return cudaSuccess;
-    int per_multiprocessor = 0, multiprocessors = 0;
-    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
-                                                                      LaunchPolicy::threads, 0);
-    if (error != cudaSuccess) return error;
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    *blocks = per_multiprocessor * multiprocessors;
-    if (device < kMaxDevices) known[device].store(*blocks);
+    *blocks = device < kMaxDevices ? known[device].load() : 0;
+    if (*blocks == 0) {
+      int per_multiprocessor = 0, multiprocessors = 0;
+      cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, Kernel,
+                                                                        LaunchPolicy::threads, 0);
+      if (error != cudaSuccess) return error;
+      error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      if (error != cudaSuccess) return error;
+      *blocks = per_multiprocessor * multiprocessors;
+      if (device < kMaxDevices) known[device].store(*blocks);
+    }
+    const uint32_t chunks = view.chunk_end - view.chunk_begin;
+    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
     return cudaSuccess;
   }
 
@@ -128,17 +124,8 @@ struct Cuda {
   static cudaError_t launch_with(const TableView& view, Settings settings, int blocks,
                                  void* stream) {
     ParameterTable<Args, Bytes> table;
-    table.template fill<Rule>(view, settings);
+    table.fill(view, settings, make_arguments);
     return enqueue(run_table<Rule, Bytes>, blocks, LaunchPolicy::threads, table, stream);
-  }
-
-  // One block per chunk, at most as many as run at once.
-  template <auto Kernel>
-  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
-    const cudaError_t error = resident_blocks<Kernel>(device, blocks);
-    const uint32_t chunks = view.chunk_end - view.chunk_begin;
-    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
-    return error;
   }
 
   static const char* launch(const TableView& view, Settings settings, int device, void* stream) {
@@ -151,34 +138,34 @@ struct Cuda {
                        : launch_with<kLargeTable>(view, settings, blocks, stream));
   }
 
-  static size_t argument_words(int n_settings) {
-    return (n_settings * sizeof(Args) + sizeof(uint32_t) - 1) / sizeof(uint32_t);
+  static void make_arguments(Settings settings, void* to) {
+    for (int i = 0; i < settings.size; ++i) {
+      Args args;
+      Rule::make(settings.data[i], args);
+      memcpy(static_cast<char*>(to) + i * sizeof(Args), &args, sizeof(Args));
+    }
   }
 
-  // `view` refers to device memory; so does `prepared`, which is null for plain settings.
-  static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
+  // `view` refers to device memory.
+  static const char* launch_resident(const TableView& view, const CudaArguments& arguments,
                                      int device, void* stream) {
     int blocks = 0;
     if (const cudaError_t error = blocks_for<run_resident<Rule>>(view, device, &blocks)) {
       return words(error);
     }
-    ResidentTable<Args> table;
+    ResidentTable table;
     table.view = view;
-    table.arguments = prepared;
-    table.n_words = static_cast<uint32_t>(argument_words(settings.size));
-    if (prepared == nullptr) {
-      for (int i = 0; i < settings.size; ++i) {
-        Args args;
-        Rule::make(settings.data[i], args);
-        memcpy(reinterpret_cast<char*>(table.storage) + i * sizeof(Args), &args, sizeof(Args));
-      }
-    }
+    table.arguments = arguments.on_device;
+    table.n_words =
+        static_cast<uint32_t>((arguments.bytes + sizeof(uint32_t) - 1) / sizeof(uint32_t));
+    if (arguments.on_device == nullptr) memcpy(table.storage, arguments.on_host, arguments.bytes);
     return words(enqueue(run_resident<Rule>, blocks, LaunchPolicy::threads, table, stream,
                          table.n_words * sizeof(uint32_t)));
   }
 
   static CudaKernel kernel() {
-    return {&launch, &launch_resident, static_cast<int>(sizeof(Args)), Body<Rule>::vector};
+    return {&launch, &launch_resident, &make_arguments, static_cast<int>(sizeof(Args)),
+            Body<Rule>::vector};
   }
 };
 

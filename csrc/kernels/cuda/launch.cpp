@@ -4,10 +4,9 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
+#include <vector>
 
-#include "capacity.h"
 #include "device.h"
 #include "units.h"
 
@@ -66,18 +65,10 @@ TableView moved(TableView view, const void* at) {
 
 }  // namespace
 
-bool cuda_built() { return true; }
-
-std::vector<std::string> cuda_architectures() {
-  std::vector<std::string> list;
-  std::istringstream words(SPECTRAIN_CUDA_ARCHITECTURES);
-  for (std::string word; words >> word;) list.push_back(word);
-  return list;
+CudaBuild cuda_build() {
+  return {true, SPECTRAIN_CUDA_ARCHITECTURES, SPECTRAIN_CUDA_ARCHITECTURES_WHY,
+          SPECTRAIN_CUDA_COMPILER_VERSION};
 }
-
-std::string cuda_architectures_why() { return SPECTRAIN_CUDA_ARCHITECTURES_WHY; }
-
-std::string cuda_compiler_version() { return SPECTRAIN_CUDA_COMPILER_VERSION; }
 
 int cuda_device_count(std::string* why) {
   int count = 0;
@@ -144,16 +135,22 @@ int launch_cuda_resident(const CudaLaunch& given, const Resident& table) {
   if (layout.argument_bytes > kSharedBytes) refuse_groups(given);
   auto* at = static_cast<char*>(table.memory);
   int launches = table.write ? write_table(view, at, device, stream) : 0;
-  void* arguments = nullptr;
-  if (table.program != nullptr || layout.argument_bytes > kSmallTable) {
-    arguments = at + layout.arguments_at;
-    const PrepareRequest request{
-        key.operation, key.w,
-        settings,      table.program != nullptr ? table.program->view() : ProgramView{},
-        arguments,     static_cast<size_t>(kernel.setting_bytes)};
-    check(enqueue_prepare(request, stream, &launches), device);
+  std::vector<char> on_host(layout.argument_bytes);
+  CudaArguments arguments{on_host.data(), nullptr, on_host.size()};
+  char* on_device = at + layout.arguments_at;
+  if (table.reads_rate) {
+    check(enqueue_prepare({key, settings, on_device, static_cast<size_t>(kernel.setting_bytes)},
+                          stream, &launches),
+          device);
+    arguments.on_device = on_device;
+  } else {
+    kernel.make_arguments(settings, on_host.data());
+    if (on_host.size() > kSmallTable) {
+      check(enqueue_write(on_device, on_host.data(), on_host.size(), stream, &launches), device);
+      arguments.on_device = on_device;
+    }
   }
-  check(kernel.launch_resident(moved(view, at), settings, arguments, device, stream), device);
+  check(kernel.launch_resident(moved(view, at), arguments, device, stream), device);
   return launches + 1;
 }
 

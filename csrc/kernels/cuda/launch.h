@@ -2,18 +2,17 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
-#include "core/program.h"
 #include "kernels/kernels.h"
 #include "rules/distance.h"
 
 namespace spectrain {
 
-bool cuda_built();
-std::vector<std::string> cuda_architectures();
-std::string cuda_architectures_why();
-std::string cuda_compiler_version();
+struct CudaBuild {
+  bool built;
+  const char *architectures, *why, *compiler;  // what it is for, separated by spaces
+};
+CudaBuild cuda_build();
 
 // Returns the number of usable devices. If 0, `why` has the reason.
 int cuda_device_count(std::string* why);
@@ -45,9 +44,9 @@ size_t resident_bytes(const CudaLaunch&);
 
 // A table in device memory.
 struct Resident {
-  void* memory;            // of resident_bytes()
-  bool write;              // write the table there first
-  const Program* program;  // computes the settings' placeholders; null: none
+  void* memory;     // of resident_bytes()
+  bool write;       // write the table there first
+  bool reads_rate;  // a setting has a learning rate in device memory
 };
 
 // Launches on a resident table and returns the number of launches.

@@ -1,5 +1,4 @@
 #include "driver.cuh"
-#include "units.h"
 
 namespace spectrain {
 CudaKernel find_cuda_sgd_family(KernelKey key) { return find_sgd_family<CudaKernel, Cuda>(key); }

@@ -10,10 +10,7 @@ const char* const kNoCuda =
     "and rebuild from the sources: SPECTRAIN_CUDA=1 pip install --force-reinstall --no-deps .";
 }
 
-bool cuda_built() { return false; }
-std::vector<std::string> cuda_architectures() { return {}; }
-std::string cuda_architectures_why() { return ""; }
-std::string cuda_compiler_version() { return ""; }
+CudaBuild cuda_build() { return {false, "", "", ""}; }
 
 int cuda_device_count(std::string* why) {
   *why = kNoCuda;

@@ -1,11 +1,28 @@
-// Functions of the *.cu files that launch.cpp uses.
+// Functions of the *.cu files that launch.cpp uses, and the limits of what a launch takes.
 #pragma once
 
-#include "core/program.h"
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
 #include "kernels/kernels.h"
 #include "rules/distance.h"
 
 namespace spectrain {
+
+// Kernel parameters have 32,764 bytes from CUDA 12.1 on, 4,096 before. Most calls have few rows,
+// for which a smaller table avoids copying 32 KB at every launch.
+constexpr size_t kSmallTable = 3584;
+#if defined(SPECTRAIN_LARGE_TABLE)  // a test's, for which few rows are many
+constexpr size_t kLargeTable = SPECTRAIN_LARGE_TABLE;
+#elif CUDART_VERSION >= 12010
+constexpr size_t kLargeTable = 32256;
+#else
+constexpr size_t kLargeTable = kSmallTable;
+#endif
+
+// Shared memory of a block.
+constexpr size_t kSharedBytes = 48 * 1024;
 
 // Returns no launcher if there is no such kernel.
 CudaKernel find_cuda_copy_family(KernelKey);
@@ -18,11 +35,10 @@ CudaKernel find_cuda_adam_family(KernelKey);
 const char* enqueue_distances(DType, const Distances& d, void* stream);
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
+// Arguments of a kernel of SGD, whose learning rates are in device memory.
 struct PrepareRequest {
-  Operation operation;
-  DType weights;
+  KernelKey key;
   Settings settings;
-  ProgramView program;
   void* to;
   size_t stride;  // between the arguments of two groups
 };

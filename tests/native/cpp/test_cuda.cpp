@@ -172,14 +172,17 @@ struct Operation_ {
   bool may_be_long = false;  // stands for all of them where lists are long
 };
 
-// With a number that the kernel reads in memory.
-void computed(const Twins& twins, Plan& plan, const std::function<void(double)>& call) {
-  plan.program.inputs = {{twins.number_of(plan), InputType::float64}};
-  plan.program.constants = {2.0};
-  plan.program.code = {{0, 1, Opcode::multiply}};
-  call(placeholder(2));
-  plan.program = {};
+// With a learning rate that the kernel reads in memory.
+void with_rate(const Twins& twins, Plan& plan, const std::function<void()>& call) {
+  plan.rates.assign(plan.n_groups(), {twins.number_of(plan), true});
+  plan.rates.back() = {};  // the last group has a number
+  call();
+  plan.rates = {};
 }
+
+// A step by lr and its prediction with decoupled decay, lr in memory.
+constexpr Term kByRate{1.0, 0.0, 0.0, 1.0, -0.01, 1.0, 0.0};
+constexpr Term kAheadByRate{1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 0.0};
 
 const std::vector<Operation_>& operations() {
   static const std::vector<Operation_> list = {
@@ -187,9 +190,11 @@ const std::vector<Operation_>& operations() {
        true, true},
       {"predict of Adam",
        [](const Twins&, Plan& p, void* s) { p.predict(adam(p), terms_of(p), p.outs[1], s); }, true},
-      {"predict, a number in memory",
+      {"predict, a learning rate in memory",
        [](const Twins& t, Plan& p, void* s) {
-         computed(t, p, [&](double x) { p.predict({}, terms_of(p, x), p.outs[0], s); });
+         Plan::Terms terms = terms_of(p);
+         terms[0] = {kAheadByRate};
+         with_rate(t, p, [&] { p.predict({}, terms, p.outs[0], s); });
        },
        true, true},
       {"predict in place",
@@ -204,19 +209,17 @@ const std::vector<Operation_>& operations() {
        [](const Twins&, Plan& p, void* s) {
          p.sgd_step_({settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}}, {}, true, s);
        }},
-      {"SGD step, a number in memory",
+      {"SGD step, a learning rate in memory",
        [](const Twins& t, Plan& p, void* s) {
-         computed(t, p, [&](double x) {
-           p.sgd_step_({settings_of(p, x), {{1, terms_of(p, x)}}}, {}, true, s);
-         });
+         std::vector<Setting> settings = settings_of(p);
+         settings[0].step = kByRate;
+         Plan::Terms terms = terms_of(p);
+         terms[0] = {kAheadByRate};
+         with_rate(t, p,
+                   [&] { p.sgd_step_({settings, {{0, terms}, {1, terms_of(p)}}}, {}, true, s); });
        }},
       {"Adam step", [](const Twins&, Plan& p,
                        void* s) { p.adam_step_({settings_of(p), {{0, terms_of(p)}}}, s); }},
-      {"Adam step, a number in memory",
-       [](const Twins& t, Plan& p, void* s) {
-         computed(t, p,
-                  [&](double x) { p.adam_step_({settings_of(p, x), {{0, terms_of(p, x)}}}, s); });
-       }},
   };
   return list;
 }

@@ -34,62 +34,19 @@ namespace {
 int failures = 0;
 long comparisons = 0;
 
-// The vectors of a row that mixes widths which its CUDA kernel does not have: the other policy's.
-struct ByNarrowest : LaunchPolicy {
-  static constexpr VectorOf vector_of = VectorOf::narrowest;
-};
-
-// A kernel's body, every thread of every block in turn. Null where both policies are the same.
-struct HostBody {
-  void (*run)(const TableView&, Settings) = nullptr;
-  int vector = 0;
-};
-template <class Rule>
-struct Narrow {
-  static void run(const TableView& table, Settings settings) {
-    constexpr uint32_t kBlocks = 3;
-    std::vector<typename Rule::Args> args(settings.size);
-    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
-    for (uint32_t block = 0; block < kBlocks; ++block) {
-      for (uint32_t thread = 0; thread < LaunchPolicy::threads; ++thread) {
-        Body<Rule, ByNarrowest>::run(args.data(), table,
-                                     {block, thread, kBlocks, LaunchPolicy::threads});
-      }
-    }
-  }
-  static HostBody kernel() {
-    if constexpr (mixed<Rule>) {
-      return {&run, Body<Rule, ByNarrowest>::vector};
-    } else {
-      return {};
-    }
-  }
-};
-
-HostBody find_narrow(KernelKey key) {
-  HostBody found = find_copy_family<HostBody, Narrow>(key);
-  if (found.run == nullptr) found = find_sgd_family<HostBody, Narrow>(key);
-  if (found.run == nullptr) found = find_adam_family<HostBody, Narrow>(key);
-  return found;
-}
-
 struct Engine {
   const char* name;
   FindCpuKernel cpu;  // null: CUDA
   CpuOptions options = {};
   bool resident = false;
-  bool narrow = false;  // the body alone
 
-  int vector(KernelKey key) const {
-    return cpu != nullptr ? 8 : narrow ? find_narrow(key).vector : find_cuda_kernel(key).vector;
-  }
+  int vector(KernelKey key) const { return cpu != nullptr ? 8 : find_cuda_kernel(key).vector; }
 };
 
 std::vector<Engine> engines() {
   std::vector<Engine> list = {
       {"CUDA", nullptr},
       {"CUDA, resident table", nullptr, {}, true},
-      {"CUDA, by the narrowest", nullptr, {}, false, true},
       {"baseline", find_kernel_baseline, {false, false}},
       {"baseline, streamed", find_kernel_baseline, {false, true}},
       {"chosen, threads", find_cpu_kernel, {true, false}},
@@ -113,13 +70,7 @@ const char* name_of(Operation op) {
                                     "sgd_stash_predict",
                                     "adam_step",
                                     "adam_predict",
-                                    "extrapolate",
-                                    "sgd_plain_delay",
-                                    "sgd_momentum_delay",
-                                    "adam_step_delay",
-                                    "sgd_plain_gap",
-                                    "sgd_momentum_gap",
-                                    "adam_step_gap"};
+                                    "extrapolate"};
   return names[static_cast<int>(op)];
 }
 
@@ -231,20 +182,26 @@ Memory copy_of(const Memory& from, const Case& c) {
   return m;
 }
 
-// Moves the numbers of a setting into memory, and leaves their placeholders behind.
-Setting without_numbers(Setting s, std::vector<double>& numbers) {
-  const auto take = [&](double& field) {
-    numbers.push_back(field);
-    field = placeholder(static_cast<uint16_t>(numbers.size() - 1));
+bool takes_rate(Operation operation) {
+  return operation == Operation::sgd_plain || operation == Operation::sgd_momentum ||
+         operation == Operation::sgd_predict || operation == Operation::sgd_stash_predict;
+}
+
+// The same setting with a learning rate of 1/2 in memory.
+Setting with_rate(Setting s, Rate rate) {
+  const auto split = [](double& constant, double& per_lr) {
+    if (constant == 0.0) return;
+    per_lr = 2.0 * constant;
+    constant = 0.0;
   };
-  const auto take_term = [&](Term& t) {
-    for (double* field : {&t.keep, &t.momentum, &t.gradient, &t.root}) take(*field);
+  const auto split_term = [&](Term& t) {
+    split(t.keep, t.keep_per_lr);
+    split(t.momentum, t.momentum_per_lr);
+    split(t.gradient, t.gradient_per_lr);
   };
-  for (double* field : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
-    take(*field);
-  }
-  take_term(s.step);
-  for (int i = 0; i < used_terms(s); ++i) take_term(s.terms[i]);
+  split_term(s.step);
+  for (int i = 0; i < s.n_terms(); ++i) split_term(s.terms[i]);
+  s.rate = rate;
   return s;
 }
 
@@ -254,7 +211,7 @@ void* on_device(const void* host, size_t bytes) {
   return at;
 }
 
-// Where a resident table is used, every number of the settings is read from the device as well.
+// Where a resident table is used, SGD's learning rate is read from the device as well.
 void run_on_device(const Engine& engine, const Case& c, const Memory& memory, TableView view,
                    uint64_t seed) {
   stand_in::reset(seed);
@@ -273,14 +230,13 @@ void run_on_device(const Engine& engine, const Case& c, const Memory& memory, Ta
   if (!engine.resident) {
     launch_cuda(launch);
   } else {
-    std::vector<double> numbers;
-    for (Setting& s : settings) s = without_numbers(s, numbers);
-    const auto* at = static_cast<double*>(on_device(numbers.data(), 8 * numbers.size()));
-    Program program;
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      program.inputs.push_back({at + i, InputType::float64});
-    }
-    launch_cuda_resident(launch, {stand_in::allocate(resident_bytes(launch)), true, &program});
+    const float as_float = 0.5F;
+    const double as_double = 0.5;
+    const Rate rate = seed % 2 == 0 ? Rate{on_device(&as_float, sizeof(as_float)), false}
+                                    : Rate{on_device(&as_double, sizeof(as_double)), true};
+    const bool reads_rate = takes_rate(c.key.operation);
+    for (Setting& s : settings) s = reads_rate ? with_rate(s, rate) : s;
+    launch_cuda_resident(launch, {stand_in::allocate(resident_bytes(launch)), true, reads_rate});
   }
   stand_in::synchronize();
   for (size_t p = 0; p < moved.size(); ++p) {
@@ -346,7 +302,6 @@ void check(const Case& c, uint64_t seed) {
   Memory reference;
   const char* reference_name = nullptr;
   for (const Engine& engine : engines()) {
-    if (engine.narrow && find_narrow(c.key).run == nullptr) continue;
     Memory memory = copy_of(before, c);
     uint32_t n_chunks = 0;
     const std::vector<Row> rows = make_rows(c, memory, engine.vector(c.key), &n_chunks);
@@ -358,9 +313,7 @@ void check(const Case& c, uint64_t seed) {
                          0,
                          n_chunks,
                          c.options};
-    if (engine.narrow) {
-      find_narrow(c.key).run(view, settings);
-    } else if (engine.cpu == nullptr) {
+    if (engine.cpu == nullptr) {
       run_on_device(engine, c, memory, view, seed);
     } else {
       engine.cpu(c.key)(view, settings, engine.options);
@@ -430,7 +383,6 @@ Setting example(int variant, int n_outs) {
   s.decay2 = 0.99;
   s.eps = 1e-8;
   s.step = {variant == 2 ? 0.999 : 1.0, 0.05, variant == 0 ? 0.05 : 0.0, 1.25};
-  s.correcting = {variant == 2 ? 0.0 : 3.0, 0.9, 1.5, 1e-8};
   // Predictions: one that moves, one that stays, one with several terms and the gradient.
   const std::vector<std::vector<Term>> predictions = {
       {{1.0, 0.2, 0.0, 1.25}},
@@ -487,7 +439,13 @@ void check_all() {
           if (op == Operation::sgd_momentum && n_outs > 2) {
             for (Setting& setting : c.settings) setting.out_end[2] = setting.out_end[1] + 1;
           }
-          c.key = {op, w, g, s, o};
+          // As a plan makes it: unused roles repeat the parameters' type.
+          const std::string role = roles(op);
+          const auto used = [&](char r, DType t) {
+            return role.find(r) != std::string::npos ? t : w;
+          };
+          const bool has_outs = streams.size() > role.size();
+          c.key = {op, w, used('g', g), used('s', s), has_outs ? o : used('o', o)};
           c.streams = std::move(streams);
           c.options.gate = scaling[variant];
           c.options.zero_grad = variant == 1 && roles(op)[1] == 'g';
@@ -517,13 +475,6 @@ void check_all() {
         run(Operation::sgd_momentum, {w, g, s, o, o, o}, 3);
         run(Operation::adam_step, {w, g, s, s}, 0);
         run(Operation::adam_step, {w, g, s, s, o, o, o}, 3);
-        if (size_of(w) == 2 || g != o) continue;
-        run(Operation::sgd_plain_delay, {w, g, o}, 0);
-        run(Operation::sgd_plain_gap, {w, g, s, o}, 0);
-        run(Operation::sgd_momentum_delay, {w, g, s, o, o}, 1);
-        run(Operation::sgd_momentum_gap, {w, g, s, s, o, o, o}, 2);
-        run(Operation::adam_step_delay, {w, g, s, s, o, o, o, o}, 3);
-        run(Operation::adam_step_gap, {w, g, s, s, s, o, o, o, o}, 3);
       }
     }
   }
@@ -564,17 +515,17 @@ TEST(Table, RowsAreAlignedToWhatTheirVectorsTake) {
 
 // A launch and the body have the same policy, and the test above sees both.
 TEST(Kernels, WhatMixesWidthsTakesFourElements) {
-  const auto vectors = [](Operation operation, DType w, DType g, DType s, DType o) {
+  const auto vector = [](Operation operation, DType w, DType g, DType s, DType o) {
     const KernelKey key{operation, w, g, s, o};
-    return std::make_pair(find_cuda_kernel(key).vector, find_narrow(key).vector);
+    return find_cuda_kernel(key).vector;
   };
   constexpr auto bf16 = DType::bfloat16, f32 = DType::float32, f64 = DType::float64;
-  EXPECT_EQ(vectors(Operation::adam_step, f32, bf16, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::sgd_momentum, bf16, bf16, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::cast, f32, f32, f32, bf16), std::make_pair(4, 8));
-  EXPECT_EQ(vectors(Operation::adam_step, f32, f32, f32, f32), std::make_pair(4, 0));
-  EXPECT_EQ(vectors(Operation::copy, bf16, bf16, bf16, bf16), std::make_pair(8, 0));
-  EXPECT_EQ(vectors(Operation::swap, f64, f64, f64, f64), std::make_pair(2, 0));
+  EXPECT_EQ(vector(Operation::adam_step, f32, bf16, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::sgd_momentum, bf16, bf16, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::cast, f32, f32, f32, bf16), 4);
+  EXPECT_EQ(vector(Operation::adam_step, f32, f32, f32, f32), 4);
+  EXPECT_EQ(vector(Operation::copy, bf16, bf16, bf16, bf16), 8);
+  EXPECT_EQ(vector(Operation::swap, f64, f64, f64, f64), 2);
 }
 
 TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
