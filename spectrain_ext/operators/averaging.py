@@ -246,11 +246,6 @@ class _Sparse:
         return kept, self._updates
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        if "own0" in tensors:
-            raise ValueError(
-                "averaging: expected parts of blocks of weights, got parts of single weights, as "
-                "they were dealt out before; only_model=True loads the weights alone"
-            )
         self._moves.copy_(fitting(tensors, "moves", self._moves))
         self._updates, self._pending = updates, []
         waiting = min(updates, self._asked.delay)

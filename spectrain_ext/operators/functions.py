@@ -281,8 +281,8 @@ def sgd_step_(
     plan = lists.plan()
     more = nesterov, maximize, decoupled_weight_decay, smoothed
     row = lr, momentum, dampening, weight_decay, *more
-    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
     first = first_steps(first_step, len(lists.params))
+    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first)
     plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
     lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
 

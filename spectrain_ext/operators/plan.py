@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack, cast
 
 from .calls import (
     Gradients,
@@ -98,8 +98,6 @@ class Plan:
         tensor([0.5000, 0.5000])
     """
 
-    _watches: ClassVar[bool] = True
-
     def __init__(
         self,
         params: Tensors,
@@ -129,7 +127,7 @@ class Plan:
                 lists.add(role, name, given, writes=role is not Role.GRADS)
         self._single, self._params = lists.single, lists.params
         self._native = lists.plan(groups)
-        self._native.keep(self._watches)
+        self._native.keep(True)
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
         self._n_groups: int = 1 if groups is None else self._native.n_groups
@@ -224,16 +222,16 @@ class Plan:
             decoupled_weight_decay,
             smoothed,
         )
+        first = first_steps(first_step, len(self._params))
         if groups is None:
-            step = sgd_step_arguments(row, self._n_groups, predict, first_step)
+            step = sgd_step_arguments(row, self._n_groups, predict, first)
         elif row != _NO_NUMBERS:
             pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            step = step_arguments(self._checked(groups, Sgd), predict, first_step)
+            step = step_arguments(self._checked(groups, Sgd), predict, first)
         settings, with_momentum, predictions, rates = step
         more = options, stream, rates
-        first = first_steps(first_step, len(self._params))
         self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
 
     def adam_step_(

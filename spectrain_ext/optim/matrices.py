@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, number
 
@@ -227,7 +228,7 @@ def _soap_numbers(group: Group) -> Rotated:
 _MUON = Rule(
     _muon_numbers,
     buffers=("update_buffer", "momentum_buffer"),
-    columns=("momentum_buffers",),
+    columns={"momentum_buffers": Role.MOMENTUM},
     scalars={"step": 0.0},
     refused={},
     kind="use_muon",
