@@ -111,12 +111,9 @@ class Lists:
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
-    def new_like_params(self, stream: Any) -> list[Any]:
-        """Return new arrays like the first argument's, allocated for use on the stream."""
-        with torch.no_grad():
-            return [self._like(i, array, stream) for i, array in enumerate(self.params)]
-
-    def _like(self, i: int, value: object, stream: Any) -> object:
+    def like(self, i: int, stream: Any) -> object:
+        """Return a new array like one of the first argument's, allocated for use on the stream."""
+        value = self.params[i]
         if isinstance(value, Tensor):
             with current(stream, value.device):
                 return torch.empty_like(value)

@@ -45,7 +45,8 @@ T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other framewor
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
     """Return `out`, or new tensors with the layout of the parameters."""
     if out is None:
-        new = lists.new_like_params(stream)
+        with torch.no_grad():
+            new = [lists.like(i, stream) for i in range(len(lists.params))]
         out = new[0] if lists.single else new
     lists.add(role, "out", out, writes=True)
     return out

@@ -181,7 +181,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             rule, dtype = self._parameters.rule, self._momentum_dtype
             put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
-        self.__dict__.setdefault("_momentum_dtype", None)
         self.__dict__.setdefault("_turn", RLock())
         if "_parameters" not in self.__dict__:
             self._begin()

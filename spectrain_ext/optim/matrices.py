@@ -110,10 +110,7 @@ def orthogonalized(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotated(MatrixUpdate):
-    """Hyperparameters of SOAP's update (arXiv 2409.11321), with an unrotated momentum.
-
-    Basis rotation (arXiv 2602.03515) also keeps it unrotated; in exact arithmetic both are equal.
-    """
+    """Hyperparameters of SOAP's update, with an unrotated momentum."""
 
     adam: Adam
     shampoo_beta: float
