@@ -212,16 +212,8 @@ class Plan:
         """
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
-        row = (
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            decoupled_weight_decay,
-            smoothed,
-        )
+        flags = nesterov, maximize, decoupled_weight_decay, smoothed
+        row = lr, momentum, dampening, weight_decay, *flags
         first = first_steps(first_step, len(self._params))
         if groups is None:
             step = sgd_step_arguments(row, self._n_groups, predict, first)
