@@ -111,7 +111,7 @@ class Lists:
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
-    def like(self, i: int, stream: Any) -> object:
+    def like(self, i: int, stream: Any) -> Any:
         """Return a new array like one of the first argument's, allocated for use on the stream."""
         value = self.params[i]
         if isinstance(value, Tensor):
