@@ -84,7 +84,8 @@ class Launch:
         # ``module.to()``) and state new buffers. ``Launches`` calls this before every use.
         self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
 
-        keys = [parameters.cohort(i) for i in positions]
+        groups, buffers, scalars = parameters.groups, parameters.buffers, parameters.scalars
+        keys = [(groups[i], buffers[i] is not None, scalars(i)) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
         self.cohorts = [Cohort(*key[:2], []) for key in index]

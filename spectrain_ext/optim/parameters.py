@@ -205,11 +205,6 @@ class Parameters:
         dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
         return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
 
-    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
-        """Return a key that parameters with the same coefficients share."""
-        started = self.buffers[position] is not None
-        return self.groups[position], started, self.scalars(position)
-
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Store a parameter's state in torch's dict, sharing memory."""
         entry, rule = state[self.params[position]], self.rules[position]
