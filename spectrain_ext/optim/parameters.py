@@ -89,7 +89,10 @@ class Parameters:
         binding: Binding | None = None,
         correction: Correction | None = None,
     ) -> None:
-        self.rule = rule if correction is None else rule.with_averages(correction.buffers)
+        if correction is not None and correction.buffers:
+            scalars = {**rule.scalars, "gap_step": 0.0}
+            rule = replace(rule, buffers=(*rule.buffers, *correction.buffers), scalars=scalars)
+        self.rule = rule
         self.rules: list[Rule] = []  # by position
         self.binding = binding
         self.correction = correction

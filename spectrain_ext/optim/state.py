@@ -64,13 +64,6 @@ class Rule:
         """Keys for the parameters of any group, buffers first."""
         return self.keys if self.rest is None else (*self.buffers, *self.rest.keys, *self.loose)
 
-    def with_averages(self, buffers: tuple[str, ...]) -> Rule:
-        """Return the rule extended by the state of a correction."""
-        if not buffers:
-            return self
-        scalars = {**self.scalars, "gap_step": 0.0}
-        return replace(self, buffers=(*self.buffers, *buffers), scalars=scalars)
-
     def read(self, index: int, group: Group) -> Numbers:
         """Return the hyperparameters of a group; ValueError or TypeError names its ``index``."""
         rule = self.of(group)
