@@ -61,7 +61,8 @@ def progress_of(batches: Iterable[object], epochs: int) -> Iterator[Callable[[An
     count, began, due = 0, 0.0, 0.0
     latest: Any = None
     shown: Any = None  # the result at which the progress was shown last
-    with _bar(total or None) if terminal else nullcontext(_print_line) as show:
+    lines = nullcontext(lambda _, text: print(text, file=sys.stderr, flush=True))
+    with _bar(total or None) if terminal else lines as show:
 
         def text(result: Any, now: float) -> str:
             parts = [f"{count}/{total}" if total else f"{count} minibatches"]
@@ -88,10 +89,6 @@ def progress_of(batches: Iterable[object], epochs: int) -> Iterator[Callable[[An
 
         yield called
         show(count, text(latest, perf_counter()))
-
-
-def _print_line(count: int, text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

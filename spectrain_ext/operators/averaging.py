@@ -60,12 +60,12 @@ class Averager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elastic(Averaging):
-    """Elastic averaging: x_i <- x_i + u_i - a*(x_i - x); x <- x + a*sum(x_i - x), both before the
-    update.
+    """Elastic averaging: a common centre attracts the replicas, and they attract it.
 
-    u_i is the update of replica i's optimizer, -lr*g_i for plain SGD. The centre x starts as the
-    weights and is what is evaluated. Elastic averaging SGD with period 1 (Zhang, Choromanska,
-    LeCun, NeurIPS 2015), the base of AvgPipe (Chen et al., PPoPP 2023).
+    x_i <- x_i + u_i - a*(x_i - x) and x <- x + a*sum(x_i - x), with x_i and x before the update on
+    the right. u_i is the update of replica i's optimizer, -lr*g_i for plain SGD. The centre x
+    starts as the weights and is what is evaluated. Elastic averaging SGD with period 1 (Zhang,
+    Choromanska, LeCun, NeurIPS 2015), the base of AvgPipe (Chen et al., PPoPP 2023).
 
     Attributes:
         strength: a, at least 0; 0 keeps the replicas independent. At most 1/r in the papers.
@@ -246,11 +246,6 @@ class _Sparse:
         return kept, self._updates
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        if "own0" in tensors:
-            raise ValueError(
-                "averaging: expected parts of blocks of weights, got parts of single weights, as "
-                "they were dealt out before; only_model=True loads the weights alone"
-            )
         self._moves.copy_(fitting(tensors, "moves", self._moves))
         self._updates, self._pending = updates, []
         waiting = min(updates, self._asked.delay)

@@ -111,12 +111,9 @@ class Lists:
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
-    def new_like_params(self, stream: Any) -> list[Any]:
-        """Return new arrays like the first argument's, allocated for use on the stream."""
-        with torch.no_grad():
-            return [self._like(i, array, stream) for i, array in enumerate(self.params)]
-
-    def _like(self, i: int, value: object, stream: Any) -> object:
+    def like(self, i: int, stream: Any) -> Any:
+        """Return a new array like one of the first argument's, allocated for use on the stream."""
+        value = self.params[i]
         if isinstance(value, Tensor):
             with current(stream, value.device):
                 return torch.empty_like(value)
@@ -314,7 +311,13 @@ def step_arguments(
                 raise ValueError("predict: a prediction needs momentum > 0")
             laws = as_laws(steps, len(groups), f"predict[{j}]")
             if first_step is not False:
-                laws = _after_first_step(laws, cast("Sequence[Sgd]", groups), first_step)
+                plain, laws = laws, list(map(after_first_step, laws, cast("Sequence[Sgd]", groups)))
+                if first_step is not True and laws != plain:
+                    raise ValueError(
+                        "first_step: expected the same for all tensors, since predict= has a "
+                        "second-order prediction and the first step is without dampening and "
+                        "averaging; step the others in a call of their own"
+                    )
             predictions.append((j, list(map(terms_of, laws, groups))))
     return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
 
@@ -332,19 +335,3 @@ def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:
             f"first_step: expected a bool or one for each of the {n} tensors, got {len(flags)}"
         )
     return flags if any(flags) and not all(flags) else any(flags)
-
-
-def _after_first_step(
-    laws: Sequence[Law], groups: Sequence[Sgd], first_step: bool | Sequence[bool]
-) -> Sequence[Law]:
-    changed = list(map(after_first_step, laws, groups))
-    if first_step is True or changed == laws:
-        return changed
-    flags = set(first_step) if isinstance(first_step, Iterable) else {first_step}
-    if len(flags) > 1:
-        raise ValueError(
-            "first_step: expected the same for all tensors, since predict= has a second-order "
-            "prediction and the first step is without dampening and averaging; step the others "
-            "in a call of their own"
-        )
-    return changed if all(flags) else laws

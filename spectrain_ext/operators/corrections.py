@@ -106,9 +106,6 @@ class GapAware(StaleCorrection):
     Example:
         >>> late = lambda place: st.corrections.GapAware() if place.window > 1 else None
         >>> method = st.Method("mine", "gap-aware PipeDream", backward="stash", correction=late)
-        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
-        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
-        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     buffers: ClassVar[tuple[str, ...]] = ("gap_average",)
@@ -205,9 +202,6 @@ class SpikeCompensation(StepCorrection):
     Example:
         >>> late = lambda place: st.corrections.SpikeCompensation(place.window - 1)
         >>> method = st.Method("mine", "spikes", correction=late, families=("sgd",))
-        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
-        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
-        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     delay: float
@@ -239,9 +233,6 @@ class ErrorFeedback(StepCorrection):
     Example:
         >>> feedback = lambda place: st.corrections.ErrorFeedback()
         >>> method = st.Method("mine", "feedback", correction=feedback, families=("sgd", "adam"))
-        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
-        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
-        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     def sgd(self, numbers: Sgd) -> Term:
@@ -277,9 +268,6 @@ class AdaptiveBraking(StepCorrection):
     Example:
         >>> late = lambda place: st.corrections.AdaptiveBraking(1.0) if place.window > 1 else None
         >>> method = st.Method("mine", "braking", correction=late, families=("sgd",))
-        >>> stages = [nn.Linear(4, 4), nn.Linear(4, 1)]
-        >>> optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)
-        >>> pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method=method)
     """
 
     strength: float

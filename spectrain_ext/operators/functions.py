@@ -45,7 +45,8 @@ T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other framewor
 def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
     """Return `out`, or new tensors with the layout of the parameters."""
     if out is None:
-        new = lists.new_like_params(stream)
+        with torch.no_grad():
+            new = [lists.like(i, stream) for i in range(len(lists.params))]
         out = new[0] if lists.single else new
     lists.add(role, "out", out, writes=True)
     return out
@@ -281,8 +282,8 @@ def sgd_step_(
     plan = lists.plan()
     more = nesterov, maximize, decoupled_weight_decay, smoothed
     row = lr, momentum, dampening, weight_decay, *more
-    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first_step)
     first = first_steps(first_step, len(lists.params))
+    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first)
     plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
     lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 from .calls import (
+    AdamStep,
     Gradients,
     Lists,
+    Numbers,
     Prediction,
     Role,
+    SgdNumbers,
     SgdRow,
     StepOptions,
     Tensors,
@@ -24,29 +27,10 @@ from .calls import (
 from .laws import Horizons, as_laws
 from .numbers import Adam, Sgd, horizon
 
-if TYPE_CHECKING:
-    from .calls import AdamStep, Numbers, SgdNumbers
-
-Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
 _NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # defaults of `sgd_step_`
 
 
-def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
-    """Make torch.compile break its graph at the public methods, or raise an error with advice."""
-    for name, method in vars(cls).items():
-        if isinstance(method, FunctionType) and not name.startswith("_"):
-            # As torch.compiler.disable does, whose wrapper takes as long as a call of a plan.
-            vars(method)["_torchdynamo_disable"] = True
-            vars(method)["_torchdynamo_disable_msg"] = (
-                f"a {cls.__name__} holds addresses, which no graph can. With fullgraph=True call "
-                "the operators instead, spectrain_ext.sgd_step_ and the like, which become a part "
-                "of the graph, or use the plan outside of the compiled function"
-            )
-    return cls
-
-
-@_out_of_graphs
 class Plan:
     """The operators of this package for fixed tensors.
 
@@ -98,8 +82,6 @@ class Plan:
         tensor([0.5000, 0.5000])
     """
 
-    _watches: ClassVar[bool] = True
-
     def __init__(
         self,
         params: Tensors,
@@ -129,7 +111,7 @@ class Plan:
                 lists.add(role, name, given, writes=role is not Role.GRADS)
         self._single, self._params = lists.single, lists.params
         self._native = lists.plan(groups)
-        self._native.keep(self._watches)
+        self._native.keep(True)
         given_grads = lists.tuple_of(grads) if grads is not None else (None,) * len(self._params)
         self._given = self._not_followed(given_grads)
         self._n_groups: int = 1 if groups is None else self._native.n_groups
@@ -214,26 +196,18 @@ class Plan:
         """
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
-        row = (
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            decoupled_weight_decay,
-            smoothed,
-        )
+        flags = nesterov, maximize, decoupled_weight_decay, smoothed
+        row = lr, momentum, dampening, weight_decay, *flags
+        first = first_steps(first_step, len(self._params))
         if groups is None:
-            step = sgd_step_arguments(row, self._n_groups, predict, first_step)
+            step = sgd_step_arguments(row, self._n_groups, predict, first)
         elif row != _NO_NUMBERS:
             pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            step = step_arguments(self._checked(groups, Sgd), predict, first_step)
+            step = step_arguments(self._checked(groups, Sgd), predict, first)
         settings, with_momentum, predictions, rates = step
         more = options, stream, rates
-        first = first_steps(first_step, len(self._params))
         self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
 
     def adam_step_(
@@ -367,6 +341,18 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+# torch.compile breaks its graph at the public methods, or raises an error with this advice. So does
+# torch.compiler.disable, whose wrapper takes as long as a call of a plan.
+for _name, _method in vars(Plan).items():
+    if isinstance(_method, FunctionType) and not _name.startswith("_"):
+        vars(_method)["_torchdynamo_disable"] = True
+        vars(_method)["_torchdynamo_disable_msg"] = (
+            "a Plan holds addresses, which no graph can. With fullgraph=True call the operators "
+            "instead, spectrain_ext.sgd_step_ and the like, which become a part of the graph, or "
+            "use the plan outside of the compiled function"
+        )
 
 
 def _grad(param: object) -> object:

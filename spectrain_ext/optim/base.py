@@ -181,7 +181,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             rule, dtype = self._parameters.rule, self._momentum_dtype
             put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
-        self.__dict__.setdefault("_momentum_dtype", None)
         self.__dict__.setdefault("_turn", RLock())
         if "_parameters" not in self.__dict__:
             self._begin()
@@ -289,7 +288,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._note_rates(correction)
         templates = self._numbers()
         outs, laws, checked = self._next_write or (None, None, None)
-        launches = self._resolved(outs)
+        launches = self._launches.of(self.param_groups, self.state, outs)
         if laws is not None and checked is not templates:
             self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
@@ -319,9 +318,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
-
-    def _resolved(self, outs: Views | None = None, *, stash: bool = False) -> list[Launch]:
-        return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
     def _note_rates(self, correction: Correction) -> None:
         """Keep each group's largest learning rate so far in the group, so that it is saved."""
@@ -373,7 +369,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         self.check_can_predict()
         templates, laws = self._laws(steps)
         # Set before anything is written, so that restore_ can undo a prediction that fails.
-        self._predicted = self._resolved(stash=True)
+        self._predicted = self._launches.of(self.param_groups, self.state, stash=True)
         try:
             for launch in self._predicted:
                 self._guard.put(launch.params)
@@ -498,7 +494,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """
         self._bound("write_prediction").check(self.param_groups, outs, "outs")
         templates, laws = self._laws(steps)
-        for launch in self._resolved(outs):
+        for launch in self._launches.of(self.param_groups, self.state, outs):
             launch.predict(templates, laws)
 
     def write_with_next_step(self, outs: Views | None, steps: Horizons = 0.0) -> None:

@@ -12,25 +12,24 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
+from spectrain_ext.operators.calls import (
+    Lists,
+    Prediction,
+    Role,
+    StepOptions,
+    prediction,
+    step_arguments,
+)
 from spectrain_ext.operators.corrections import AdaptiveBraking, Late, StaleCorrection
 from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
-from spectrain_ext.operators.plan import Plan
 
 from .parameters import Parameters, Views
 from .state import Group, Rule, Scalars, State, empty_like
 
 _STILL = Linear(0)  # for weights that were never updated
 _gradient = attrgetter("grad")
-
-
-class _Plan(Plan):
-    """The plan of a Launch, which itself keeps the memory alive and checks the addresses."""
-
-    # Checking them once more takes a tenth of the host time of a step.
-    _watches = False
 
 
 class Cohort(NamedTuple):
@@ -85,7 +84,8 @@ class Launch:
         # ``module.to()``) and state new buffers. ``Launches`` calls this before every use.
         self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
 
-        keys = [parameters.cohort(i) for i in positions]
+        groups, buffers, scalars = parameters.groups, parameters.buffers, parameters.scalars
+        keys = [(groups[i], buffers[i] is not None, scalars(i)) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
         self.cohorts = [Cohort(*key[:2], []) for key in index]
@@ -93,15 +93,19 @@ class Launch:
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
 
-        state = zip(self.rule.columns, self._buffers or (), strict=False)
-        self.native = _Plan(
-            self._weights,
-            grads=[None] * len(params),
-            stashed=self._stashed,
-            outs=() if outs is None else [[outs[p].detach() for p in params]],
-            groups=self._assignment,
-            **{name: [buffer.detach() for buffer in column] for name, column in state},
-        )._native
+        lists = Lists(self._weights, "params", writes=True)
+        state = zip(self.rule.columns.items(), self._buffers or (), strict=False)
+        for (name, role), column in state:
+            lists.add(role, name, [buffer.detach() for buffer in column], writes=True)
+        lists.add(Role.GRADS, "grads", [None] * len(params), writes=False)
+        if stash:
+            lists.add(Role.STASHED, "stashed", self._stashed, writes=True)
+        if outs is not None:
+            lists.add(Role.OUT, "outs[0]", [outs[p].detach() for p in params], writes=True)
+        self.native = lists.plan(self._assignment)
+        # This object keeps the memory alive and checks the addresses. Checking them once more takes
+        # a tenth of the host time of a step.
+        self.native.keep(False)
         self._scale: Any = None  # of its gradients
         self._all_active = False
         self._active: list[bool] = []

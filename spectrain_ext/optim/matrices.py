@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, number
 
@@ -109,10 +110,7 @@ def orthogonalized(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotated(MatrixUpdate):
-    """Hyperparameters of SOAP's update (arXiv 2409.11321), with an unrotated momentum.
-
-    Basis rotation (arXiv 2602.03515) also keeps it unrotated; in exact arithmetic both are equal.
-    """
+    """Hyperparameters of SOAP's update, with an unrotated momentum."""
 
     adam: Adam
     shampoo_beta: float
@@ -227,7 +225,7 @@ def _soap_numbers(group: Group) -> Rotated:
 _MUON = Rule(
     _muon_numbers,
     buffers=("update_buffer", "momentum_buffer"),
-    columns=("momentum_buffers",),
+    columns={"momentum_buffers": Role.MOMENTUM},
     scalars={"step": 0.0},
     refused={},
     kind="use_muon",

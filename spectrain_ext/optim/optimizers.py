@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam as AdamNumbers
 from spectrain_ext.operators.numbers import Sgd, non_negative
 
@@ -51,11 +52,12 @@ def _nadam_numbers(group: Group) -> AdamNumbers:
 
 
 _REFUSED = {"differentiable": "the step writes behind autograd's back"}
-_SGD = Rule(_sgd_numbers, ("momentum_buffer",), ("momentum_buffers",), {}, _REFUSED)
+_MOMENTUM = {"momentum_buffers": Role.MOMENTUM}
+_SGD = Rule(_sgd_numbers, ("momentum_buffer",), _MOMENTUM, {}, _REFUSED)
 ADAM = Rule(
     _adam_numbers,
     buffers=("exp_avg", "exp_avg_sq"),
-    columns=("exp_avgs", "exp_avg_sqs"),
+    columns={"exp_avgs": Role.MOMENTUM, "exp_avg_sqs": Role.SECOND},
     scalars={"step": 0.0},
     refused={
         **_REFUSED,

@@ -89,7 +89,10 @@ class Parameters:
         binding: Binding | None = None,
         correction: Correction | None = None,
     ) -> None:
-        self.rule = rule if correction is None else rule.with_averages(correction.buffers)
+        if correction is not None and correction.buffers:
+            scalars = {**rule.scalars, "gap_step": 0.0}
+            rule = replace(rule, buffers=(*rule.buffers, *correction.buffers), scalars=scalars)
+        self.rule = rule
         self.rules: list[Rule] = []  # by position
         self.binding = binding
         self.correction = correction
@@ -204,11 +207,6 @@ class Parameters:
             return self.binding.buffers[p]
         dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
         return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
-
-    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
-        """Return a key that parameters with the same coefficients share."""
-        started = self.buffers[position] is not None
-        return self.groups[position], started, self.scalars(position)
 
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Store a parameter's state in torch's dict, sharing memory."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from spectrain_ext.operators.calls import Role
 from spectrain_ext.operators.numbers import Adam, Sgd
 
 Numbers = Sgd | Adam
@@ -34,7 +35,7 @@ class Rule:
 
     numbers: Callable[[Group], Numbers]  # reads a group; step counts are those of the first step
     buffers: tuple[str, ...]  # keys of state shaped like the parameter, as in torch.optim
-    columns: tuple[str, ...]  # the arguments of ``Plan`` for those buffers
+    columns: Mapping[str, Role]  # names and roles of those buffers that kernels use
     # State with one number per parameter, and its value before the first step: ``step``,
     # ``mu_product``, and ``gap_step``, the number of averaged steps. In this order.
     scalars: Mapping[str, float]
@@ -62,13 +63,6 @@ class Rule:
     def all_keys(self) -> tuple[str, ...]:
         """Keys for the parameters of any group, buffers first."""
         return self.keys if self.rest is None else (*self.buffers, *self.rest.keys, *self.loose)
-
-    def with_averages(self, buffers: tuple[str, ...]) -> Rule:
-        """Return the rule extended by the state of a correction."""
-        if not buffers:
-            return self
-        scalars = {**self.scalars, "gap_step": 0.0}
-        return replace(self, buffers=(*self.buffers, *buffers), scalars=scalars)
 
     def read(self, index: int, group: Group) -> Numbers:
         """Return the hyperparameters of a group; ValueError or TypeError names its ``index``."""
