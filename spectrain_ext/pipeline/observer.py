@@ -16,7 +16,7 @@ from spectrain_ext.schedule import Kind, Rules
 if TYPE_CHECKING:
     from .loads import Handler
     from .losses import Result
-from .stage import Stage
+    from .stage import Stage
 
 #: Ranges of torch.profiler: "F17", or "F17.1" for microbatch 1. On CUDA they mark CPU time, and the
 #: kernels in them show the device's.

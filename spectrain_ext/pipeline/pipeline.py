@@ -15,7 +15,7 @@ from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules
+from spectrain_ext.schedule import Place, Rules, flushes
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -403,7 +403,8 @@ class Pipeline(Loops):
         self._entered = phase
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        return phase.globally or (self._on_nonfinite is not None and phase.flushes)
+        checks = self._on_nonfinite is not None
+        return phase.globally or (checks and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
