@@ -97,24 +97,19 @@ def load(
     doing = f"reading {directory.name}"
     with together(target, f"loading {directory.name}"):
         directory = present(directory)
-        bodies: list[Json] = []
-        parts: list[Part] = []
-
-        def names() -> dict[str, Any]:
+        with peers.attempt(doing) as found:
             body = storage.read(directory)
-            bodies.append(body)
-            parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
-            return {
-                "names": [name for part in parts for name, _ in part.tensors()],
-                "path": str(directory),
-                "minibatches": body["minibatches"],
-                "sha256": digest(body),
-                "only_model": only_model,
-            }
-
-        found = peers.call_on_all(names, doing)
+            parts = parts_of(target, optimizer, scheduler, first_stage, bind=True)
+            found.append(
+                {
+                    "names": [name for part in parts for name, _ in part.tensors()],
+                    "path": str(directory),
+                    "minibatches": body["minibatches"],
+                    "sha256": digest(body),
+                    "only_model": only_model,
+                }
+            )
         _check_alike(found)
-        (body,) = bodies
         generators = Generators(parts, peers.rank, peers.size)
         # items to load, each with its view of the document
         weights: list[tuple[Item, Json]] = []
@@ -133,36 +128,29 @@ def load(
             for part in parts:
                 if part.optimizer is not None or isinstance(target, Pipeline):
                     _warn_of_frozen(part, body)
-        matched: list[tuple[Item, Any]] = []
-        extra: list[Any] = []
-
-        def match() -> list[str]:
+        with peers.attempt(doing) as keys:
             try:
-                matched.extend((item, item.match(own)) for item, own in weights)
+                matched = [(item, item.match(own)) for item, own in weights]
                 left = weights_of(body).keys() - {name for said in found for name in said["names"]}
                 if left:
                     raise ValueError(
                         f"has {min(left)!r}, which the model has not ({len(left)} such tensors)"
                     )
-                matched.extend((item, item.match(own)) for item, own in others)
-                extra.append(decode_at("extra", body.get("extra")))
+                matched += [(item, item.match(own)) for item, own in others]
+                extra = decode_at("extra", body.get("extra"))
             except ValueError as error:
                 raise CheckpointError(f"{directory / NAME}: {error}") from error
-            return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
-
-        keys = peers.call_on_all(match, doing)
-        tensors: dict[str, Tensor] = {}
-
-        def read_tensors() -> None:
-            tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
+            used = (key for _, state in matched for key in tensors_in(state))
+            keys.append(list(dict.fromkeys(used)))
+        with peers.attempt(doing, str(directory)):
+            tensors = dict(storage.read_tensors(directory, body, keys[peers.rank]))
             if not only_model:
                 # Unused tensors too, such as generators of other cuts; each process takes some.
                 unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
                 storage.verify_tensors(directory, body, unread[peers.rank :: peers.size])
-
-        peers.call_on_all(read_tensors, doing, str(directory))
-        peers.call_on_all(lambda: _put(matched, tensors, directory), doing)
-        return Loaded(body["minibatches"], extra[0], generators.all_found)
+        with peers.attempt(doing):
+            _put(matched, tensors, directory)
+    return Loaded(body["minibatches"], extra, generators.all_found)
 
 
 def _document_for(body: Json, part: Part) -> Json:

@@ -159,7 +159,9 @@ class CheckpointManager:
         doing = "looking for the newest checkpoint"
         with together(self.pipe, doing):
             self.wait()
-            found = self._peers.call_on_all(lambda: str(self._recover() or ""), doing)[0]
+            with self._peers.attempt(doing) as names:
+                names.append(str(self._recover() or ""))
+        found = names[0]
         if not found:
             return None
         loaded = load(

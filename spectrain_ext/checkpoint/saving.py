@@ -126,17 +126,13 @@ class PendingCheckpoint:
         self._committed = committed
         self._first = peers.rank == 0
         self._tensors: dict[str, Tensor] = {}
-
-        def collect() -> Json:
-            if self._first:
-                storage.check_free(self._path, overwrite)
-            document = _collected(target, peers, self._tensors, **state)
-            if self._first:
-                storage.begin(self._path)
-            return document
-
         try:
-            found = peers.call_on_all(collect, f"preparing {self._path.name}")
+            with peers.attempt(f"preparing {self._path.name}") as found:
+                if self._first:
+                    storage.check_free(self._path, overwrite)
+                found.append(_collected(target, peers, self._tensors, **state))
+                if self._first:
+                    storage.begin(self._path)
             self._names = _file_names(found, peers.rank)
             self._body = _merged(found)
         except BaseException:
@@ -155,28 +151,22 @@ class PendingCheckpoint:
     def write(self) -> None:
         """Write this process's tensors; the first process adds the document."""
         told = (f"writing {self._path.name}", str(self._path))
-
-        def own() -> tuple[Json, dict[str, int]]:
-            entries: Json = {}
-            sizes: dict[str, int] = {}
-            for name, keys in self._names.items():
-                content = {key: self._tensors[key] for key in keys}
-                added, sizes[name] = storage.write_tensors(self._path, name, content)
-                entries |= added
-            return entries, sizes
-
-        def commit() -> None:
-            if not self._first:
-                return
-            entries = {key: entry for each, _ in found for key, entry in each.items()}
-            files = {name: size for _, each in found for name, size in each.items()}
-            storage.commit(self._path, self._overwrite, self._body, entries, files)
-            if self._committed is not None:
-                self._committed()
-
         try:
-            found = self._peers.call_on_all(own, *told)
-            self._peers.call_on_all(commit, *told)
+            with self._peers.attempt(*told) as found:
+                entries: Json = {}
+                files: dict[str, int] = {}
+                for name, keys in self._names.items():
+                    content = {key: self._tensors[key] for key in keys}
+                    added, files[name] = storage.write_tensors(self._path, name, content)
+                    entries |= added
+                found.append((entries, files))
+            with self._peers.attempt(*told):
+                if self._first:
+                    entries = {key: entry for each, _ in found for key, entry in each.items()}
+                    files = {name: size for _, each in found for name, size in each.items()}
+                    storage.commit(self._path, self._overwrite, self._body, entries, files)
+                    if self._committed is not None:
+                        self._committed()
         except BaseException:
             self._discard()
             raise

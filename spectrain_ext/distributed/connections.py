@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import nan
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
 from spectrain_ext.schedule.order import device_order
-from spectrain_ext.transport import Receiver, Sender
+from spectrain_ext.transport import Receiver
 
 from .agreement import (
     agreed_ties,
@@ -46,6 +45,8 @@ class RankConnections(Connections):
     """The edges and collectives of one rank's stages."""
 
     links: Links
+    _receivers: list[RemoteReceiver]
+    _senders: list[RemoteSender]
     _all_ranks: RankGroup | None = None
 
     def __init__(
@@ -165,42 +166,33 @@ class RankConnections(Connections):
     def _join(self, places: list[Place], postponed: Sequence[int]) -> None:
         self._places, self._postponed = places, postponed
         board, here = self._board, self._by_index
-        self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
-        self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
+        self._receivers, self._senders, self._remote = [], [], {}
         for link in self.links.edges:
-            sends, (a, b) = link.sender == board.rank, link.stages
+            what, sends, (a, b) = link.what, link.sender == board.rank, link.stages
             stage = here[a if sends else b]
-            if link.what in TIED:
-                depth = self._depth_of_tie(min(a, b), max(a, b))
-            else:
-                depth = self._depth(link.what, b)
+            mine = self.replicas.runs(stage.index, self.replica)
+            ends: tuple[int | None, int] = (mine, link.at) if sends else (link.at, mine)
+            depth = self._depth(what, b)
+            if what in TIED:
+                ends, depth = (None, link.at), self._depth_of_tie(min(a, b), max(a, b))
+            elif what in (Traffic.INPUTS, Traffic.TARGETS):
+                ends = None, ends[1]
             if sends:
-                self._senders[link.what, link.at] = RemoteSender(link, stage.device, depth, board)
+                sender = RemoteSender(link, stage.device, depth, board)
+                self._senders.append(sender)
+                self._remote[what, *ends] = sender
             else:
-                made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
-                self._receivers[link.what, link.at] = made
+                receiver = RemoteReceiver(link, stage.device, stage.compute, depth, board)
+                self._receivers.append(receiver)
+                self._remote[what, *ends] = receiver
         super()._join(places, postponed)
-
-    def _remote_ends(self, tie: int) -> tuple[Any, Any]:
-        weights, gradients = (Traffic.TIED_WEIGHTS, tie), (Traffic.TIED_GRADIENTS, tie)
-        if weights in self._senders:
-            return self._senders[weights], self._receivers.get(gradients)
-        return self._receivers[weights], self._senders.get(gradients)
-
-    def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
-        if a is None and self.takes_batches:
-            return self._edge(what, a, b)
-        return self._receivers[what, 0 if a is None else a]
-
-    def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
-        return self._senders.get((what, b)) or self._edge(what, a, b)
 
     def _only_forward(self) -> None:
         self._total, self._shared = None, {}
         self.links = self.links.evaluating()
 
     def receivers(self) -> Iterable[Receiver]:
-        return (*super().receivers(), *self._receivers.values())
+        return (*super().receivers(), *self._receivers)
 
     # Instructions of a stage
 
@@ -279,9 +271,7 @@ class RankConnections(Connections):
         return self._board.run(messages=self._counts)
 
     def _counts(self) -> list[tuple[str, dict[str, int]]]:
-        ends: list[RemoteSender | RemoteReceiver] = [*self._senders.values()]
-        ends += self._receivers.values()
-        return [(end.link.name, end.counts()) for end in ends]
+        return [(end.link.name, end.counts()) for end in self._remote.values()]
 
     def order(
         self, schedule: Generator, places: list[Place]
@@ -293,7 +283,7 @@ class RankConnections(Connections):
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
-        for receiver in self._receivers.values():
+        for receiver in self._receivers:
             receiver.begin()
         for shared in self._shared.values():
             shared.begin()
@@ -314,19 +304,19 @@ class RankConnections(Connections):
         # The end of the gradients is passed on from the last stage to the first.
         for stage in reversed(self._stages):
             self._receive_ends(stage.index)
-        for sender in self._senders.values():
+        for sender in self._senders:
             sender.flush()
 
     def _receive_ends(self, k: int) -> None:
         """Receive the end of every edge into stage k, then end its gradient edges."""
         ended_by = self.edges[k].ended_by
-        for receiver in self._receivers.values():
+        for receiver in self._receivers:
             link = receiver.link
             if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is ended_by:
                 continue
             if receiver.receive() is not None:
                 raise RuntimeError(f"{link.name}: a message comes that nothing here takes")
-        for sender in self._senders.values():
+        for sender in self._senders:
             if sender.link.what is Traffic.GRADIENTS and sender.link.stages[0] == k:
                 sender.end()
 

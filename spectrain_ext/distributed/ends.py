@@ -268,12 +268,6 @@ class RemoteReceiver(_End):
         with self._connection_guard:  # with a broken connection, gloo refuses buffers
             self._recycle(slot)
 
-    def reset(self) -> None:
-        """Do nothing: messages that arrive after a failure are not read."""
-
-    def free_storage(self) -> None:
-        """Do nothing: gloo holds the buffers for the next messages until the process ends."""
-
 
 class RemoteSender(_End):
     """The sending end of an edge; it packs a message's tensors and sends them in one piece."""

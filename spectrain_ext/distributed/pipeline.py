@@ -141,7 +141,6 @@ class DistributedPipeline(Pipeline):
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
         self.timeout = timeout
-        self._group = group
         self._averages = averaging is not None
         # All ranks make their pipelines in the same order, so a count identifies this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
@@ -228,7 +227,9 @@ class DistributedPipeline(Pipeline):
         with self.together(doing):
             hosts = self._connections.all_ranks().host
             self._board.set_action(doing)
-            return Peers(hosts, self._board.busy).call_on_all(make, doing)
+            with Peers(hosts, self._board.busy).attempt(doing) as found:
+                found.append(make())
+            return found
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

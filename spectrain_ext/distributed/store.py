@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from spectrain_ext.errors import CheckpointError
 
 from .failures import is_broken_connection
-
-T = TypeVar("T")
 
 #: Seconds that a new connection to a store may take. Torch resolves the name of each address, which
 #: takes 5 s if the name server does not answer (measured: 103 of 6,000 connections).
@@ -209,15 +207,19 @@ class Peers:
                 raise ConnectionError(f"the processes have lost one another: {error}") from error
             raise
 
-    def call_on_all(self, make: Callable[[], T], doing: str, what: str = "") -> list[T]:
-        """Return every process's result of ``make``; an error in one is raised in all.
+    @contextmanager
+    def attempt(self, doing: str, what: str = "") -> Iterator[list[Any]]:
+        """Work in every process; an error in one is raised in all.
 
-        With ``what``, it is the same CheckpointError in all.
+        Yields a list, to which the work may append one value; afterwards it has those of all
+        processes, by rank. With ``what``, the error is one CheckpointError in all.
         """
+        values: list[Any] = []
         caught = None
         try:
             with self._busy(doing):
-                mine: dict[str, Any] = {"value": make()}
+                yield values
+            mine = {"value": values.pop() if values else None}
         except Exception as error:
             caught = error
             message = str(error) if isinstance(error, CheckpointError) else None
@@ -232,7 +234,7 @@ class Peers:
             raise caught
         if errors:
             raise RuntimeError(listed[0])
-        return [answer["value"] for answer in found]
+        values[:] = [answer["value"] for answer in found]
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

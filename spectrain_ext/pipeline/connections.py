@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
-from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
+from spectrain_ext.transport import Edge, Microbatches, Receiver
 
 from .arguments import check_hidden, hidden_use
 from .batch import SplitDim, is_pair, microbatches_in
@@ -36,6 +36,10 @@ _logger = logging.getLogger(__name__)
 
 #: Whether the input of an instruction has arrived; without side effects.
 Ready = Callable[[int, int], bool]
+
+#: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches. One
+#: of tied parameters: by None and the number of the tie.
+_Ends = tuple[Traffic, int | None, int]
 
 
 class Connections:
@@ -63,6 +67,7 @@ class Connections:
         self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase needs it
         self.results: deque[Result] = deque()  # waiting for the caller
         self.mode = Mode.TRAIN
+        self._remote: dict[_Ends, Any] = {}  # a sender or a receiver, for another process
 
     def connect(
         self,
@@ -95,16 +100,15 @@ class Connections:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._postponed = places, postponed  # see put_off_by
         self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
-        # By the replicas at both ends, numbered stage by stage; None: the caller's batches.
-        self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
+        self._local: dict[_Ends, Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
         if self.takes_batches:
             replicas, last = self.replicas, self.replicas.stages - 1
             parts = range(places[0].microbatches * replicas.counts[0])
             self._source = Source(
-                [self._sender(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
-                [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
+                [self._edge(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
+                [self._edge(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
                 *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
 
@@ -115,27 +119,22 @@ class Connections:
         here = replicas.runs(k, self.replica)
         made = StageEdges(self.replica, count)
         if k == 0:
-            made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
+            made.inputs = [self._edge(Traffic.INPUTS, None, here)] * len(mine)
         else:
             before = [replicas.runs(k - 1, n) for n in mine]
-            made.inputs = [self._receiver(Traffic.ACTIVATIONS, a, here) for a in before]
-            made.to_previous = [self._sender(Traffic.GRADIENTS, here, b) for b in before]
+            made.inputs = [self._edge(Traffic.ACTIVATIONS, a, here) for a in before]
+            made.to_previous = [self._edge(Traffic.GRADIENTS, here, b) for b in before]
         if k == replicas.stages - 1:
-            made.targets = [self._receiver(Traffic.TARGETS, None, here)] * len(mine)
+            made.targets = [self._edge(Traffic.TARGETS, None, here)] * len(mine)
         else:
             after = [replicas.runs(k + 1, n) for n in mine]
-            made.to_next = [self._sender(Traffic.ACTIVATIONS, here, b) for b in after]
-            made.gradients = [self._receiver(Traffic.GRADIENTS, a, here) for a in after]
+            made.to_next = [self._edge(Traffic.ACTIVATIONS, here, b) for b in after]
+            made.gradients = [self._edge(Traffic.GRADIENTS, a, here) for a in after]
         return made
 
-    def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
-        return self._edge(what, a, b)
-
-    def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
-        return self._edge(what, a, b)
-
-    def _edge(self, what: Traffic, a: int | None, b: int) -> Edge:
-        found = self._local.get((what, a, b))
+    def _edge(self, what: Traffic, a: int | None, b: int) -> Any:
+        """Return this process's end of an edge, or the edge if both ends are here."""
+        found = self._remote.get((what, a, b)) or self._local.get((what, a, b))
         if found is None:
             here = self._by_index
             to = here[self.replicas.stage_and_replica(b)[0]]
@@ -178,7 +177,8 @@ class Connections:
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
         """Return this process's ends of a tie to another process: of weights, and of gradients."""
-        raise AssertionError("all stages are here")
+        weights = self._remote[Traffic.TIED_WEIGHTS, None, tie]
+        return weights, self._remote.get((Traffic.TIED_GRADIENTS, None, tie))
 
     @property
     def evaluates(self) -> bool:
@@ -201,8 +201,13 @@ class Connections:
         """Omit ties: in evaluations, copies in this process have the true weights."""
         self._tied = (), ()
 
-    def receivers(self) -> Iterable[Receiver]:
+    @property
+    def local_edges(self) -> Sequence[Edge]:
+        """The edges whose ends are both in this process."""
         return (*self._local.values(), *self._ties.edges)
+
+    def receivers(self) -> Iterable[Receiver]:
+        return self.local_edges
 
     # The instructions of a stage.
 
@@ -266,7 +271,7 @@ class Connections:
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
         for edges in self.edges.values():
             edges.ended_by = None
-        for edge in (*self._local.values(), *self._ties.edges):
+        for edge in self.local_edges:
             edge.begin()
         if self._source is not None:
             if (columns := self.columns) is not None:

@@ -173,7 +173,7 @@ class Executor:
             stream.leave()
         waits = (stream.synchronize for stream in streams)
         forgets = (stage.forget for stage in self.stages)
-        resets = (edge.reset for edge in self.connections.receivers())
+        resets = (edge.reset for edge in self.connections.local_edges)
         # Try everything: on a device that has failed none of it succeeds. At the end, follow the
         # caller, who may have used the weights since.
         make_all((*waits, *forgets, *resets, self.follow_caller))

@@ -609,7 +609,7 @@ class Pipeline(Loops):
             self._unbind()
             for executor in (self._executor, self._evaluator):
                 if executor is not None:
-                    for edge in executor.connections.receivers():
+                    for edge in executor.connections.local_edges:
                         edge.free_storage()
             self._executor.follow_caller()
 

@@ -72,12 +72,6 @@ class Receiver(Protocol):
     def free(self, slot: Slot) -> None:
         """Release a message after the work that the receiver's stream has been given so far."""
 
-    def reset(self) -> None:
-        """Forget all messages; they are freed, or all work has been waited for."""
-
-    def free_storage(self) -> None:
-        """Free the receive buffers, outside of a run."""
-
 
 class Edge:
     """A directed edge: a copy stream, and a ring of buffers on the receiver's device."""
@@ -199,12 +193,14 @@ class Edge:
         slot.message = NO_MESSAGE
 
     def reset(self) -> None:
+        """Forget all messages; they are freed, or all work has been waited for."""
         for slot in self._ring:
             slot.message = NO_MESSAGE
         self._sent = self._received = 0
         self._ended = False
 
     def free_storage(self) -> None:
+        """Free the receive buffers, outside of a run."""
         for slot in self._ring:
             slot.clear()
 
