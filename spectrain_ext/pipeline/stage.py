@@ -220,7 +220,7 @@ class Stage(Checks):
         # A first layer that works in place writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
-            NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
+            self.computing(reads=(self.working,), writes=writes),
             NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
             RNG_LOCK,
             self._numbers,
@@ -244,8 +244,7 @@ class Stage(Checks):
             if not graph and self._mode is Mode.TRAIN:
                 learns = self.weights is not None or any(message.differentiable)
                 tape.message = tape.message.with_gradient(learns)
-        if not self.immediate:
-            self._has_computed()
+        self._has_computed()
         self._tapes[i, j] = tape
         if self._mode is Mode.TRAIN:
             self.peak = max(self.peak, len(self._tapes))
@@ -394,8 +393,7 @@ class Stage(Checks):
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
         halves = not self.recomputes and self._blocks is None
         tape.rest = self._differentiate(i, j, tape, halves)
-        if not self.immediate:
-            self._has_computed()
+        self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
@@ -407,9 +405,8 @@ class Stage(Checks):
         self._finish(i, j, tape)
 
     def _finish(self, i: int, j: int, tape: Tape) -> None:
-        if not self.immediate:
-            self.compute.writes(tape.buffer)  # freed
-            self._has_computed()
+        self.compute.writes(tape.buffer)  # freed
+        self._has_computed()
         edges = self.edges
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
@@ -425,16 +422,12 @@ class Stage(Checks):
         self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
         """Issue the backward; with ``halves``, only the inputs' half, and return the other half."""
-        if self._gradients_read is not None:
-            self._free_gradients()
+        self._free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
-        on_compute: AbstractContextManager[object] = NOTHING
-        if not self.immediate:
-            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-            # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
-            writes = (self.weight_gradients, self.module_buffers, outgoing)
-            on_compute = self.compute.using(reads=reads, writes=writes)
-        with on_compute, RNG_LOCK:  # a hook may draw random numbers
+        reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
+        # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
+        writes = (self.weight_gradients, self.module_buffers, outgoing)
+        with self.computing(reads, writes), RNG_LOCK:  # a hook may draw random numbers
             if self.edges.gradients:
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
