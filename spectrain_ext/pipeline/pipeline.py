@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -452,7 +453,7 @@ class Pipeline(Loops):
             for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
                 if k and codec is not None:
                     value = crossed(codec, value, False, False, k - 1, 0, 0)
-                value = module(_moved(value, device))
+                value = module(each(value, methodcaller("to", device)))
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -653,7 +654,3 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
     for averaged in pipe._executor.connections.averaged.values():
         averaged.forget()  # its center belongs to other weights
     pipe._executor.follow_caller()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return each(value, lambda tensor: tensor.to(device))

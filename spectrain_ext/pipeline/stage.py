@@ -195,8 +195,7 @@ class Stage(Checks):
             )
             with self.computing(writes=(buffer,)):
                 message = packed_message(codec, message, backward, *key)
-            if not self.immediate:
-                self.compute.record(self.computed)
+            self.compute.record(self.computed)
         if self.sent is not None:
             self.sent[backward] += sum(t.nbytes for t in message.tensors if t is not None)
         return message
@@ -325,8 +324,7 @@ class Stage(Checks):
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
-        if not self.immediate:
-            self.compute.record(self.computed)
+        self.compute.record(self.computed)
         return part, tape.count, kept
 
     def weight(self, tape: Tape, i: int, j: int) -> float:
