@@ -64,7 +64,7 @@ def completed(command, *words):
         (("timeline", "--link", "pci"), ["pcie3", "pcie4"]),
         (("timeline", "--window", ""), ["classic", "wide"]),
         (("plan", "--link", "pcie3,me"), ["pcie3,measured"]),
-        (("plan", "--method", "gpipe,spectrain-s"), ["gpipe,spectrain-stash"]),
+        (("plan", "--method", "gpipe,spectrain-st"), ["gpipe,spectrain-stash"]),
         (("plan", "--method", ""), list(methods())),
         (("plan", "--codec", ""), list(NAMES)),
         (("plan", "--device", "c"), ["cpu", "cuda:0", "cuda:1"]),

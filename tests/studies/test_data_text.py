@@ -47,8 +47,6 @@ def test_batches_keep_inputs_and_targets_together(tmp_path: Path) -> None:
     data = load_text(path, context=5)
     for inputs, targets in Batches(data, batch_size=7, seed=1):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    with pytest.raises(ValueError, match="t has no images, but text"):
-        Batches(data, batch_size=7, seed=0, augmented=True)
 
 
 def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
