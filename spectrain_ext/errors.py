@@ -109,6 +109,14 @@ def unknown(name: str, names: Collection[str]) -> str:
     return f"there is no {name!r}; there are {', '.join(names)}"
 
 
+def check_int(where: str, value: object, least: int) -> None:
+    """Raise TypeError or ValueError unless it is an int of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}: expected an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{where}: expected at least {least}, got {value}")
+
+
 def make_all(calls: Iterable[Callable[[], object]]) -> None:
     """Make every call, even if one raises; then raise the first exception."""
     first: Exception | None = None

@@ -86,7 +86,7 @@ class Window:
         """Return the seconds of each kind of work; on CUDA, wait until it is done."""
         marks: dict[str, list[tuple[Mark, Mark]]] = {}
         for _, kind, _, _, start, end in self.work:
-            marks.setdefault(WORK[kind][1], []).append((start, end))
+            marks.setdefault(WORK[kind], []).append((start, end))
         return {name: seconds_between(pairs) for name, pairs in marks.items()}
 
 

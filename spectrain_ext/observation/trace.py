@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain_ext.pipeline.loads import Handler
-from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.observer import ACTIONS, Observer
 from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Ledger, Rules, Span
 from spectrain_ext.transport import CudaStream, Stream
 
@@ -21,20 +21,8 @@ Mark = float | torch.cuda.Event
 #: Stage, kind, minibatch, microbatch, start and end of an action.
 Record = tuple[int, Kind, int, int, Mark, Mark]
 
-#: The lane of each kind of work, and its name in a record of metrics.
-WORK: dict[Kind, tuple[Lane, str]] = {
-    Kind.LOAD_FORWARD: ("compute", "predict"),
-    Kind.LOAD_BACKWARD: ("compute", "predict"),
-    Kind.FORWARD: ("compute", "forward"),
-    Kind.LOSS: ("compute", "loss"),
-    Kind.BACKWARD: ("compute", "backward"),
-    Kind.LOAD_BACKWARD_INPUT: ("compute", "predict"),
-    Kind.BACKWARD_INPUT: ("compute", "backward"),
-    Kind.BACKWARD_WEIGHTS: ("compute", "backward"),
-    Kind.UPDATE: ("compute", "update"),
-    Kind.SEND_ACTIVATION: ("to next", "send"),
-    Kind.SEND_GRADIENT: ("to previous", "send"),
-}
+WORK = {kind: work for kind, (_, work) in ACTIONS.items() if work is not None}
+_LANES: dict[Kind, Lane] = {Kind.SEND_ACTIVATION: "to next", Kind.SEND_GRADIENT: "to previous"}
 
 
 @dataclass
@@ -111,7 +99,7 @@ class Trace(Observer):
                 for k, entry in phase.entry.items()
             }
             for k, kind, i, j, start, end in phase.records:
-                lane = WORK[kind][0]
+                lane = _LANES.get(kind, "compute")
                 version, horizon = None, 0
                 if kind in COMPUTE:
                     ((version, horizon),) = ledgers[k].enter([Instruction(kind, i, j)])
@@ -154,7 +142,7 @@ def marked(
 def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
     edges = stage.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
-    loads = WORK[kind][1] in ("predict", "update")
+    loads = WORK[kind] in ("predict", "update")
     own = stage.predict if loads else stage.compute
     stream = sends[0].stream if sends else own
     k = stage.index

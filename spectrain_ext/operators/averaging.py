@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from spectrain_ext.errors import check_int
 from spectrain_ext.rng import mixed_seed
 
 from .numbers import non_negative
@@ -147,10 +148,7 @@ class Sparse(Averaging):
             raise ValueError(f"share: expected above 0 and at most 1, got {self.share}")
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay: expected from 0 to below 1, got {self.decay}")
-        if isinstance(self.delay, bool) or not isinstance(self.delay, int):
-            raise TypeError(f"delay: expected an int, got {type(self.delay).__name__}")
-        if self.delay < 0:
-            raise ValueError(f"delay: expected at least 0, got {self.delay}")
+        check_int("delay", self.delay, 0)
 
     def begin(self, weights: Tensor, exchange: Exchange, stage: int) -> Averager:
         return _Sparse(self, weights, exchange, stage)

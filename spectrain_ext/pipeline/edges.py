@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Receiver, Sender
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
 
 from .batch import (
     Microbatch,
@@ -56,6 +56,14 @@ class StageEdges:
     def end(self) -> None:
         for edge in dict.fromkeys(self.to_next):
             edge.end()
+
+
+def received(edge: Receiver, what: str) -> Slot:
+    """Return the next message; RuntimeError at the end of the run, which comes too early."""
+    slot = edge.receive()
+    if slot is None:
+        raise RuntimeError(f"{what} is missing")
+    return slot
 
 
 class Cursor:

@@ -86,7 +86,6 @@ class Loads:
     ) -> None:
         self.max_norm, self.clips_globally = max_norm, clips_globally
         self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
-        self._follows = NOTHING
 
     @property
     def storage(self) -> Storage | None:

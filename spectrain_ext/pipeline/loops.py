@@ -15,6 +15,8 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.errors import check_int
+
 from .executor import Executor
 from .losses import Keep, Result
 from .observer import Observer
@@ -137,10 +139,7 @@ class Loops(nn.Module):
             TypeError: a callback that cannot be called.
             And what ``run`` raises. An exception in a callback ends the run like leaving its loop.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int):
-            raise TypeError(f"epochs: expected an int, got {type(epochs).__name__}")
-        if epochs < 1:
-            raise ValueError(f"epochs: expected at least 1, got {epochs}")
+        check_int("epochs", epochs, 1)
         if not isinstance(callbacks, Iterable):
             raise TypeError(
                 f"callbacks: expected a list of functions, got {type(callbacks).__name__}"

@@ -16,24 +16,25 @@ from spectrain_ext.schedule import Kind, Rules
 if TYPE_CHECKING:
     from .loads import Handler
     from .losses import Result
-from .stage import Stage
+    from .stage import Stage
 
-#: Ranges of torch.profiler: "F17", or "F17.1" for microbatch 1. On CUDA they mark CPU time, and the
-#: kernels in them show the device's.
-_RANGES: dict[Kind, str] = {
-    Kind.LOAD_FORWARD: "predict",
-    Kind.RECEIVE_ACTIVATION: "recv",
-    Kind.FORWARD: "F{}",
-    Kind.SEND_ACTIVATION: "send",
-    Kind.LOSS: "loss",
-    Kind.LOAD_BACKWARD: "predict",
-    Kind.RECEIVE_GRADIENT: "recv",
-    Kind.BACKWARD: "B{}",
-    Kind.LOAD_BACKWARD_INPUT: "predict",
-    Kind.BACKWARD_INPUT: "B{}",
-    Kind.BACKWARD_WEIGHTS: "W{}",
-    Kind.SEND_GRADIENT: "send",
-    Kind.UPDATE: "update",
+#: The actions that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for
+#: microbatch 1; on CUDA they mark CPU time, and the kernels in them show the device's. Then their
+#: kind of work, under which traces and metrics record them; None: they do not.
+ACTIONS: dict[Kind, tuple[str, str | None]] = {
+    Kind.LOAD_FORWARD: ("predict", "predict"),
+    Kind.RECEIVE_ACTIVATION: ("recv", None),
+    Kind.FORWARD: ("F{}", "forward"),
+    Kind.SEND_ACTIVATION: ("send", "send"),
+    Kind.LOSS: ("loss", "loss"),
+    Kind.LOAD_BACKWARD: ("predict", "predict"),
+    Kind.RECEIVE_GRADIENT: ("recv", None),
+    Kind.BACKWARD: ("B{}", "backward"),
+    Kind.LOAD_BACKWARD_INPUT: ("predict", "predict"),
+    Kind.BACKWARD_INPUT: ("B{}", "backward"),
+    Kind.BACKWARD_WEIGHTS: ("W{}", "backward"),
+    Kind.SEND_GRADIENT: ("send", "send"),
+    Kind.UPDATE: ("update", "update"),
 }
 
 
@@ -132,7 +133,7 @@ def with_observers(
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):
         return handlers
     return {
-        kind: partial(_ranged, _RANGES[kind], handler) if kind in _RANGES else handler
+        kind: partial(_ranged, ACTIONS[kind][0], handler) if kind in ACTIONS else handler
         for kind, handler in handlers.items()
     }
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spectrain_ext.method import Method, check_optimizer, factor_of, phases_of, rules_at
-from spectrain_ext.schedule import Generator, Place, Rules, count_stage, flushes
+from spectrain_ext.schedule import Generator, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
@@ -25,10 +25,6 @@ class TrainingPhase(NamedTuple):
     rules: list[Rules]  # of all stages, assuming that they have optimizers like the first
     max_norms: list[float | None]  # the largest gradient norms, of the stages of this process
     globally: bool  # whether by the norm of all stages' gradients
-
-    @property
-    def flushes(self) -> bool:
-        return flushes(self.method.schedule)
 
     def followed_by(
         self, k: int, optimizer: torch.optim.Optimizer

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules
+from spectrain_ext.schedule import Place, Rules, flushes
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -403,7 +404,8 @@ class Pipeline(Loops):
         self._entered = phase
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        return phase.globally or (self._on_nonfinite is not None and phase.flushes)
+        checks = self._on_nonfinite is not None
+        return phase.globally or (checks and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -451,7 +453,7 @@ class Pipeline(Loops):
             for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
                 if k and codec is not None:
                     value = crossed(codec, value, False, False, k - 1, 0, 0)
-                value = module(_moved(value, device))
+                value = module(each(value, methodcaller("to", device)))
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -652,7 +654,3 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
     for averaged in pipe._executor.connections.averaged.values():
         averaged.forget()  # its center belongs to other weights
     pipe._executor.follow_caller()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return each(value, lambda tensor: tensor.to(device))

@@ -46,23 +46,15 @@ class Segment:
 
 
 def segments(
-    batches: Iterator[object],
-    ends: Callable[[int], bool],
-    run: Callable[[Iterable[object]], Iterator[Result]],
+    batches: Iterator[object],  # of all runs
+    ends: Callable[[int], bool],  # whether a run that has taken so many batches takes no other
+    run: Callable[[Iterable[object]], Iterator[Result]],  # trains, by ``Pipeline.run``
+    # Called after each run, and whether the caller has left the loop: returns the number of the
+    # next run's first result. None: there is no other run.
     follow: Callable[[Segment, bool], int | None],
-    number: int = 0,
+    number: int = 0,  # of the first result
 ) -> Iterator[Result]:
-    """Train in one run after another, and drain in between; yield the results of all of them.
-
-    Args:
-        batches: of all runs.
-        ends: called with the batches that a run has taken before it takes another one: whether it
-            takes none.
-        run: trains on batches, by ``Pipeline.run``.
-        follow: called after each run, and whether the caller has left the loop: returns the number
-            of the next run's first result. None: there is no other run.
-        number: that of the first result.
-    """
+    """Train in one run after another, and drain in between; yield the results of all of them."""
     left, following = False, cast("int | None", number)
     while following is not None:
         segment = Segment(batches, ends)

@@ -16,7 +16,7 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Microbatches, Slot, Transit
 
 from .checks import Checks
-from .edges import Cursor, SharedLosses, StageEdges
+from .edges import Cursor, SharedLosses, StageEdges, received
 from .loads import NOTHING, Handler
 from .tape import (
     ModuleBuffers,
@@ -50,7 +50,8 @@ class Mode(Enum):
 class Stage(Checks):
     """One stage: its module, weights, random numbers, streams and edges, and what it has in flight.
 
-    A method named like an instruction runs it, for minibatch ``i`` and microbatch ``j``.
+    A method named like an instruction runs it, for minibatch ``i`` and microbatch ``j``; ``loss``
+    and ``measure`` also get what they call.
 
     With ``recomputes``, a forward keeps its inputs, the module's buffers and the state of the
     random numbers, but no graph. Before its backward the whole forward runs again, with the weights
@@ -93,34 +94,13 @@ class Stage(Checks):
         self._modes: ModuleModes | None = None
         self._received: Slot
         self._in_place: bool | None = None  # whether the module modifies its input in place
-        self._in_transit = Transit(self.compute, 1)  # gradients that are being sent
-        self._sent = Transit(self.compute, 1)  # activations being sent that no tape holds
+        self._in_transit = Transit(self.compute)  # gradients that are being sent
+        self._sent = Transit(self.compute)  # activations being sent that no tape holds
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
-        return {
-            Kind.LOAD_FORWARD: self.load_forward,
-            Kind.RECEIVE_ACTIVATION: self.receive_activation,
-            Kind.FORWARD: self.forward,
-            Kind.SEND_ACTIVATION: self.send_activation,
-            Kind.LOAD_BACKWARD: self.load_backward,
-            Kind.RECEIVE_GRADIENT: self.receive_gradient,
-            Kind.RECOMPUTE: self.recompute,
-            Kind.BACKWARD: self.backward,
-            Kind.LOAD_BACKWARD_INPUT: self.load_backward_input,
-            Kind.BACKWARD_INPUT: self.backward_input,
-            Kind.BACKWARD_WEIGHTS: self.backward_weights,
-            Kind.SEND_GRADIENT: self.send_gradient,
-            Kind.CHECK_GRADIENT: self.check_gradient,
-            Kind.DIVIDE: self.divide,
-            Kind.CHECK_FINITE: self.check_finite,
-            Kind.SEND_NORM: self.send_norm,
-            Kind.AGREE: self.agree,
-            Kind.CLIP: self.clip,
-            Kind.UPDATE: self.update,
-            Kind.RECEIVE_WORD: self.receive_word,
-            Kind.SEND_WORD: self.send_word,
-        }
+        named = {kind: getattr(self, kind.name.lower(), None) for kind in Kind}
+        return {kind: handler for kind, handler in named.items() if handler is not None}
 
     # A run.
 
@@ -158,8 +138,7 @@ class Stage(Checks):
                 self._entered = ()
                 if self._blocks is not None:
                     self._blocks.end()
-                if self._on_host is not None:
-                    self._follows, self._on_host = NOTHING, None
+                self._follows, self._on_host = NOTHING, None  # they would keep all buffers
                 self.compute.record(self.computed)
             finally:
                 self.random.leave()
@@ -216,8 +195,7 @@ class Stage(Checks):
             )
             with self.computing(writes=(buffer,)):
                 message = packed_message(codec, message, backward, *key)
-            if not self.immediate:
-                self.compute.record(self.computed)
+            self.compute.record(self.computed)
         if self.sent is not None:
             self.sent[backward] += sum(t.nbytes for t in message.tensors if t is not None)
         return message
@@ -241,7 +219,7 @@ class Stage(Checks):
         # A first layer that works in place writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
-            NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
+            self.computing(reads=(self.working,), writes=writes),
             NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
             RNG_LOCK,
             self._numbers,
@@ -265,8 +243,7 @@ class Stage(Checks):
             if not graph and self._mode is Mode.TRAIN:
                 learns = self.weights is not None or any(message.differentiable)
                 tape.message = tape.message.with_gradient(learns)
-        if not self.immediate:
-            self._has_computed()
+        self._has_computed()
         self._tapes[i, j] = tape
         if self._mode is Mode.TRAIN:
             self.peak = max(self.peak, len(self._tapes))
@@ -347,8 +324,7 @@ class Stage(Checks):
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
-        if not self.immediate:
-            self.compute.record(self.computed)
+        self.compute.record(self.computed)
         return part, tape.count, kept
 
     def weight(self, tape: Tape, i: int, j: int) -> float:
@@ -367,17 +343,14 @@ class Stage(Checks):
         self.compute.writes(tape.buffer)  # freed
 
     def _receive_target(self, j: int) -> Slot:
-        slot = self.edges.targets[j].receive()
-        if slot is None:
-            raise RuntimeError("the run has ended where batches come in, and a target is missing")
-        return slot
+        return received(
+            self.edges.targets[j], "the run has ended where batches come in, and a target"
+        )
 
     # Backward.
 
     def receive_gradient(self, i: int, j: int) -> None:
-        slot = self.edges.gradients[j].receive()
-        if slot is None:
-            raise RuntimeError("the next stage has ended its run, and a gradient is missing")
+        slot = received(self.edges.gradients[j], "the next stage has ended its run, and a gradient")
         if self.codecs[1] is not None:
             self._unpack(slot, True)
         self.take_origin(i, slot)
@@ -418,8 +391,7 @@ class Stage(Checks):
         # A recomputed graph is differentiated as a whole: it should not live until the second half.
         halves = not self.recomputes and self._blocks is None
         tape.rest = self._differentiate(i, j, tape, halves)
-        if not self.immediate:
-            self._has_computed()
+        self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
@@ -431,9 +403,8 @@ class Stage(Checks):
         self._finish(i, j, tape)
 
     def _finish(self, i: int, j: int, tape: Tape) -> None:
-        if not self.immediate:
-            self.compute.writes(tape.buffer)  # freed
-            self._has_computed()
+        self.compute.writes(tape.buffer)  # freed
+        self._has_computed()
         edges = self.edges
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
@@ -449,16 +420,12 @@ class Stage(Checks):
         self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
         """Issue the backward; with ``halves``, only the inputs' half, and return the other half."""
-        if self._gradients_read is not None:
-            self._free_gradients()
+        self._free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
-        on_compute: AbstractContextManager[object] = NOTHING
-        if not self.immediate:
-            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-            # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
-            writes = (self.weight_gradients, self.module_buffers, outgoing)
-            on_compute = self.compute.using(reads=reads, writes=writes)
-        with on_compute, RNG_LOCK:  # a hook may draw random numbers
+        reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
+        # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
+        writes = (self.weight_gradients, self.module_buffers, outgoing)
+        with self.computing(reads, writes), RNG_LOCK:  # a hook may draw random numbers
             if self.edges.gradients:
                 pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
@@ -498,10 +465,7 @@ class Stage(Checks):
 
     def receive_word(self, i: int, j: int) -> None:
         edge = self.edges.gradients[j]
-        slot = edge.receive()
-        if slot is None:
-            raise RuntimeError("the next stage has ended its run, and its word is missing")
-        edge.free(slot)
+        edge.free(received(edge, "the next stage has ended its run, and its word"))
 
     def send_word(self, i: int, j: int) -> None:
         self.edges.to_previous[j].send(Message(()), Buffer("nothing"), self.computed)

@@ -36,10 +36,6 @@ class Entry(torch.autograd.Function):
 class Tape:
     """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
-    __slots__ = (
-        *("arrived", "buffer", "count", "found", "header", "leaves", "loss_fn", "message"),
-        *("output", "rest", "slot", "states", "target"),
-    )
     leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is needed
     output: Any  # where the backward starts: the module's output, or the loss on the last stage
     message: Message  # the output without its graph, if it goes to another stage
@@ -61,8 +57,6 @@ class Tape:
 
 class Targets:
     """The targets of one minibatch in one receive buffer."""
-
-    __slots__ = ("left", "parts", "slot")
 
     def __init__(self, slot: Slot, parts: list[Any]) -> None:
         self.slot, self.parts = slot, parts

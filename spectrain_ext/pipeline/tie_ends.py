@@ -139,7 +139,7 @@ class Borrower:
         self.home = home  # None: the owner is in another process
         self._memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.share(self._memory)
-        self._gradients_sent = Transit(stage.compute, 1)
+        self._gradients_sent = Transit(stage.compute)
         self._forget()
 
     def _forget(self) -> None:

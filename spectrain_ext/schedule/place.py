@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from spectrain_ext.errors import check_int
+
 
 class Place(NamedTuple):
     """One stage of one pipeline: all that schedules and methods need to know about it.
@@ -77,7 +79,7 @@ class Replicas:
         """
         if given is None or isinstance(given, int):
             each = 1 if given is None else given
-            _check_count("replicas", each)
+            check_int("replicas", each, 1)
             if ranks % each:
                 raise ValueError(f"replicas: {each} for every stage do not divide {ranks} ranks")
             return Replicas((each,) * (ranks // each))
@@ -86,7 +88,7 @@ class Replicas:
                 f"replicas: expected a number, or one per stage, got {type(given).__name__}"
             )
         for k, count in enumerate(given):
-            _check_count(f"replicas[{k}]", count)
+            check_int(f"replicas[{k}]", count, 1)
         found = Replicas(given)
         if found.ranks != ranks:
             raise ValueError(
@@ -125,10 +127,3 @@ class Replicas:
         for k, (a, b) in enumerate(pairwise(self.counts)):
             # The pairs repeat after the product of the counts.
             yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(a * b)})
-
-
-def _check_count(where: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{where}: expected an int, got {type(count).__name__}")
-    if count < 1:
-        raise ValueError(f"{where}: expected at least 1, got {count}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Protocol
 
 import torch
@@ -209,26 +208,20 @@ class Edge:
 class Transit:
     """Tensors of one stream that another one still reads; freed after the owner has waited."""
 
-    def __init__(self, owner: Stream, depth: int) -> None:
+    def __init__(self, owner: Stream) -> None:
         self._owner = owner
-        self._depth = depth
         # If freed earlier, this memory could be reused and written while another stream reads it.
-        self._held: deque[tuple[Event, Buffer, object]] = deque()
+        self._held: tuple[Event, Buffer, object] | None = None
 
     def hold(self, read: Event, buffer: Buffer, tensors: object) -> None:
-        """Hold these until ``read``; free what was held ``depth`` calls ago and has been read."""
-        if type(read) is HostEvent:  # it has been read
-            return
-        self._held.append((read, buffer, tensors))
-        if len(self._held) > self._depth:
-            self._let_go()
+        """Hold these until ``read``; free what the last call held, which has been read by then."""
+        if type(read) is not HostEvent:  # else it has been read
+            self.reset()
+            self._held = read, buffer, tensors
 
     def reset(self) -> None:
-        while self._held:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        done, old, _ = self._held[0]
-        self._owner.wait(done)
-        self._owner.writes(old)
-        self._held.popleft()
+        if self._held is not None:
+            read, buffer, _ = self._held
+            self._owner.wait(read)
+            self._owner.writes(buffer)
+            self._held = None

@@ -293,6 +293,16 @@ def test_the_numbers_of_a_few():
     assert versions("pipedream-2bw", microbatches=4) == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("method", ["vanilla", "pipedream", "spectrain"])
+def test_release_frees_the_buffers(method):
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    losses(pipe, batches(6))
+    storages = [weakref.ref(weights.storage) for weights in pipe._weights]
+    pipe.release()
+    gc.collect()
+    assert [storage() for storage in storages] == [None] * 3
+
+
 def test_master_weights_are_float32_and_outlive_a_run():
     torch.manual_seed(0)
     stages = [stage.bfloat16() for stage in tanh_stages(2)]

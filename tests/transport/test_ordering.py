@@ -226,7 +226,7 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
 
 def test_transit_waits_before_it_lets_go(streams):
     one, two = streams
-    transit, buffers = Transit(one, 1), [Buffer("first"), Buffer("second")]
+    transit, buffers = Transit(one), [Buffer("first"), Buffer("second")]
     for buffer in buffers:
         one.writes(buffer)
         after(one, two)
