@@ -99,6 +99,7 @@ class Stage(Checks):
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
+        """Return the methods that have the names of instructions."""
         named = {kind: getattr(self, kind.name.lower(), None) for kind in Kind}
         return {kind: handler for kind, handler in named.items() if handler is not None}
 

@@ -20,17 +20,17 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 35545,
-    "package, files": 145,
-    "core, lines": 20093,
-    "core, files": 79,
-    "csrc, lines": 6303,
-    "bench, lines": 12003,
-    "studies, lines": 7225,
-    "manual, words": 40100,
+    "package, lines": 32122,
+    "package, files": 130,
+    "core, lines": 14348,
+    "core, files": 58,
+    "csrc, lines": 5196,
+    "bench, lines": 7267,
+    "studies, lines": 5182,
+    "manual, words": 25579,
     "arguments of Pipeline": 17,
     "arguments of DistributedPipeline": 23,
-    "names in spectrain_ext": 45,
+    "names in spectrain_ext": 42,
 }
 
 
