@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.cli.doctor import threads
 from spectrain_ext.cli.options import method_of
-from spectrain_ext.errors import CheckpointError
-from spectrain_ext.observation.metrics import Metrics
-from spectrain_ext.pipeline.losses import Result
-from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import Comparison, describe, versions
-from .results import Run, RunFile, as_json
+from .results import Run, RunFile
 from .settings import TrainSettings, stages_of
-from .workload import epochs_of, source_of_method, stages_in, tested
-
-if TYPE_CHECKING:
-    from spectrain_ext.checkpoint import CheckpointManager
-
-_logger = logging.getLogger(__name__)
-T = TypeVar("T")
-# Minibatches between measurements of prediction errors, counted from each checkpoint.
-_ERRORS_EVERY = 10
-_KEPT = 2  # checkpoints: the newest, and another in case it is damaged
+from .workload import Batch, epochs_of, source_of_method, stages_in, tested
 
 
 def train_all(asked: Comparison) -> list[Run]:
@@ -56,14 +37,12 @@ def train_all(asked: Comparison) -> list[Run]:
                 progress.begin(method.name, f"{number}/{len(settings.seeds)}")
                 file = RunFile(asked.folder / "runs", f"{method.name}-seed{seed}", mine, Run)
                 run = file.read()
-                folder = asked.folder / "checkpoints" / file.path.stem
                 if run is None:
-                    run = train_once(settings, name, seed, asked, progress, folder)
+                    run = train_once(settings, name, seed, asked, progress)
                     file.write(run)
                 else:
                     found += 1
                     progress.skip(per_run)
-                shutil.rmtree(folder, ignore_errors=True)
                 runs.append(run)
     if found:
         asked.console.print(
@@ -73,12 +52,7 @@ def train_all(asked: Comparison) -> list[Run]:
 
 
 def train_once(
-    settings: TrainSettings,
-    name: str,
-    seed: int,
-    asked: Comparison,
-    progress: Progress,
-    folder: Path,
+    settings: TrainSettings, name: str, seed: int, asked: Comparison, progress: Progress
 ) -> Run:
     """Train a method with the weights and batch order of ``seed``, then test it."""
     torch.manual_seed(seed)
@@ -88,24 +62,21 @@ def train_once(
     stages = stages_in(workload, count)
     pipe = build_pipeline(settings, method, workload, stages, devices=settings.devices[:count])
     pipe.train()
-    log = _Log(pipe)
-    run: Callable[..., Iterator[Result]] = pipe.run
-    if settings.checkpoint_every is not None:
-        # importing it takes as long as importing torch
-        from spectrain_ext.checkpoint import CheckpointManager
+    began = 0.0
 
-        manager = CheckpointManager(
-            folder, pipe, every_minibatches=settings.checkpoint_every, keep=_KEPT
-        )
-        log.restore(manager)
-        run = partial(manager.run, extra=log.so_far)
-    progress.skip(log.minibatches)
-    batches = epochs_of(workload.train, settings.epochs, log.minibatches)
-    with _observer(asked, pipe, method.name, seed, log.minibatches) as metrics:
-        for result in run(log.timed(batches), trace=metrics):
-            log.add(result)
-            progress.advance(result.loss)
-        log.so_far()
+    def timed() -> Iterator[Batch]:
+        """Yield all batches, and start the clock at the first one."""
+        nonlocal began
+        for batch in epochs_of(workload.train, settings.epochs):
+            began = began or time.perf_counter()
+            yield batch
+
+    losses: list[Tensor] = []
+    for result in pipe.run(timed()):
+        losses.append(result.loss)
+        progress.advance(result.loss)
+    synchronize(pipe.devices)
+    seconds = time.perf_counter() - began
     version_bytes = pipe.weight_version_bytes
     pipe.release()
     accuracy, loss = tested(pipe, workload.test, workload.loss, pipe.devices[0])
@@ -114,70 +85,7 @@ def train_once(
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,
-        minibatches_per_second=settings.epochs * len(workload.train) / log.seconds,
+        minibatches_per_second=len(losses) / seconds,
         weight_version_bytes=version_bytes,
-        losses=tuple(log.losses),
+        losses=tuple(torch.stack(losses).tolist()),
     )
-
-
-def _observer(
-    asked: Comparison, pipe: Pipeline, method: str, seed: int, start: int
-) -> AbstractContextManager[Metrics | None]:
-    """Provide an observer of a run after ``start`` minibatches, or None without metrics."""
-    if asked.metrics is None and asked.tensorboard is None:
-        return nullcontext()
-    return Metrics(
-        pipe,
-        asked.metrics,
-        tensorboard=asked.tensorboard and asked.tensorboard / f"{method}-seed{seed}",
-        errors_every=_ERRORS_EVERY,
-        start=start,
-        labels={"method": method, "seed": seed},
-    )
-
-
-class _Log:
-    """Progress of a run, which is also saved in its checkpoints."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self.minibatches = 0
-        self.losses: list[float] = []  # up to the last checkpoint
-        self.seconds = 0.0  # training time without checkpoints
-        self._devices = pipe.devices
-        self._fresh: list[Tensor] = []
-        self._began: float | None = None
-
-    def restore(self, manager: CheckpointManager) -> None:
-        loaded = manager.restore()
-        if loaded is None:
-            return
-        try:
-            self.losses = [float(loss) for loss in loaded.extra["losses"]]
-            self.seconds = float(loaded.extra["seconds"])
-        except (TypeError, KeyError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"{manager.directory}: was not saved by this command: {error!r}"
-            ) from error
-        self.minibatches = loaded.minibatches
-        _logger.info("resuming from minibatch %d", self.minibatches)
-
-    def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches, and start the clock at the first one."""
-        for batch in batches:
-            if self._began is None:
-                self._began = time.perf_counter()
-            yield batch
-
-    def add(self, result: Result) -> None:
-        self.minibatches += 1
-        self._fresh.append(result.loss)
-
-    def so_far(self) -> dict[str, Any]:
-        """Stop the clock, read the losses, and return the checkpoint state."""
-        synchronize(self._devices)
-        if self._began is not None:
-            self.seconds += time.perf_counter() - self._began
-            self._began = None
-        self.losses += torch.stack(self._fresh).tolist() if self._fresh else []
-        self._fresh.clear()
-        return {"losses": [as_json(loss) for loss in self.losses], "seconds": self.seconds}

@@ -67,7 +67,6 @@ class Progress:
     def skip(self, minibatches: int) -> None:
         """Count minibatches that were finished earlier."""
         self._bar.advance(self._task, minibatches)
-        self._here += minibatches
         self._left -= minibatches
 
     def advance(self, loss: Tensor) -> None:

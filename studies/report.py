@@ -1,4 +1,4 @@
-"""Reports a comparison: a table, a picture of the losses, timelines and a JSON file."""
+"""Reports a comparison: a table, pictures of losses and timelines, and a JSON file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .results import (
     write_results,
 )
 from .settings import TrainSettings, stages_of
-from .times import draw_each_method, draw_methods_together, relative_times
+from .times import draw_methods_together, relative_times
 from .workload import Maker, Workload
 
 # Every run records method and seed, and does not depend on the location of the data.
@@ -45,8 +45,6 @@ class Comparison:
     first: Workload  # from ``make``
     folder: Path
     console: Console
-    metrics: Path | None = None  # a file of JSON lines
-    tensorboard: Path | None = None  # a folder with one folder per run
 
 
 def describe(settings: TrainSettings, workload: Workload) -> dict[str, object]:
@@ -95,12 +93,10 @@ def report(asked: Comparison, runs: Sequence[Run], left_out: Mapping[str, str]) 
         look = looks(method.name for method in found)
         colored = [(method, look[method.name].color) for method in drawn]
         draw_methods_together(folder / "timelines.png", colored, settings.stages, parts)
-    draw_each_method(folder / "timelines", drawn, settings.stages, parts)
-    samples = first.about.get("test_samples")
-    asked.console.print(comparison_table(results, samples, metric))
+    asked.console.print(comparison_table(results, first.about.get("test_samples"), metric))
     for told in (
         f"losses: {folder / 'losses.png'}, {folder / 'losses-over-time.png'}",
-        f"timelines: {folder / 'timelines.png'}, {folder / 'timelines'}",
+        f"timelines: {folder / 'timelines.png'}",
         f"numbers: {folder / 'results.json'}",
     ):
         asked.console.print(told, soft_wrap=True)

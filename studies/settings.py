@@ -112,7 +112,6 @@ class TrainSettings:
     lr_schedule: str = "constant"
     warmup: int = 0
     threads: int = 1
-    checkpoint_every: int | None = None
     updates: int | None = None  # None: as many as the epochs have
 
 

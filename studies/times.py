@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from spectrain_ext.extras import picture
 from spectrain_ext.method import Method, find_method, microbatches_of
 from spectrain_ext.schedule import Kind, Span
 from spectrain_ext.simulation import summarize
-from spectrain_ext.timelines import devices_under, draw_timeline, simulate_method
+from spectrain_ext.timelines import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_legend, draw_rows, finish_axes
 
 from .looks import REFERENCE
@@ -116,41 +116,9 @@ _ROUNDING = 1.0 + 1e-9  # tolerance for sums of durations
 _TALLEST = 30.0  # inches of rows at most
 
 
-def draw_each_method(
-    folder: Path,
-    methods: Iterable[str | Method],
-    stages: int,
-    microbatches: int | Literal["auto"] = "auto",
-) -> None:
-    """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
-
-    Nothing here is measured: backwards take twice as long as forwards, updates and predictions a
-    fifth. The run is long enough to show its beginning, its steady state and its end.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for method in map(find_method, methods):
-        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
-        spans = simulate_method(
-            method,
-            stages,
-            2 * stages if parts == 1 else 2 + 2 * stages // parts,
-            microbatches=parts,
-            update=0.2,
-            prediction=0.2,
-        )
-        draw_timeline(
-            folder / f"{method.name}.png",
-            spans,
-            title=f"{method.name}, {stages} stages, simulated: {method.summary}",
-            versions=True,
-            unit="time, in forwards",
-            devices=devices_under(method, stages),
-        )
-
-
 def draw_methods_together(
     path: Path,
-    methods: Sequence[tuple[str | Method, str]],
+    methods: Sequence[tuple[Method, str]],
     stages: int,
     microbatches: int | Literal["auto"] = "auto",
 ) -> None:
@@ -161,8 +129,7 @@ def draw_methods_together(
     """
     until = 6.0 * max(stages, 4)  # two minibatches without any overlap
     runs = []
-    for asked, color in methods:
-        method = find_method(asked)
+    for method, color in methods:
         parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
         spans = simulate_method(
             method,

@@ -1,20 +1,15 @@
 """``studies train``: trains several methods on the same data and prints a table and a picture."""
 
-import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.text import Text
 
 from spectrain_ext.cli.options import FEW, MANY, POSITIVE, names, own_failures, plain_console
-from spectrain_ext.errors import CheckpointError, StageError
-from spectrain_ext.extras import require_matplotlib, require_tensorboard
+from spectrain_ext.errors import StageError
+from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.method import find_method
 
 from .builtin import maker_of
@@ -117,48 +112,20 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for results.json, pictures and timelines.  [default: runs/train-<date>-<time>]",
+    help="Folder for results.json and pictures.  [default: runs/train-<date>-<time>]",
 )
-@click.option(
-    "--checkpoint-every",
-    type=POSITIVE,
-    metavar="MINIBATCHES",
-    help="Drain and save every so many minibatches, to resume after an interruption. Needs --out.",
-)
-@click.option("--metrics", is_flag=True, help="Write every stage's metrics to metrics.jsonl.")
-@click.option(
-    "--tensorboard",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Write the metrics of --metrics for TensorBoard into this folder.",
-)
-@click.option("--verbose", "-v", is_flag=True, help="Show the log.")
 @click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")
-def train(
-    out: Path | None,
-    metrics: bool,
-    tensorboard: Path | None,
-    verbose: bool,
-    quick: bool,
-    **asked: Any,
-) -> None:
+def train(out: Path | None, quick: bool, **asked: Any) -> None:
     """Train a pipeline with several methods and compare them.
 
     All methods start from the same weights and train on the same minibatches with the same
     settings.
     """
     console = plain_console()
-    if verbose:
-        click.get_current_context().with_resource(_logged(console))
     folder = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     with command_errors():
         settings = settle(asked, quick=quick)
-        if settings.checkpoint_every is not None and out is None:
-            raise click.UsageError(
-                "checkpoints need --out: there the same command finds them again"
-            )
         require_matplotlib()
-        if tensorboard is not None:
-            require_tensorboard()
         with own_failures(*([settings.workload] if settings.workload else [])):
             settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
     if AUTO in settings.methods:
@@ -175,33 +142,14 @@ def train(
         raise click.BadParameter(
             f"cannot make the folder {folder}: {error.strerror}", param_hint="'--out'"
         ) from error
-    written = folder / "metrics.jsonl" if metrics else None
-    wanted = Comparison(settings, make, first, folder, console, written, tensorboard)
+    wanted = Comparison(settings, make, first, folder, console)
     try:
         runs = train_all(wanted)
-    except (StageError, CheckpointError) as error:
-        cause = error.__cause__ if isinstance(error, StageError) else None
+    except StageError as error:
+        cause = error.__cause__
         because = "" if cause is None else f" ({type(cause).__name__}: {cause})"
         raise click.ClickException(f"{error}{because}") from error
     except KeyboardInterrupt:
         console.print(f"Finished runs are kept. To go on: the same again, with --out {folder}")
         raise
     report(wanted, runs, left_out)
-
-
-@contextmanager
-def _logged(console: Console) -> Iterator[None]:
-    """Show the log inside the block around the progress bar."""
-    handler = RichHandler(console=console, show_path=False, markup=False)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("spectrain_ext", "studies")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
-            logger.removeHandler(handler)

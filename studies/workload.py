@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -71,9 +71,9 @@ def stages_in(workload: Workload, stages: int) -> list[nn.Module]:
     return cut_evenly(list(workload.model), stages)
 
 
-def epochs_of(train: Epoch, epochs: int, begin: int = 0) -> Iterator[Batch]:
-    """Return the minibatches of several epochs, without the first ``begin``."""
-    return islice(chain.from_iterable(repeat(train, epochs)), begin, None)
+def epochs_of(train: Epoch, epochs: int) -> Iterator[Batch]:
+    """Return the minibatches of several epochs."""
+    return chain.from_iterable(repeat(train, epochs))
 
 
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ CEILINGS = {
     "core, files": 58,
     "csrc, lines": 5196,
     "bench, lines": 7267,
-    "studies, lines": 5182,
+    "studies, lines": 4999,
     "manual, words": 25579,
     "arguments of Pipeline": 17,
     "arguments of DistributedPipeline": 23,

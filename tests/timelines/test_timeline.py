@@ -17,7 +17,7 @@ from spectrain_ext.simulation import Durations, simulate, streams, summarize
 from spectrain_ext.simulation import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import COMPUTED, Rows, draw_timeline, write_trace
-from studies.times import draw_each_method, draw_methods_together
+from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
@@ -211,8 +211,10 @@ def test_a_trace_has_every_span(tmp_path):
     "method", {find_method(name).schedule: name for name in methods() if name != "xgrad"}.values()
 )
 def test_every_schedule_can_be_drawn(method, tmp_path):
-    draw_each_method(tmp_path / "new", [method], 3, 3)
-    assert (tmp_path / "new" / f"{method}.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "t.png"
+    result = run("--method", method, "--stages", 4, "--microbatches", 4, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_versions_of_every_method():
@@ -278,8 +280,8 @@ def test_a_row_is_a_device_where_it_has_several_stages(tmp_path):
     drawn = path.read_text().lower()
     for color in ("#0072b2", "#80b8d8", "#e69f00", "#f2cf80"):  # and half as much white
         assert color in drawn
-    draw_each_method(tmp_path / "new", ["interleaved", "sync"], 3)
-    draw_methods_together(tmp_path / "all.svg", [("wpipe", "#000000"), ("sync", "#111111")], 4)
+    methods = [(find_method("wpipe"), "#000000"), (find_method("sync"), "#111111")]
+    draw_methods_together(tmp_path / "all.svg", methods, 4)
     assert "wpipe, M = 2, on 2 devices" in texts(tmp_path / "all.svg")
 
 
