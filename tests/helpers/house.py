@@ -27,7 +27,7 @@ CEILINGS = {
     "csrc, lines": 5196,
     "bench, lines": 7267,
     "studies, lines": 4999,
-    "manual, words": 25579,
+    "manual, words": 25556,
     "arguments of Pipeline": 17,
     "arguments of DistributedPipeline": 23,
     "names in spectrain_ext": 42,
