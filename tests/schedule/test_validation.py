@@ -5,33 +5,17 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from helpers.schedules import finite, named_windows
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Instruction, Kind, ScheduleError
+from spectrain_ext.schedule import Instruction, Kind, ScheduleError
 from spectrain_ext.simulation import streams, validate
-
-
-def finite(name, windows, minibatches, microbatches=1):
-    """Every stage's actions, as lists."""
-    found = []
-    for actions in streams(name, windows, microbatches):
-        found.append([])
-        for action in actions:
-            if action.minibatch < minibatches:
-                found[-1].append(action)
-            if action == (Kind.UPDATE, minibatches - 1, 0):
-                break
-    return found
 
 
 @some.composite
 def runs(draw):
-    name = draw(some.sampled_from(sorted(GENERATORS)))
-    windows, least = [], 1
-    for _ in range(draw(some.integers(1, 6))):
-        least = draw(some.integers(least, least + 3))
-        windows.insert(0, least)
+    name, windows = draw(named_windows(6))
     return name, windows, draw(some.integers(1, 4)), draw(some.integers(0, 8))
 
 

@@ -5,33 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
+from helpers.schedules import finite, named_windows
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Kind, ScheduleError
+from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.simulation import read_csv, streams, validate
 from spectrain_ext.simulation import write_csv as write
 
 
-def finite(name, windows, minibatches, microbatches=1):
-    found = []
-    for actions in streams(name, windows, microbatches):
-        found.append([])
-        for action in actions:
-            if action.minibatch < minibatches:
-                found[-1].append(action)
-            if action == (Kind.UPDATE, minibatches - 1, 0):
-                break
-    return found
-
-
 @some.composite
 def runs(draw):
-    name = draw(some.sampled_from(sorted(GENERATORS)))
-    windows, least = [], 1
-    for _ in range(draw(some.integers(1, 5))):
-        least = draw(some.integers(least, least + 3))
-        windows.insert(0, least)
+    name, windows = draw(named_windows(5))
     return name, windows, draw(some.integers(1, 6)), draw(some.integers(1, 4))
 
 
