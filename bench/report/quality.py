@@ -48,18 +48,16 @@ Accuracies = Mapping[str, Sequence[float | None]]
 
 
 def _models(results: Path) -> dict[str, Accuracies]:
-    """Return the models that have a file."""
-    found = {}
-    for name, said in MODELS.items():
-        if (results / PAPER / f"{name}.json").exists():
-            found[said] = {
-                row["contender"]: [
-                    None if loss is None else accuracy
-                    for loss, accuracy in zip(row["losses"], row["accuracies"], strict=True)
-                ]
-                for row in read(results, f"{PAPER}/{name}.json")["rows"]
-            }
-    return found
+    return {
+        said: {
+            row["contender"]: [
+                None if loss is None else accuracy
+                for loss, accuracy in zip(row["losses"], row["accuracies"], strict=True)
+            ]
+            for row in read(results, f"{PAPER}/{name}.json")["rows"]
+        }
+        for name, said in MODELS.items()
+    }
 
 
 def accuracies(results: Path) -> str:
@@ -115,6 +113,15 @@ def published(results: Path) -> str:
         cells = [*two, *document["four_stages"][model][1:]]
         lines.append([model, document["data"][model], *(f"{value:.2f}" for value in cells)])
     return table("|".join(heads), lines)
+
+
+def trained(results: Path) -> str:
+    """What `make train` prints, and the simulated times in its picture."""
+    lines = [
+        [f"`{m['method']}`", f"{m['simulated_time']:.2f}", f"{100 * m['test_accuracy']:.1f}"]
+        for m in read(results, "2026-11-22-train-digits/results.json")["methods"]
+    ]
+    return table("method|>simulated time of a minibatch|>test accuracy, %", lines)
 
 
 # Depth and delay

@@ -58,4 +58,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "processes": speed.processes,
     "restarts": speed.restarts,
     "slow-links": speed.slow_links,
+    "train": quality.trained,
 }

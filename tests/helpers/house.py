@@ -25,7 +25,7 @@ CEILINGS = {
     "core, lines": 14348,
     "core, files": 58,
     "csrc, lines": 5196,
-    "bench, lines": 7267,
+    "bench, lines": 7275,
     "studies, lines": 4999,
     "manual, words": 25556,
     "arguments of Pipeline": 17,
