@@ -23,7 +23,6 @@ PAPER, FIELD, DEEP = "2026-11-22-accuracy", "2026-11-23-field", "2026-11-25-deep
 
 Row = dict[str, Any]
 
-
 # The paper's models
 
 #: Files of the folder in the paper's order, and what is in them.
@@ -48,6 +47,7 @@ Accuracies = Mapping[str, Sequence[float | None]]
 
 
 def _models(results: Path) -> dict[str, Accuracies]:
+    """Return the models that have a file."""
     return {
         said: {
             row["contender"]: [
@@ -57,6 +57,7 @@ def _models(results: Path) -> dict[str, Accuracies]:
             for row in read(results, f"{PAPER}/{name}.json")["rows"]
         }
         for name, said in MODELS.items()
+        if (results / PAPER / f"{name}.json").exists()
     }
 
 
@@ -117,10 +118,9 @@ def published(results: Path) -> str:
 
 def trained(results: Path) -> str:
     """What `make train` prints, and the simulated times in its picture."""
-    lines = [
-        [f"`{m['method']}`", f"{m['simulated_time']:.2f}", f"{100 * m['test_accuracy']:.1f}"]
-        for m in read(results, "2026-11-22-train-digits/results.json")["methods"]
-    ]
+    found = read(results, "2026-11-22-train-digits/results.json")["methods"]
+    figures = ((m["method"], m["simulated_time"], 100 * m["test_accuracy"]) for m in found)
+    lines = [[f"`{name}`", f"{time:.2f}", f"{share:.1f}"] for name, time, share in figures]
     return table("method|>simulated time of a minibatch|>test accuracy, %", lines)
 
 
