@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import ops_reference as ref
 from helpers.bad_input import raises
-from helpers.ops_calls import PRODUCTS, World
-from helpers.ops_tensors import values
+from helpers.ops_calls import PRODUCTS
+from helpers.ops_tensors import World, values
 
 import spectrain_ext as st
 

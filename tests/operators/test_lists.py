@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_calls import DTYPES
+from helpers.ops_options import DTYPES
 from helpers.ops_tensors import values
 from torch import Tensor
 
