@@ -168,12 +168,6 @@ def test_published_coefficients() -> None:
     assert laws.Geometric(2.5).sgd(undamped) == laws.Linear(2.5).sgd(undamped)
 
 
-def test_no_steps_have_no_terms() -> None:
-    for law in (laws.Linear(0), laws.Geometric(0), laws.SecondOrder(0)):
-        assert law.sgd(laws.Sgd(0.1, 0.9, weight_decay=0.1)) == []
-        assert law.adam(laws.Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
-
-
 @given(
     numbers=sgds(),
     delay=hs.one_of(hs.integers(0, 31), hs.floats(0, 10)),
