@@ -255,12 +255,13 @@ class World:
         return result
 
     def check_new(self, what: str, result: Any, expected: Sequence[tuple[Tensor, bool]]) -> None:
-        """Check an operator's new tensors: they lie in memory like the parameters."""
+        """Check an operator's new tensors: they lie in their own memory like the parameters."""
         assert isinstance(result, Tensor) == self.single, what
         made = [result] if self.single else list(result)
         for i, (got, (values, exact)) in enumerate(zip(made, expected, strict=True)):
             like = self.lists["params"].tensors[i]
             assert got.shape == like.shape and got.device == like.device, f"{what}[{i}]"
             assert got.stride() == like.stride() or not got.numel(), f"{what}[{i}]: strides"
+            assert got.data_ptr() != like.data_ptr() or not got.numel(), f"{what}[{i}]: memory"
             flat = got.as_strided((got.numel(),), (1,)).cpu()
             (ref.assert_bits if exact else ref.assert_same)(flat, values, f"{what}: result[{i}]")

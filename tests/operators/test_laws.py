@@ -326,3 +326,9 @@ def test_only_a_step_can_write_second_order() -> None:
         lambda: plan.stash_predict_([_ADAM], steps=law),
     ):
         raises(ValueError, "steps: .*gradient", call, lists)
+
+
+@pytest.mark.parametrize("steps", [-1.0, math.nan, math.inf])
+def test_steps_of_an_extrapolation_that_cannot_be(steps: float) -> None:
+    w, kept, out = lists = [torch.rand(5) for _ in range(3)]
+    raises(ValueError, "^steps", lambda: st.extrapolate(w, kept, steps=steps, out=out), lists)
