@@ -13,8 +13,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.cli import links
 from spectrain_ext.cli.__main__ import main
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
+from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.planning import METHODS, Layers, write_layers
 from studies.examples import blocks_and_batch, residual_mlp
 from studies.settings import MODELS

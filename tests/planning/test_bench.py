@@ -5,8 +5,7 @@ from __future__ import annotations
 import bench_plan
 import pytest
 
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
+from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.planning import Layers, Link
 
 
