@@ -1,4 +1,4 @@
-"""Tests what runs become: means over seeds, the JSON file, the table and the pictures."""
+"""Tests what runs become: files of finished runs, means over seeds, tables and pictures."""
 
 import json
 import math
@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from spectrain_ext import files
 from spectrain_ext.method import methods
 from studies.looks import looks
 from studies.pictures import draw_losses, draw_losses_over_time
 from studies.report import comparison_table
-from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, summarize
+from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
 from studies.settings import DEFAULT_METHODS
 
@@ -28,6 +29,71 @@ def shown(results: list[MethodResult], metric: Metric = ACCURACY) -> str:
         console.print(comparison_table(results, 360, metric))
     assert "…" not in capture.get()
     return " ".join(capture.get().split())
+
+
+# Files of finished runs, which are found complete or not at all
+
+ABOUT: dict[str, object] = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
+
+
+def file_of(folder: Path, about: dict[str, object], name: str = "auto-seed3") -> RunFile[Run]:
+    return RunFile(folder, name, about, Run)
+
+
+def test_a_run_is_found_again_bit_for_bit(tmp_path: Path) -> None:
+    run = Run("auto", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 0.1 + 0.2, 1e-30))
+    file_of(tmp_path / "runs", ABOUT).write(run)
+    again = dict(reversed(ABOUT.items()))
+    assert file_of(tmp_path / "runs", again).read() == run
+    assert file_of(tmp_path / "runs", again, "auto-seed4").read() is None
+    diverged = Run("auto", 0, 0.1, math.nan, 1.0, 1, (1.0, math.inf, -math.inf, math.nan))
+    file_of(tmp_path, ABOUT).write(diverged)
+    assert repr(file_of(tmp_path, ABOUT).read()) == repr(diverged)  # a nan is not equal to itself
+
+
+@pytest.mark.parametrize(
+    "other", [{"lr": 0.2}, {"window": (3, 2)}, {"depth": 0}, {"more": 1}], ids=str
+)
+def test_other_settings_are_other_runs(tmp_path: Path, other: dict[str, object]) -> None:
+    file_of(tmp_path, ABOUT).write(run_of("auto", 3, 0.5))
+    file = file_of(tmp_path, {**ABOUT, **other})
+    assert file.read() is None
+    file.write(run_of("auto", 3, 0.5))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_was_changed_is_no_finished_run(tmp_path: Path) -> None:
+    file = file_of(tmp_path, ABOUT)
+    file.write(run_of("auto", 3, 0.5))
+    text = file.path.read_text()
+    losses, no_loss = json.loads(text), json.loads(text)
+    losses["run"]["losses"][0] = [1]
+    del no_loss["run"]["test_loss"]
+    broken = ("", text[:-20], "[]", "{}", '{"run": 3}', json.dumps(losses), json.dumps(no_loss))
+    for each in (*broken, text.replace('"lr": 0.1', '"lr": 0.3')):
+        file.path.write_text(each)
+        assert file.read() is None
+    file.path.write_text(text)
+    assert file.read() == run_of("auto", 3, 0.5)
+
+
+def test_what_is_interrupted_leaves_the_file_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    files.replace_file(path, b"before")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        files.replace_file(path, b"after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# Means over seeds and the table
 
 
 def test_runs_are_grouped_by_method_in_order_of_appearance() -> None:
