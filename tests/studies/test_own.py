@@ -19,8 +19,7 @@ from spectrain_ext.planning import Layers, write_layers
 from studies import workload
 from studies.__main__ import main as studies
 from studies.contenders import STUDIES, contender
-from studies.options import OptionError
-from studies.settings import TrainSettings, choose_methods, method_of, settle
+from studies.settings import choose_methods, method_of, settle
 from studies.study import cells_of, run_file
 from studies.workload import epochs_of, own, stages_in
 
@@ -29,11 +28,10 @@ pytest.importorskip("matplotlib")
 
 FAST = ("--batch-size", 256, "--epochs", 1, "--seeds", 1, "--stages", 2, "--width", 8)
 MODULE = """
-from dataclasses import dataclass, replace
+from dataclasses import replace
 import torch
 from torch import nn
 import spectrain_ext as st
-from spectrain_ext.schedule import find_generator
 from studies import Workload
 
 ahead = 1
@@ -47,15 +45,6 @@ def made():
 
 def late():
     raise RuntimeError("not today")
-
-def in_turn(place):
-    yield from find_generator("1f1b-async")(place)
-
-@dataclass(frozen=True)
-class Near(st.laws.Linear):
-    pass
-
-whole = replace(mine, name="whole", schedule=in_turn, law=Near)
 
 class Cautious:
     def sgd(self, numbers):
@@ -98,10 +87,7 @@ def wrong():
     return 3
 
 def uncut():
-    made = line(0, 1, "sync", 1)
-    return Workload(
-        model=nn.Linear(3, 1), optimizer=made.optimizer, loss=made.loss, train=made.train, test=[]
-    )
+    return replace(line(0, 1, "sync", 1), model=nn.Linear(3, 1))
 
 def broken(lr=0.1):
     raise RuntimeError("not today")
@@ -165,12 +151,9 @@ def test_a_method_trains_resumes_and_is_named(module: str) -> None:
     assert losses_in("out")["mine"] != losses["mine"]
 
 
-def test_a_timeline_of_a_method(module: str) -> None:
+def test_a_timeline_of_a_method_and_its_place_among_all(module: str) -> None:
     said = succeeded("timeline", "-m", f"{module}:mine", "-o", "t.json", "--minibatches", "3")
     assert said.startswith("mine, 4 stages: ")
-
-
-def test_all_and_ones_own(module: str) -> None:
     assert choose_methods([f"{module}:mine", "all"]) == (*methods(), f"{module}:mine")
     assert method_of("auto") is find_method("auto")
 
@@ -253,21 +236,15 @@ def test_the_example_is_studied_and_prints_the_table(tmp_path: Path) -> None:
     assert [row["losses"] for row in again["rows"]] == [r["losses"] for r in document["rows"]]
 
 
-def settings_of(name: str, **asked: Any) -> TrainSettings:
-    return settle({"workload": name, "stages": 2, "methods": ["sync"], **asked})
-
-
 def test_the_function_is_called_with_what_it_has_parameters_for(module: str) -> None:
-    settings = settings_of(f"{module}:line", width=6, lr=0.25, epochs=3)
+    asked = {"workload": f"{module}:line", "stages": 2, "methods": ["sync"]}
+    settings = settle({**asked, "width": 6, "lr": 0.25, "epochs": 3})
     made = own(settings, find_method("spectrain"), 2, 7)
     assert sys.modules[module].calls[-1] == (7, 2, "spectrain", 3, 0.25, 6, "default")
     assert [len(list(stage.parameters())) for stage in stages_in(made, 2)] == [2, 2]
     assert len(list(epochs_of(made.train, 3))) == 3 * 6
     assert len(made.about["workload_sha256"]) == 64
-
-
-def test_the_weights_are_the_seeds_and_the_random_state_stays(module: str) -> None:
-    settings = settings_of(f"{module}:line")
+    # the weights are the seed's, and the random state stays
     state = torch.random.get_rng_state()
     first, again, other = (
         own(settings, find_method("sync"), stages, seed).model[0].weight
@@ -345,13 +322,8 @@ def test_what_fails_is_told_before_training(
     assert isinstance(done.exception, SystemExit)
 
 
-def test_a_test_without_targets_is_refused() -> None:
-    with pytest.raises(ValueError, match="test: expected minibatches with targets, got none"):
-        workload.tested(torch.nn.Linear(1, 1), [])
-
-
-def test_the_functions_options_are_those_of_the_command() -> None:
+def test_the_functions_options_are_those_of_the_command_and_a_test_has_targets() -> None:
     known = {str(option.name) for option in studies.commands["train"].params}
     assert set(workload.OFFERED) <= known
-    with pytest.raises(OptionError, match="expected module:function, got 'x'"):
-        workload.parameters_of("x")
+    with pytest.raises(ValueError, match="test: expected minibatches with targets, got none"):
+        workload.tested(torch.nn.Linear(1, 1), [])
