@@ -39,15 +39,6 @@ def test_many_tensors_get_the_bits_of_a_few(count: int, device: str) -> None:
         ref.assert_lists(many, few, name, exact=True)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 2)])
-def test_empty_tensors_of_any_shape(shape: tuple[int, ...]) -> None:
-    empty = [torch.empty(shape) for _ in range(3)]
-    st.predict_(empty[0], empty[1], lr=0.1, steps=1.0)
-    st.stash_predict_(*empty, lr=0.1, steps=1.0)
-    st.sgd_step_(*empty, lr=0.1, momentum=0.9)
-    assert st.stash(empty[0]).shape == shape
-
-
 def test_tuples_and_generators() -> None:
     module = torch.nn.Linear(4, 3)
     v = tuple(torch.randn_like(p) for p in module.parameters())

@@ -28,10 +28,13 @@ _RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     ids=repr,
 )
 def test_numbers_of_any_kind_become_floats(value: Any) -> None:
-    for rule, given in _RULES.values():
-        made = rule(**{**given, "lr": value, "weight_decay": value})
-        assert made.lr == made.weight_decay == float(value)
-        assert type(made.lr) is type(made.weight_decay) is float
+    names = ("lr", "momentum", "dampening", "weight_decay", "eps", "momentum_decay")
+    sgd = laws.Sgd(value, value, dampening=value, weight_decay=value)
+    numbers = {"eps": value, "weight_decay": value, "momentum_decay": value}
+    adam = laws.Adam(value, step=1, mu_product=0.5, **numbers)
+    for made in (sgd, adam):
+        fields = [getattr(made, name) for name in names if hasattr(made, name)]
+        assert fields == [float(value)] * 4 and {type(field) for field in fields} == {float}
 
 
 @pytest.mark.parametrize(
