@@ -205,7 +205,7 @@ def _predict(world: World, call: _Call, options: Options, horizon: Any, new: boo
         more = {"out": world.outs.index(out)} if name == "predict" else {}
         method = getattr(world.plan(call.adam), name)
         if call.adam or world.way == "groups":
-            return method(call.numbers(), steps=horizon, **more)
+            return method(tuple(call.numbers()), steps=horizon, **more)  # any sequence
         return method(steps=horizon, **numbers, **more)
     taken = ["lr", "momentum", "weight_decay", "nesterov"]
     lists = (
