@@ -488,7 +488,7 @@ def live():
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
 
-@every_method
+@pytest.mark.parametrize("method", [*METHODS, "zb-h1"])
 def test_a_run_keeps_nothing(method):
     """Tapes, messages and shares are released: the third run leaves as much as the second."""
     pipe, data = st.Pipeline(tanh_stages(3), sgd(), mse, method, microbatches=2), batches(9)
