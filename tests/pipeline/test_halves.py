@@ -8,14 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.foreign_optimizers import FOREIGN
-from helpers.pipeline_cases import (
-    batches,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import batches, losses, mse, sgd, tanh_stages
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +25,8 @@ from spectrain_ext.schedule import (
     forward,
 )
 from spectrain_ext.simulation import check_generator
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Doubled(torch.autograd.Function):

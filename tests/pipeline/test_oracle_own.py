@@ -8,22 +8,15 @@ import hypothesis.strategies as some
 import pytest
 import torch
 from helpers.foreign_optimizers import FOREIGN
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    examples,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, examples, losses, mse, sgd, tanh_stages
 from hypothesis import given
 from oracle.cases import OPTIMIZERS, RATES
 from oracle.methods import Definition
 
 import spectrain_ext as st
 from spectrain_ext.method import Method, find_method, in_words
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def method_and_definition(name="own", **choices):

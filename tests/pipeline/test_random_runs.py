@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.pipeline_cases import float64  # noqa: F401  # a fixture
 from helpers.random_modules import OwnRandom
 from helpers.random_programs import Program, covering_seeds, missing
 from helpers.random_settings import definition_of
@@ -15,7 +14,10 @@ from oracle.definition import Oracle, cut
 from torch import nn
 
 # A stage whose input needs no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
 
 
 def close(found, expected, what):

@@ -17,7 +17,6 @@ from helpers.pipeline_cases import (
     batches,
     close,
     every_method,
-    float64,  # noqa: F401  # a fixture
     losses,
     mse,
     sgd,
@@ -30,6 +29,8 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.transport import Stream
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Pulled:
