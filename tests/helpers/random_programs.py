@@ -228,7 +228,7 @@ class Program:
     def _draw_blocks(self):
         known = {*modules.BLOCKS[self.domain]}
         if not self.exactly and self.optimizer.kind not in LINEAR:
-            known -= modules.ZERO_GRADIENTS
+            known -= modules.ZERO_GRADIENTS | {"scale"}  # before a norm it has none
         if self.narrow:
             known -= modules.WIDE_ONLY
         if self.foreign and self.optimizer.kind not in ("SGD", "Adam", "AdamW"):
