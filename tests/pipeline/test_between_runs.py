@@ -55,9 +55,15 @@ def same(a, b):
     torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("thaws", [True, False])
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+@pytest.mark.parametrize(
+    ("make", "whole", "thaws"),
+    [
+        (sgd(), False, True),
+        (sgd(), True, False),
+        (torch_sgd(), True, True),
+        (torch_sgd(), False, False),
+    ],
+)
 def test_freezing_and_unfreezing_are_refused_and_a_new_pipeline_continues(
     make, whole, thaws, tmp_path
 ):
@@ -137,8 +143,8 @@ def by_steps(optimizer):
 @pytest.mark.parametrize(
     ("method", "make", "changed"),
     [
-        *((method, sgd, {"lr": 0.01}) for method in ("1f1b", "auto", "spectrain", "pipedream")),
-        *((method, adam, {"lr": 0.2}) for method in ("1f1b", "auto", "xpipe", "pipedream")),
+        *((method, sgd, {"lr": 0.01}) for method in ("1f1b", "auto", "spectrain")),
+        *((method, adam, {"lr": 0.2}) for method in ("auto", "xpipe", "pipedream")),
         ("spectrain", sgd, {"momentum": 0.5, "weight_decay": 0.1}),
         (st.spectrain(law="difference"), torch_sgd, {"lr": 0.01}),
     ],
