@@ -1,5 +1,4 @@
-"""Tests the pipeline's CUDA calls without CUDA: inner, because streams and events that only record
-stand for the CPU's.
+"""Tests the pipeline's CUDA calls without CUDA, by streams and events that only record.
 
 Tensors stay on the CPU. The executor makes all its stream and event calls, which tests inspect.
 """
@@ -16,7 +15,7 @@ from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, ta
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.transport import streams
+from spectrain_ext.transport import Stream, callers_stream, new_stream
 
 HOST = torch.device("cpu")
 ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -71,10 +70,10 @@ def disguised(*places):
 
     def cpu_stream(name):
         if name is None:
-            return streams.callers_stream(places[-1])
+            return callers_stream(places[-1])
         numbers = [int(word) for word in name.replace(",", "").split() if word.isdigit()]
         devices = [places[k] for k in numbers] or [places[-1]]
-        by_name[name] = streams.new_stream(name, *devices)
+        by_name[name] = new_stream(name, *devices)
         return by_name[name]
 
     with checked_streams(cpu_stream):
@@ -82,7 +81,7 @@ def disguised(*places):
 
 
 def test_a_copy_between_devices_has_a_stream_on_each(log):
-    copies, host = streams.new_stream("copy", ZERO, ONE), streams.Stream()
+    copies, host = new_stream("copy", ZERO, ONE), Stream()
     event = copies.event()
     copies.wait(event)
     copies.wait(host.event())  # the CPU's work is done when the copy is issued
@@ -106,15 +105,15 @@ def test_a_copy_between_devices_has_a_stream_on_each(log):
 
 
 def test_one_device_needs_one_stream_and_the_host_waits_only_where_it_must(log):
-    stream = streams.new_stream("compute", ZERO, ZERO)
+    stream = new_stream("compute", ZERO, ZERO)
     event = stream.event()
     stream.wait(event)
     assert len(log) == 1
-    for one in (streams.new_stream("copy", HOST, ONE), streams.callers_stream(ONE)):
+    for one in (new_stream("copy", HOST, ONE), callers_stream(ONE)):
         one.record(one.event())
         assert log[-1][1].device == ONE
     assert log[-1][1] is torch.cuda.current_stream(ONE)
-    streams.Stream().wait(event)
+    Stream().wait(event)
     assert log[-1] == ("host waits", event)
 
 
@@ -198,11 +197,11 @@ def test_every_device_of_a_batch_is_ordered(log):
     assert ("wait", current, log[copied][2]) in log[copied:]
 
 
-class DeadStream(streams.Stream):
+class DeadStream(Stream):
     """A stream of a device that fails every call after a first failure."""
 
     dead = False
-    left: list[streams.Stream]
+    left: list[Stream]
 
     def fail(self, *_, **__):
         if DeadStream.dead:
@@ -221,7 +220,7 @@ def test_the_first_cause_is_seen_after_a_device_has_failed(recompute):
 
     def cpu_stream(name):
         if name is None:
-            return streams.host_stream(name)
+            return Stream()
         made.append(DeadStream())
         return made[-1]
 
