@@ -117,9 +117,7 @@ class Pair:
         wide = self.case["state"]
         self.buffers = buffers_for(self.optimizer, wide)
         if self.case["master"]:
-            self.master = flat_views(self.params)
-            for p, view in self.master.items():
-                view.copy_(p.detach())
+            self.master = flat_views(self.params, filled=True)
         self.outs = flat_views(self.params)
         self.optimizer.bind(self.master, self.buffers)
         assert self.optimizer.is_bound_to(self.buffers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
@@ -51,9 +50,7 @@ class Stage:
         self.wide = F32 if dtype.itemsize == 2 else dtype
         self.params = make_params(dtype)
         self.optimizer = made(name, self.params, **{"weight_decay": 0.05, **options})
-        self.master = flat_views(self.params, self.wide)
-        for p, view in self.master.items():
-            view.copy_(p.detach())
+        self.master = flat_views(self.params, self.wide, filled=True)
         self.bind(correction)
 
     def bind(self, correction: Any) -> None:
@@ -292,13 +289,6 @@ def test_corrections_are_values() -> None:
     assert len({DelayCompensation(1), DelayCompensation(1.0)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         GapAware().decay = 0.5
-    for kind, name, bad in (
-        (DelayCompensation, "strength", (-1.0, math.nan, math.inf, "1", None)),
-        (GapAware, "decay", (-0.1, 1.0, math.nan, "1")),
-    ):
-        for value in bad:
-            with pytest.raises((ValueError, TypeError), match=name):
-                kind(value)
 
 
 def test_what_cannot_be_corrected() -> None:

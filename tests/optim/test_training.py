@@ -207,16 +207,6 @@ def test_gradients_that_carry_a_graph() -> None:
     assert_same([p], [q])
 
 
-def test_a_module_and_its_optimizer_are_copied_together() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
-    model_copy(torch.randn(4, 3)).sum().backward()
-    kept = bits(model_copy.parameters())
-    optimizer_copy.step()
-    assert not torch.equal(model_copy.weight, kept[0])
-
-
 @every_rival
 def test_no_gradient_no_change_and_no_state(name: str) -> None:
     params, optimizer = trained(name, steps=0)
