@@ -369,6 +369,12 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
             for name in ("sync", "gpipe", "1f1b", "zb-h1", "xgrad")
         ),
         ("vanilla", 3, {"window": [1, 2, 1]}, "stage 1 of 3 would wait for 2 .*a deadlock"),
+        ("vanilla", 3, {"window": [2, 1, 2]}, "stage 2 of 3 would wait for 2 .*a deadlock"),
+        ("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [3, 2]}, None),
+        (
+            *("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [2, 2]}),
+            "2 microbatches on each of its 2 replicas, would wait .*a deadlock",
+        ),
         ("vanilla", 3, {"window": 0}, "window: expected at least 1 for stage 0 of 3, got 0"),
         ("vanilla", 3, {"window": [2, 1, 0]}, "at least 1 for stage 2 of 3, got 0"),
         ("vanilla", 3, {"window": [2, 1]}, r"window: expected one per stage \(3\), got 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.optim_cases import (
     F16,
     F32,
     F64,
+    OF_TORCH,
     assert_bits,
     bits,
     buffers_for,
@@ -33,16 +35,16 @@ from torch import nn
 import spectrain_ext as st
 
 MATRICES = ("Muon", "SOAP")
+FLAGS = {*itertools.product(("foreach", "fused"), OF_TORCH)} - {("fused", "NAdam")}
 
 
 def makes_sense(row: Row) -> bool:
-    if row["name"] in MATRICES and (row["flag"] or row["dtype"] == F16):
+    name, narrow = row["name"], row["dtype"] in (BF16, F16)
+    if row["state"] is not None and not narrow:
         return False
-    if row["name"] in ("NAdam", "SGD") and row["flag"] == "fused" and row["name"] == "NAdam":
-        return False
-    if row["name"] not in ("SGD", *MATRICES) and row["dtype"] == F16 and not row["state"]:
+    if row["dtype"] == F16 and (name in MATRICES or (name != "SGD" and not row["state"])):
         return False  # a second moment would be 0
-    return row["state"] is None or row["dtype"] in (BF16, F16)
+    return row["flag"] is None or (row["flag"], name) in FLAGS
 
 
 CASES = covering(
