@@ -16,7 +16,7 @@ from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_
 from spectrain_ext.timelines import simulate_method
 
 
-def trained(method, optimizer=None, n=3, minibatches=9, **more):
+def trained(method, optimizer=None, n=3, minibatches=6, **more):
     torch.manual_seed(0)
     stages = tanh_stages(n)
     pipe = st.Pipeline(stages, optimizer or sgd(), mse, method, **more)

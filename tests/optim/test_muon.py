@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -291,13 +291,6 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
 
 
 # Pipelines.
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(F64)
-    yield
-    torch.set_default_dtype(F32)
 
 
 def tanh_stages(n: int) -> list[nn.Module]:
