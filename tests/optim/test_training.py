@@ -90,11 +90,13 @@ def test_real_training_with_a_scheduler_matches_torch(
     assert_same(nets[0].parameters(), nets[1].parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
-def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str) -> None:
-    (q,), optimizer, reference = pair_of(name, [p := nn.Parameter(torch.linspace(-1, 1, 8))])
+def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str) -> None:
+    p = nn.Parameter(torch.linspace(-1, 1, 8, device=device))
+    (q,), _, reference = pair_of(name, [p])
     optimizer = made(name, [p], **{flag: True})
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in "12"]
+    scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2) for _ in "12"]
     for step in range(8):
         factor = float("inf") if step in (0, 4) else 1.0 + step
         for param, opt, scaler in ((p, optimizer, scalers[0]), (q, reference, scalers[1])):
