@@ -429,7 +429,7 @@ def test_every_event_follows_every_other() -> None:
     wanted = {(a, b) for a in EVENTS for b in EVENTS}
     wanted |= {pair for a in UNBOUND for b in EVENTS for pair in ((a, b), (b, a))}
     assert wanted <= neighbours(PROGRAMS)
-    for axis in ("name", "dtype", "home"):
+    for axis in ("name", "home"):
         drawn = {
             (c[axis], event) for c, each in zip(CASES, PROGRAMS, strict=True) for event in each
         }
