@@ -109,26 +109,21 @@ def apart():
     return nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm)
 
 
+def short():
+    return nn.Sequential(OrderedDict(stem=nn.Linear(6, 8)))
+
+
+X = {"example_input": torch.ones(8, 6)}
+
+
 @pytest.mark.parametrize(
     ("planned", "changes", "model", "more", "why"),
     [
         (Net, {}, lambda: nn.Sequential(*linears(2)), {}, "at block 0 its 'Net' of 5 blocks has "),
-        (
-            *(Net, {}, lambda: nn.Sequential(OrderedDict(stem=nn.Linear(6, 8))), {}),
-            "at block 1 .* 'blocks.0', .* 1 has no",
-        ),
-        (
-            *(Net, {}, lambda: Net(4), {"example_input": torch.randn(8, 6)}),
-            "at block 4 .* has 'head', this one of 6 has 'blocks.3'",
-        ),
-        (
-            *(Net, {}, Net, {"example_input": torch.randn(8, 6), "split_points": ["head"]}),
-            "split_points: the plan has its own",
-        ),
-        (
-            *(apart, {"ends": [2, 4]}, apart, {}),
-            "plan: it separates .*which stages 0 and 1 use",
-        ),
+        (Net, {}, short, {}, "at block 1 .* 'blocks.0', .* 1 has no"),
+        (Net, {}, lambda: Net(4), X, "at block 4 .* has 'head', this one of 6 has 'blocks.3'"),
+        (Net, {}, Net, {**X, "split_points": ["head"]}, "split_points: the plan has its own"),
+        (apart, {"ends": [2, 4]}, apart, {}, "plan: it separates .*which stages 0 and 1 use"),
     ],
 )
 def test_a_plan_of_another_model_is_an_error_that_names_the_first_difference(
