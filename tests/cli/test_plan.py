@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from helpers.cli_programs import called, spectrain, text_of
+from helpers.cli_programs import called, measured_briefly, spectrain, text_of
 from helpers.layers import layers_of
-from helpers.ranks import run_main
 from torch import nn
 
 import spectrain_ext as st
@@ -129,7 +128,7 @@ def test_devices_of_different_kinds(profile, tmp_path):
 
 @pytest.mark.processes
 def test_the_link_between_processes_is_measured(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr("spectrain_ext.cli.links.start_processes", run_main)
+    monkeypatch.setattr("spectrain_ext.cli.links.start_processes", measured_briefly)
     asked = ("--cores", 2, "--batch", 32, "--method", "vanilla", "--out", tmp_path)
     planned("--profile", profile, "--devices", 2, "--link", "measured", *asked)
     link = json.loads((tmp_path / "plan.json").read_text())["link"]
