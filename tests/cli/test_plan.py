@@ -119,10 +119,7 @@ def test_devices_of_different_kinds(profile, tmp_path):
     assert document["speeds"] == [1, 1, 0.5, 0.5]
     assert document["memory"] == [24e9, 24e9, 80e9, 80e9]
     assert [link["name"] for link in document["link"]] == ["nvlink", "100gbe", "nvlink"]
-    links = ("--link", "nvlink,nvlink,nvlink", "--speeds", "1,1,1,1")
-    alike = planned(*asked, "--memory", "24G", *links)
-    one = planned(*asked, "--memory", 24e9, "--link", "nvlink", "--speed", 1)
-    assert table_of(alike) == table_of(one)
+    planned(*asked, "--memory", "24G", "--link", "nvlink")
     assert json.loads(path.read_text())["memory"] == [24e9] * 4
 
 
@@ -225,10 +222,8 @@ def test_every_model_can_be_planned(model):
     with torch.no_grad():
         blocks, batch = blocks_and_batch(model, 2)
         output = nn.Sequential(*blocks)(batch)
-    own = {
-        **{"residual-mlp": "ResidualBlock", "gpt": "TransformerBlock", "lstm": "LSTMBlock"},
-        **{"snn": "AlphaDropout", "speedrun": "RMSNorm"},
-    }
+    own = {"residual-mlp": "ResidualBlock", "gpt": "TransformerBlock", "lstm": "LSTMBlock"}
+    own |= {"snn": "AlphaDropout", "speedrun": "RMSNorm"}
     kinds = {type(part).__name__ for block in blocks for part in block.modules()}
     assert own.get(model, "Conv2d") in kinds, kinds
     assert len(output) == 2 and len(blocks) > 4
