@@ -1,7 +1,4 @@
-"""What tests of commands share: how one is called in this process, and what it listens on.
-
-``spectrain_ext.cli.__main__``: inner, because it is where the installed command starts.
-"""
+"""What tests of commands share: how one is called in this process, and what it listens on."""
 
 from __future__ import annotations
 
