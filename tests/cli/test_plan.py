@@ -215,6 +215,14 @@ def test_what_does_not_fit_is_an_error(profile):
         assert said in found.output
 
 
+def test_control_characters_of_a_files_name_are_escaped(tmp_path):
+    path = tmp_path / "a\x1b[31m.json"
+    path.write_text("{}")
+    found = run("--profile", path, "--devices", 2)
+    assert found.exit_code == 1
+    assert "\x1b" not in found.output and r"a\x1b[31m.json" in found.output
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_can_be_planned(model):
     if model == "inception-v4":
