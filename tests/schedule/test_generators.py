@@ -142,12 +142,12 @@ def words(place, duties=None):
     return {kind.value: [each.value for each in to] for kind, to in first.items()}
 
 
-MIDDLE = Place(1, 3, 2, 2)
+MIDDLE, LAST = Place(1, 3, 2, 2), Place(2, 3, 1, 2)
 EVERY = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
 
 
 def test_what_belongs_to_an_instruction_comes_in_order():
-    plain, last = words(MIDDLE), words(Place(2, 3, 1, 2))
+    plain, last = words(MIDDLE), words(LAST)
     forward = ["receive activation", "load forward weights", "forward"]
     assert (plain["forward"], last["forward"]) == (
         [*forward, "send activation"],
@@ -157,14 +157,12 @@ def test_what_belongs_to_an_instruction_comes_in_order():
         *("receive gradient", "load backward weights", "backward", "send gradient"),
     ]
     assert last["backward"] == ["load backward weights", "backward", "send gradient"]
-    assert words(MIDDLE, Duties(evaluates=True)) == {
-        "forward": ["receive activation", "forward", "send activation"],
-        "backward": [
-            "hear that the next stage is through",
-            "tell the previous stage that this one is through",
-        ],
-        "update": [],
-    }
+    hear = "hear that the next stage is through"
+    tell = "tell the previous stage that this one is through"
+    for place, send, back in ((MIDDLE, "send activation", [hear, tell]), (LAST, "metrics", [tell])):
+        forward = ["receive activation", "forward", send]
+        evaluated = {"forward": forward, "backward": back, "update": []}
+        assert words(place, Duties(evaluates=True)) == evaluated
     found = words(MIDDLE, EVERY)
     assert found["update"] == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
