@@ -60,6 +60,7 @@ _mse = nn.functional.mse_loss
 
 #: Runs a number of microbatches and returns microbatches per second.
 Measure = Callable[[int], float]
+Candidates = dict[str, Callable[[], Measure]]
 
 
 def microbatches(ranks: int) -> tuple[int, ...]:
@@ -233,14 +234,15 @@ def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
     return stepped(step, parts)
 
 
-def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Callable[[], Measure]]:
-    """Return the factories of all candidates."""
-    found: dict[str, Callable[[], Measure]] = {
+def candidates(rank: int, ranks: int, blocks: int, batch: int, count: int) -> Candidates:
+    """Return the factories of all candidates that fill a minibatch with ``count`` microbatches."""
+    found: Candidates = {
         "ideal": partial(ideal, blocks, batch),
         **{method: partial(ours, method, blocks, batch) for method in METHODS},
         "spectrain, wide window": partial(ours, "spectrain", blocks, batch, window="wide"),
     }
-    for parts in microbatches(ranks):
+    sizes = [parts for parts in microbatches(ranks) if parts <= count]
+    for parts in sizes:
         for method in ("auto", "spectrain"):
             found[f"{method}, M = {parts}"] = partial(ours, method, blocks, batch, parts)
         for name, kind in SCHEDULES.items():
@@ -249,7 +251,7 @@ def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Call
             found[f"torch {name}, M = {parts}"] = partial(
                 theirs, rank, ranks, kind, blocks, batch, parts
             )
-    for parts in microbatches(ranks)[:3]:
+    for parts in sizes[:3]:
         found[f"replicas, M = {parts}"] = partial(replicated, ranks, blocks, batch, parts)
         found[f"DDP, M = {parts}"] = partial(data_parallel, ranks, blocks, batch, parts)
     return found
@@ -280,7 +282,7 @@ def rank_main(
     keep_freed_memory()
     if blocks is None:
         blocks = calibrated(options.milliseconds * 2 / ranks, options.batch)
-    found = candidates(rank, ranks, blocks, options.batch)
+    found = candidates(rank, ranks, blocks, options.batch, options.count)
     seconds = slowest(
         median(alone(stage_of(blocks), torch.randn(options.batch, WIDTH), 2.0, False))
     )
@@ -302,9 +304,7 @@ def rank_main(
     dist.destroy_process_group()
 
 
-def rounds_of(
-    found: dict[str, Callable[[], Measure]], options: argparse.Namespace
-) -> dict[str, list[float]]:
+def rounds_of(found: Candidates, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the figures of all rounds that fit into the time, at least one."""
     figures: dict[str, list[float]] = {name: [] for name in found}
     start = time.perf_counter()
@@ -412,7 +412,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     if options.quick:
-        options.milliseconds, options.count, options.rounds = 2.0, 4, 1
+        options.milliseconds, options.count, options.rounds = 2.0, max(options.ranks), 1
     document = {**about(), "ranks": {}}
     blocks: int | None = None
     parts = sum(len(microbatches(ranks)) for ranks in options.ranks)

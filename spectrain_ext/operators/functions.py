@@ -13,6 +13,7 @@ out of range. Errors name the argument and the index, and leave all tensors unch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar, Unpack, cast, overload
 
@@ -474,13 +475,12 @@ def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None)
     for j, other in enumerate(others):
         lists.add(Role.OUT, f"others[{j}]", other, writes=False)
     native = lists.plan()
-    arrays = lists.params
-    device = device_of(arrays[0]) if arrays else None
+    device = device_of(lists.params[0]) if lists.params else None
     with current(stream, device):
-        squares = torch.zeros(len(others), len(arrays) + 1, dtype=torch.float64, device=device)
+        norms = torch.zeros(len(others), len(lists.params) + 1, dtype=torch.float64, device=device)
         scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
-        native.distances(squares.data_ptr(), scratch.data_ptr(), stream)
-        return squares.sqrt_()
+        native.distances(norms.data_ptr(), scratch.data_ptr(), stream)
+        return norms.sqrt_() if norms.is_cuda else norms.apply_(math.sqrt)  # torch's is inexact
 
 
 def _step_lists(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:

@@ -3,14 +3,16 @@
 from .blocks import mark_ties
 from .cut import Cut, cut
 from .materializing import materialize
-from .profile import Profile, measure
-from .stages import Partition, cut_at, partition
+from .profile import BlockProfile, Profile, Tie, measure
+from .stages import Partition, cut_at, partition, profile_of
 from .traced import TracedStage
 
 __all__ = [
+    "BlockProfile",
     "Cut",
     "Partition",
     "Profile",
+    "Tie",
     "TracedStage",
     "cut",
     "cut_at",
@@ -18,4 +20,5 @@ __all__ = [
     "materialize",
     "measure",
     "partition",
+    "profile_of",
 ]

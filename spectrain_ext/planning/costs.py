@@ -23,8 +23,7 @@ from spectrain_ext.method import (
     rules_at,
 )
 from spectrain_ext.optim import SGD
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
+from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
     Entries,

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile, Tie, check_number, made_of
-from spectrain_ext.partitioning.stages import profile_of
+from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
+from spectrain_ext.partitioning.profile import check_number, made_of
 from spectrain_ext.transport.message import Value, as_value, each, tensors_in
 
 _LARGEST = 1 << 24  # bytes of a file
@@ -40,7 +39,7 @@ class Layers:
         about: the model, the device and the versions, for people.
 
     Example:
-        >>> from spectrain_ext.partitioning.profile import BlockProfile, Profile
+        >>> from spectrain_ext.partitioning import BlockProfile, Profile
         >>> from spectrain_ext.planning import Layers
         >>> small, large = (Profile((BlockProfile(0.1, size, 256),)) for size in (64, 256))
         >>> Layers((1, 7), (small, large)).at(4).blocks[0].output_bytes

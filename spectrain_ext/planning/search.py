@@ -10,9 +10,8 @@ from itertools import accumulate, combinations, pairwise
 from math import comb, lcm
 
 from spectrain_ext.method import Method, Window
-from spectrain_ext.partitioning import Profile, cut
+from spectrain_ext.partitioning import BlockProfile, Profile, cut
 from spectrain_ext.partitioning.cut import open_places
-from spectrain_ext.partitioning.profile import BlockProfile
 from spectrain_ext.schedule import takes_window
 
 from .costs import Costs, Setting, Way, check_shared, least_of

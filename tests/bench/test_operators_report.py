@@ -92,12 +92,12 @@ class TestTargets:
 
 @pytest.mark.processes
 class TestRun:
-    tiny = ("bench_operators.py", "--elements", 6, "--case-seconds", 0, "-k", "SGD-step")
+    tiny = ("bench_operators.py", "--elements", 6, "--case-seconds", 0, "--threads", 1, "-k")
 
     def test_a_group_holds_all_rivals_and_its_file_makes_the_section(self, tmp_path: Path) -> None:
         pytest.importorskip("pytest_benchmark")
         path = tmp_path / "bench.json"
-        code, printed = run_pytest(BENCH, *self.tiny, f"--benchmark-json={path}")
+        code, printed = run_pytest(BENCH, *self.tiny, "SGD-step", f"--benchmark-json={path}")
         assert code == 0, printed
         assert "benchmark 'SGD step, 2^6, fp32'" in printed
         assert "ours against the best copy and the fastest rival" in printed
@@ -117,7 +117,7 @@ class TestRun:
         kept.parent.mkdir()
         kept.write_text(json.dumps(document))
         assert "| SGD step | fp32 | " in speed.operators(tmp_path)
-        code, printed = run_pytest(BENCH, *self.tiny, f"--benchmark-compare={path}")
+        code, printed = run_pytest(BENCH, *self.tiny, "SGD-step-2-6", f"--benchmark-compare={path}")
         assert code == 0 and "(NOW)" in printed, printed
 
     def test_bad_options_are_found_before_anything_is_measured(self) -> None:

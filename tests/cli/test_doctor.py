@@ -1,26 +1,18 @@
-"""``spectrain doctor``: what it reports, as a problem or as a note, and its exit status."""
+"""Tests ``spectrain doctor``: inner, because what it finds depends on the machine that it sees."""
 
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from helpers.cli_programs import called, spectrain
 from rich.console import Console
 from rich.table import Table
 
 import spectrain_ext as st
 from spectrain_ext import _C
-from spectrain_ext.cli.__main__ import main
-from spectrain_ext.cli.doctor import (
-    Finding,
-    covers,
-    environment,
-    findings,
-    peer_access,
-    summary,
-    versions,
-)
+from spectrain_ext.cli import doctor
+from spectrain_ext.cli.doctor import Finding, covers, environment, findings, peer_access, versions
 from spectrain_ext.cli.options import plain_console
 from spectrain_ext.threads import Crowd
 
@@ -34,96 +26,182 @@ BUILT = {
 CPU_ONLY = {"cuda": False, "cpu_instruction_set": "baseline"}
 
 
-def _see_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    toolkit: str | None,
-    available: bool,
-    driver: bool | None = None,
+class Machine:
+    """What torch, CUDA and the operating system say; a complete machine if nothing is changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def is_so(
+        self,
+        *,
+        toolkit: str | None = "13.0",
+        gpus: int = 1,
+        driver: bool | None = None,  # None: where there is a GPU
+        capability: tuple[int, int] = (9, 0),
+        refused: str = "",
+        threads: int = 1,
+        crowd: Crowd | None = None,
+        missing: str = "",
+        **environment: str,
+    ) -> None:
+        def require_cuda() -> int:
+            if refused:
+                raise RuntimeError(refused)
+            return 1
+
+        there = gpus > 0 if driver is None else driver
+        replace = self._patch.setattr
+        replace(doctor, "_DRIVER_FILES", (__file__,) if there else ())
+        replace(doctor, "disturbed", lambda: crowd)  # by other tests
+        replace(doctor, "find_spec", lambda name: None if name == missing else doctor)
+        replace(torch.version, "cuda", toolkit)
+        replace(torch, "get_num_threads", lambda: threads)
+        replace(torch.cuda, "is_available", lambda: gpus > 0)
+        replace(torch.cuda, "device_count", lambda: gpus)
+        replace(torch.cuda, "get_device_capability", lambda index: capability)
+        replace(torch.distributed, "is_nccl_available", lambda: True)
+        replace(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+        replace(_C, "require_cuda", require_cuda)
+        self._patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name in ("MAX_CONNECTIONS", "LAUNCH_BLOCKING"):
+            self._patch.delenv(f"CUDA_{name}", raising=False)
+        for name, value in {"CUDA_MODULE_LOADING": "EAGER", **environment}.items():
+            self._patch.setenv(name, value)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+OLD = {"gpus": 0, "driver": True}
+PROBLEM, NOTE = True, False
+
+
+@pytest.mark.parametrize(
+    ("there", "what", "remedy", "problem"),
+    [
+        ({"threads": 4096}, "4096 threads", "OMP_NUM_THREADS=", PROBLEM),
+        ({"crowd": Crowd("Other work.", "OMP_NUM_THREADS=1")}, "Other", "OMP_NUM_THREADS=1", NOTE),
+        ({"missing": "matplotlib"}, "matplotlib", "pip install 'spectrain_ext[pictures]'", NOTE),
+        ({"capability": (8, 0)}, "capability 8.0", 'TORCH_CUDA_ARCH_LIST="8.0"', PROBLEM),
+        ({"refused": "driver too old"}, "driver too old", "13.0.88", PROBLEM),
+        (
+            {"toolkit": None, **OLD},
+            *("CPU build, although the machine has an NVIDIA device", "install a CUDA", PROBLEM),
+        ),
+        ({"toolkit": None, "gpus": 0}, "CPU build.", "for a GPU: install a CUDA", NOTE),
+        (OLD, "sees no CUDA device", "the driver may be older than torch's CUDA 13.0", PROBLEM),
+        ({"gpus": 0}, "sees no CUDA device", "for a GPU: install NVIDIA's driver", NOTE),
+        ({**OLD, "CUDA_VISIBLE_DEVICES": ""}, "DEVICES='' hides every GPU.", "unset", NOTE),
+        ({**OLD, "CUDA_VISIBLE_DEVICES": "-1"}, "DEVICES='-1' hides every GPU.", "unset", NOTE),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "one queue", "CONNECTIONS=32", PROBLEM),
+        ({"gpus": 2, "CUDA_LAUNCH_BLOCKING": "1"}, "forever", "unset it", PROBLEM),
+        # torch's and CUDA's default, which does no harm without NCCL
+        ({"gpus": 2, "CUDA_MODULE_LOADING": "LAZY"}, "first launched", "LOADING=EAGER", NOTE),
+    ],
+)
+def test_what_is_found(
+    machine: Machine, there: dict[str, Any], what: str, remedy: str, problem: bool
 ) -> None:
-    """Set what torch sees, and whether a driver is installed: as given, or where there is a GPU."""
-    there = available if driver is None else driver
-    monkeypatch.setattr("spectrain_ext.cli.doctor._DRIVER_FILES", (__file__,) if there else ())
-    monkeypatch.setattr("spectrain_ext.cli.doctor.disturbed", lambda: None)  # by other tests
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.version, "cuda", toolkit)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(available))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(_C, "require_cuda", lambda: 1)
+    machine.is_so(**there)
+    (found,) = findings(BUILT)
+    assert what in found.what
+    assert remedy in found.remedy
+    assert found.is_problem is problem
 
 
-def test_it_prints_versions_build_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit=None, available=False)
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 0, result.output
-    for fragment in (st.__version__, torch.__version__, "Build", "Devices", "cpu"):
-        assert fragment in result.output
-    for key in _C.build_info():
-        assert key.replace("_", " ") in result.output
-
-
-def test_a_complete_machine_has_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+@pytest.mark.parametrize(
+    "there",
+    [
+        {},
+        {"gpus": 2},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+        {"CUDA_LAUNCH_BLOCKING": "1"},
+        {"CUDA_MODULE_LOADING": "LAZY"},
+    ],
+)
+def test_a_complete_machine_has_no_findings(machine: Machine, there: dict[str, Any]) -> None:
+    machine.is_so(**there)
     assert findings(BUILT) == []
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_cpu_only_package_is_a_problem_where_a_gpu_is(machine: Machine, gpus: int) -> None:
+    machine.is_so(gpus=gpus)
+    (found,) = (one for one in findings(CPU_ONLY) if "not built" in one.what)
+    assert "SPECTRAIN_CUDA=1" in found.remedy
+    assert "nvcc" in found.remedy
+    assert found.is_problem is (gpus > 0)
+
+
+def test_the_environment_of_streams_and_messages(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.is_so(NCCL_MAX_CTAS="2", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    shown = environment()
+    assert shown["NCCL_MAX_CTAS"] == "2"
+    assert shown["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert shown["CUDA_MODULE_LOADING"] == "LAZY (not set)"
+    assert versions()["NCCL"] == "2.27.5"
+
+
+# What is printed
+
+
+def test_versions_build_and_devices_are_printed(machine: Machine) -> None:
+    machine.is_so(toolkit=None, gpus=0)
+    result = called(spectrain, "doctor")
+    assert result.exit_code == 0, result.output
+    keys = [key.replace("_", " ") for key in _C.build_info()]
+    for fragment in (st.__version__, torch.__version__, "Build", "Devices", "cpu", *keys):
+        assert fragment in result.output
 
 
 def test_problems_are_the_exit_status_and_notes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("This is so.", "change it", False)]
-    monkeypatch.setattr("spectrain_ext.cli.doctor.findings", lambda build: found)
-    result = CliRunner().invoke(main, ["doctor"])
+    monkeypatch.setattr(doctor, "findings", lambda build: found)
+    result = called(spectrain, "doctor")
     assert result.exit_code == 0
-    assert result.output.endswith("Notes\n  - This is so.\n    change it\nNo problems.\n")
+    notes = "Notes\n  - This is so.\n    change it\n"
+    assert result.output.endswith(f"{notes}No problems.\n")
     found.insert(0, Finding("This fails.", "mend it"))
-    result = CliRunner().invoke(main, ["doctor"])
+    result = called(spectrain, "doctor")
     assert result.exit_code == 1
     problems = "Problems\n  - This fails.\n    remedy: mend it\n"
-    assert result.output.endswith(f"{problems}Notes\n  - This is so.\n    change it\n")
-    assert CliRunner().invoke(main, ["doctor", "--brief"]).exit_code == 0
+    assert result.output.endswith(f"{problems}{notes}")
+    assert called(spectrain, "doctor", "--brief").exit_code == 0
 
 
-def test_threads_without_a_core_each_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 1
-    assert "Problems" in result.output
-    assert "4096 threads" in result.output
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    (found,) = findings(BUILT)
-    assert "4096 threads" in found.what
-    assert "OMP_NUM_THREADS=" in found.remedy
-    assert found.is_problem
+def test_one_line_says_what_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for build, said in (
+        (BUILT, "CUDA 13.0.88 (sm_75, sm_86, sm_90, compute_90: no GPU was visible)"),
+        (CPU_ONLY, "CPU (baseline) only"),
+        (_C.build_info(), f"CPU ({_C.build_info()['cpu_instruction_set']})"),
+    ):
+        monkeypatch.setattr(_C, "build_info", lambda build=build: build)
+        result = called(spectrain, "doctor", "--brief")
+        assert result.exit_code == 0, result.output
+        (line,) = result.output.splitlines()
+        assert said in line
 
 
-def test_other_work_on_the_cores_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    crowd = Crowd("Other work is on these cores.", "OMP_NUM_THREADS=1")
-    monkeypatch.setattr("spectrain_ext.cli.doctor.crowded", lambda: None)
-    monkeypatch.setattr("spectrain_ext.cli.doctor.disturbed", lambda: crowd)
-    assert findings(BUILT) == [Finding(*crowd, False)]
+def test_no_text_is_markup_on_a_console_of_a_command() -> None:
+    text = "[red]own[/] :b: [train]"
+    console = plain_console(width=60)
+    table = Table(text, title=text, caption=text)
+    table.add_row(text)
+    with console.capture() as capture:
+        console.print(text, table)
+    assert capture.get().count(text) == 5
+    making = [p for p in Path(st.__file__).parent.rglob("*.py") if "Console(" in p.read_text()]
+    # the bar in extras.py shows numbers only
+    assert sorted(path.name for path in making) == ["extras.py", "options.py"]
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_a_cpu_only_package_is_a_problem_where_a_gpu_is(
-    available: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=available)
-    (found,) = (one for one in findings(CPU_ONLY) if "not built" in one.what)
-    assert "SPECTRAIN_CUDA=1" in found.remedy
-    assert "nvcc" in found.remedy
-    assert found.is_problem is available
-
-
-def test_one_line_says_what_was_built() -> None:
-    result = CliRunner().invoke(main, ["doctor", "--brief"])
-    assert result.exit_code == 0, result.output
-    assert len(result.output.splitlines()) == 1
-    assert result.output.strip() == summary(_C.build_info())
-    assert "CUDA 13.0.88 (sm_75, sm_86, sm_90, compute_90: no GPU was visible)" in summary(BUILT)
-    assert "CPU (baseline) only" in summary(CPU_ONLY)
+# GPUs
 
 
 @pytest.mark.parametrize(
@@ -138,131 +216,9 @@ def test_which_gpu_the_build_covers(capability: tuple[int, int], runs: bool) -> 
     architectures = BUILT["cuda_architectures"]
     assert isinstance(architectures, list)
     assert covers(architectures, capability) is runs
-
-
-def test_architectures_without_ptx_end_with_their_major_version() -> None:
-    assert covers(["sm_90a"], (9, 0))
-    assert not covers(["sm_90a"], (10, 0))
-    assert not covers([], (9, 0))
-
-
-def test_a_gpu_that_was_not_built_for_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    (found,) = findings(BUILT)
-    assert "cuda:0 has compute capability 8.0" in found.what
-    assert 'TORCH_CUDA_ARCH_LIST="8.0"' in found.remedy
-    assert found.is_problem
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "gpus", "told"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1, "one queue"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1, None),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", 0, None),
-        ("CUDA_LAUNCH_BLOCKING", "1", 2, "forever"),
-        ("CUDA_LAUNCH_BLOCKING", "1", 1, None),
-        ("CUDA_MODULE_LOADING", "LAZY", 2, "first launched"),
-        ("CUDA_MODULE_LOADING", None, 2, "first launched"),
-        ("CUDA_MODULE_LOADING", None, 1, None),
-    ],
-)
-def test_what_makes_streams_wait_for_one_another(
-    setting: str, value: str | None, gpus: int, told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
-        monkeypatch.delenv(name, raising=False)
-    if value is None:
-        monkeypatch.delenv(setting)
-    else:
-        monkeypatch.setenv(setting, value)
-    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    found = findings(BUILT)
-    assert [told in one.what for one in found] == ([] if told is None else [True])
-    # torch's and CUDA's default, which does no harm without NCCL, is a note
-    assert all(one.is_problem == (setting != "CUDA_MODULE_LOADING") for one in found)
-    shown = environment()
-    assert shown["NCCL_MAX_CTAS"] == "2"
-    assert shown[setting].startswith(value or "LAZY (not set)")
-    assert versions()["NCCL"] == "2.27.5"
-
-
-def test_a_driver_that_only_torch_can_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-
-    def refuse() -> int:
-        raise RuntimeError("driver too old")
-
-    monkeypatch.setattr(_C, "require_cuda", refuse)
-    (found,) = findings(BUILT)
-    assert "driver too old" in found.what
-    assert "13.0.88" in found.remedy
-    assert found.is_problem
-
-
-@pytest.mark.parametrize("driver", [True, False])
-def test_a_cpu_torch_is_a_problem_where_a_gpu_is(
-    driver: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _see_cuda(monkeypatch, toolkit=None, available=False, driver=driver)
-    (found,) = findings(BUILT)
-    assert found.what.startswith("This torch is a CPU build")
-    assert ("although the machine has an NVIDIA device" in found.what) is driver
-    assert "TORCH_INDEX" in found.remedy
-    assert found.remedy.startswith("for a GPU: ") is not driver
-    assert found.is_problem is driver
-
-
-@pytest.mark.parametrize("driver", [True, False])
-def test_a_cuda_torch_without_a_device_is_a_problem_where_a_gpu_is(
-    driver: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=False, driver=driver)
-    (found,) = findings(BUILT)
-    assert "sees no CUDA device" in found.what
-    assert ("the driver may be older than torch's CUDA 13.0" in found.remedy) is driver
-    assert found.is_problem is driver
-
-
-@pytest.mark.parametrize("value", ["", "-1"])
-def test_hidden_gpus_are_a_note(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=False, driver=True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    (found,) = findings(BUILT)
-    assert found.what == f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU."
-    assert not found.is_problem
-
-
-def test_a_missing_extra_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "spectrain_ext.cli.doctor.find_spec", lambda name: None if name == "matplotlib" else sys
-    )
-    output = CliRunner().invoke(main, ["doctor"]).output
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
-    (found,) = findings(BUILT)
-    assert "matplotlib" in found.what
-    assert not found.is_problem
-    assert f"  - {found.what}\n    pip install 'spectrain_ext[pictures]'\n" in output
-
-
-def test_no_text_is_markup_on_a_console_of_a_command() -> None:
-    text = "[red]own[/] :b: [train]"
-    console = plain_console(width=60)
-    table = Table(text, title=text, caption=text)
-    table.add_row(text)
-    with console.capture() as capture:
-        console.print(text, table)
-    assert capture.get().count(text) == 5
-    making = [p for p in Path(st.__file__).parent.rglob("*.py") if "Console(" in p.read_text()]
-    # the bar in extras.py shows numbers only
-    assert sorted(path.name for path in making) == ["extras.py", "options.py"]
+    # without PTX it ends with its major version
+    assert covers(["sm_90a"], capability) is (capability == (9, 0))
+    assert not covers([], capability)
 
 
 def test_peer_access_asks_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,14 @@ import re
 import click
 import pytest
 from click.shell_completion import BashComplete
-from click.testing import CliRunner
+from helpers.cli_programs import called, spectrain
 
-from spectrain_ext.cli.__main__ import main
 from spectrain_ext.codecs import NAMES
 from spectrain_ext.method import methods
 
 OPTIONS = [
     pytest.param(option, id=f"{name} {option.opts[0]}")
-    for name, command in main.commands.items()
+    for name, command in spectrain.commands.items()
     for option in command.params
 ]
 
@@ -33,47 +32,41 @@ def test_an_option_is_a_sentence_of_its_own(option: click.Option) -> None:
         assert inner not in said.lower()
 
 
-def test_the_list_of_commands_is_not_cut_off() -> None:
-    done = CliRunner().invoke(main, ["--help"], terminal_width=80)
-    listed = done.output.partition("Commands:")[2]
-    assert set(re.findall(r"^  (\w+)", listed, re.MULTILINE)) == set(main.commands)
+def test_the_list_of_commands_is_not_cut_off_and_h_is_help() -> None:
+    listed = called(spectrain, "--help", env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+    assert set(re.findall(r"^  (\w+)", listed, re.MULTILINE)) == set(spectrain.commands)
     assert "..." not in listed
+    for command in spectrain.commands:
+        done = called(spectrain, command, "-h")
+        assert done.exit_code == 0
+        assert done.output.startswith(f"Usage: main {command} [OPTIONS]")
 
 
-@pytest.mark.parametrize("command", main.commands)
-def test_h_is_help(command: str) -> None:
-    done = CliRunner().invoke(main, [command, "-h"])
-    assert done.exit_code == 0
-    assert done.output.startswith(f"Usage: main {command} [OPTIONS]")
-
-
-def completed(command, *words):
-    """What a shell offers for the last of the words typed after ``spectrain``."""
-    complete = BashComplete(main, {}, "spectrain", "_SPECTRAIN_COMPLETE")
-    return [item.value for item in complete.get_completions([command, *words[:-1]], words[-1])]
+def completed(command: str, *words: str) -> list[tuple[str, str]]:
+    """What a shell offers for the last of the words typed after ``spectrain``, with its type."""
+    complete = BashComplete(spectrain, {}, "spectrain", "_SPECTRAIN_COMPLETE")
+    found = complete.get_completions([command, *words[:-1]], words[-1])
+    return [(item.type, item.value) for item in found]
 
 
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (
-            ("timeline", "--method", "pipedream"),
-            [n for n in methods() if n.startswith("pipedream")],
-        ),
-        (("timeline", "-m", "1f"), ["1f1b"]),
-        (("timeline", "--link", "pci"), ["pcie3", "pcie4"]),
-        (("timeline", "--window", ""), ["classic", "wide"]),
-        (("plan", "--link", "pcie3,me"), ["pcie3,measured"]),
-        (("plan", "--method", "gpipe,spectrain-st"), ["gpipe,spectrain-stash"]),
-        (("plan", "--method", ""), list(methods())),
-        (("plan", "--codec", ""), list(NAMES)),
-        (("plan", "--device", "c"), ["cpu", "cuda:0", "cuda:1"]),
-        (("plan", "--model", "models:"), ["models:Model", "models:small", "models:TINY"]),
-        (("plan", "--method", "auto,models:T"), ["auto,models:TINY"]),
-        (("plan", "--model", "package.inner:m"), ["package.inner:make"]),
-        (("plan", "--model", "no_such_module:"), []),
-        (("plan", "--model", ":"), []),
-        (("doctor", "--b"), ["--brief"]),
+        ("timeline --method pipedream", [n for n in methods() if n.startswith("pipedream")]),
+        ("timeline -m 1f", ["1f1b"]),
+        ("timeline --link pci", ["pcie3", "pcie4"]),
+        ("timeline --window ", ["classic", "wide"]),
+        ("plan --link pcie3,me", ["pcie3,measured"]),
+        ("plan --method gpipe,spectrain-st", ["gpipe,spectrain-stash"]),
+        ("plan --method ", list(methods())),
+        ("plan --codec ", list(NAMES)),
+        ("plan --device c", ["cpu", "cuda:0", "cuda:1"]),
+        ("plan --model models:", ["models:Model", "models:small", "models:TINY"]),
+        ("plan --method auto,models:T", ["auto,models:TINY"]),
+        ("plan --model package.inner:m", ["package.inner:make"]),
+        ("plan --model no_such_module:", []),
+        ("plan --model :", []),
+        ("doctor --b", ["--brief"]),
     ],
 )
 def test_values_complete(words, offered, tmp_path, monkeypatch):
@@ -85,11 +78,9 @@ def test_values_complete(words, offered, tmp_path, monkeypatch):
     )
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "inner.py").write_text("def make(): pass\n")
-    assert completed(*words) == offered
+    assert completed(*words.split(" ")) == [("plain", value) for value in offered]
 
 
 def test_files_complete_as_files():
-    complete = BashComplete(main, {}, "spectrain", "_SPECTRAIN_COMPLETE")
-    for command, option in (("timeline", "--csv"), ("plan", "--profile"), ("plan", "--out")):
-        (item,) = complete.get_completions([command, option], "a")
-        assert (item.type, item.value) == ("file", "a")
+    for option in ("timeline --csv", "plan --profile", "plan --out"):
+        assert completed(*option.split(), "a") == [("file", "a")]

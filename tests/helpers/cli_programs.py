@@ -1,14 +1,37 @@
-"""What several tests of commands share: pictures undrawn, and the addresses that a process has."""
+"""What tests of commands share: how one is called in this process, and what it listens on.
+
+``spectrain_ext.cli.__main__``: inner, because it is where the installed command starts.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
+import click
 import numpy as np
+from click.testing import CliRunner, Result
+
+from spectrain_ext.cli.__main__ import main as spectrain
+
+
+def called(
+    command: click.Command,
+    *arguments: object,
+    draws: bool = False,
+    env: dict[str, str] | None = None,
+) -> Result:
+    """Call a command in this process; without ``draws`` its pictures are empty files."""
+    with nullcontext() if draws else undrawn():
+        return CliRunner().invoke(command, [*map(str, arguments)], env=env)
+
+
+def text_of(result: Result) -> str:
+    """Return what a command printed as one line, without the frame of an error."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 def undrawn():
@@ -32,3 +55,6 @@ def listening():
                 words = np.frombuffer(bytes.fromhex(local.split(":")[0]), ">u4")
                 found.append(socket.inet_ntop(family, words.astype("=u4").tobytes()))
     return found
+
+
+__all__ = ["called", "listening", "spectrain", "text_of", "undrawn"]

@@ -1,12 +1,12 @@
-"""Imitates arrays of frameworks that are not installed: handmade DLPack capsules, and stand-ins."""
+"""Imitates arrays of frameworks that are not installed, by handmade DLPack capsules."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 CPU, CUDA = 1, 2
 _FLOAT = 2
@@ -52,7 +52,7 @@ class Producer:
     """An array accessible only by ``__dlpack__``; it counts capsules lent and returned.
 
     Args:
-        array: the memory.
+        array: the memory; on "CUDA", which nothing may access.
         versioned: whether it supports ``max_version``, and with it read-only memory.
         strides: False omits strides, as contiguous arrays may before DLPack 1.2.
     """
@@ -61,6 +61,7 @@ class Producer:
         self,
         array: np.ndarray,
         *,
+        device: int = CPU,
         versioned: bool = True,
         read_only: bool = False,
         strides: bool = True,
@@ -68,44 +69,36 @@ class Producer:
         major: int = 1,
         deleter: bool = True,
     ) -> None:
-        self.array = array
-        self.versioned, self.read_only, self.major = versioned, read_only, major
-        self.device = (CPU, 0)
+        self.array, self.device = array, (device, 0)
+        self._versioned, self._read_only, self._major = versioned, read_only, major
+        self._strides, self._byte_offset, self._deleter = strides, byte_offset, deleter
         self.lent: list[Any] = []
         self.returned = 0
         self.asked: list[dict[str, Any]] = []
-        self._strides, self._byte_offset = strides, byte_offset
-        self._with_deleter = deleter
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
     def __dlpack__(self, **arguments: Any) -> Any:
-        if not self.versioned and "max_version" in arguments:
+        if not self._versioned and "max_version" in arguments:
             raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
         self.asked.append(arguments)
         a = self.array
         sizes = (ctypes.c_int64 * a.ndim)(*a.shape)
         steps = (ctypes.c_int64 * a.ndim)(*(s // a.itemsize for s in a.strides))
+        pointer = ctypes.POINTER(ctypes.c_int64)
+        strides = ctypes.cast(steps, pointer) if self._strides else None
+        at, bits = a.ctypes.data - self._byte_offset, 8 * a.itemsize
+        shape = ctypes.cast(sizes, pointer)
         tensor = _Tensor(
-            a.ctypes.data - self._byte_offset,
-            *self.device,
-            a.ndim,
-            _FLOAT,
-            8 * a.itemsize,
-            1,
-            ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)),
-            ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)) if self._strides else None,
-            self._byte_offset,
+            at, *self.device, a.ndim, _FLOAT, bits, 1, shape, strides, self._byte_offset
         )
-        deleter = _DELETER(self._take_back) if self._with_deleter else _DELETER()
-        managed: Any
-        if self.versioned:
-            managed = _ManagedVersioned(self.major, 0, None, deleter, int(self.read_only), tensor)
-            name = b"dltensor_versioned"
-        else:
-            managed = _Managed(tensor, None, deleter)
-            name = b"dltensor"
+        deleter = _DELETER(self._take_back) if self._deleter else _DELETER()
+        managed: Any = _Managed(tensor, None, deleter)
+        if self._versioned:
+            flags = int(self._read_only)
+            managed = _ManagedVersioned(self._major, 0, None, deleter, flags, tensor)
+        name = b"dltensor_versioned" if self._versioned else b"dltensor"
         capsule = _pythonapi.PyCapsule_New(ctypes.addressof(managed), name, None)
         self.lent.append((capsule, managed, sizes, steps, deleter))
         return capsule
@@ -119,19 +112,24 @@ class Producer:
         return [_pythonapi.PyCapsule_GetName(lent[0]).decode() for lent in self.lent]
 
 
-class CudaProducer(Producer):
-    """A producer that claims CUDA memory, which nothing may access."""
-
-    def __init__(self, array: np.ndarray, **kwargs: Any) -> None:
-        super().__init__(array, **kwargs)
-        self.device = (CUDA, 0)
-
-
 class Refuses:
     """An array that refuses to be exported."""
 
-    def __init__(self, error: Callable[[], BaseException]) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __dlpack__(self, **_: Any) -> Any:
-        raise self._error()
+        raise self._error
+
+
+class Hidden:
+    """A tensor whose owner supports only DLPack."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self._tensor.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()

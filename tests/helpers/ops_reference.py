@@ -3,30 +3,36 @@
 Every native result must be equal bit for bit (any NaN matches any NaN); nothing is approximate. A
 float32 fma is a float64 product (exact: 24 + 24 bits fit in 53) and an error-free float64 sum,
 rounded to odd and then to float32, which equals one rounding because 53 >= 2 * 24 + 2. A float64
-fma is the three-term sum of Boldo and Melquiond (Emulation of FMA and correctly rounded sums, IEEE
-TC 57, 2008), or rational arithmetic for exponents so extreme that an error-free transformation
-would have errors. 16-bit tensors compute in float32 and round once, when stored.
+fma is the C library's. Square roots and divisions are IEEE's, as in numpy. Coefficients are formed
+in double and rounded once to the compute type. 16-bit tensors compute in float32 and round once,
+when stored. csrc/core/setting.h defines the terms of a prediction.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Array = npt.NDArray[Any]
-_INT_OF = {
+from spectrain_ext import laws
+
+Array: TypeAlias = npt.NDArray[Any]
+Numbers: TypeAlias = laws.Sgd | laws.Adam
+INTS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
+
+# Arithmetic.
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -44,96 +50,35 @@ def _round_to_odd(s: Array, e: Array) -> Array:
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
-    a, b, c = np.broadcast_arrays(a, b, c)
-    assert a.dtype == b.dtype == c.dtype == np.float32
     with np.errstate(all="ignore"):
         s, e = _two_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
         return _round_to_odd(s, e).astype(np.float32)
 
 
-def _split(a: Array) -> tuple[Array, Array]:
-    """Veltkamp: two halves of at most 26 bits each."""
-    t = a * 134217729.0
-    high = t - (t - a)
-    return high, a - high
-
-
-def _fma_rational(a: float, b: float, c: float) -> float:
-    """Return a * b + c of finite numbers in rational arithmetic: integer division rounds once."""
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if exact == 0:  # an exact zero has the sign of a float sum of an exact product's sign and c
-        product_sign = np.copysign(1.0, a) * np.copysign(1.0, b)
-        if a == 0 or b == 0:
-            return float(np.copysign(0.0, product_sign) + c)
-        return 0.0
-    try:
-        value = exact.numerator / exact.denominator
-    except OverflowError:
-        value = float("inf") if exact > 0 else float("-inf")
-    return float(np.copysign(value, 1.0 if exact > 0 else -1.0))
+_libm_fma = ctypes.CDLL(None).fma
+_libm_fma.argtypes = [ctypes.c_double] * 3
+_libm_fma.restype = ctypes.c_double
+_fma_of_objects = np.frompyfunc(_libm_fma, 3, 1)
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
-    a, b, c = np.broadcast_arrays(*np.atleast_1d(a, b, c))
-    assert a.dtype == b.dtype == c.dtype == np.float64
     with np.errstate(all="ignore"):
-        product = a * b
-        (ah, al), (bh, bl) = _split(a), _split(b)
-        error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
-        uh, ul = _two_sum(c, error)
-        th, tl = _two_sum(product, uh)
-        result = np.array(th + _round_to_odd(*_two_sum(tl, ul)))
-        factors = np.isfinite(a) & np.isfinite(b)
-        finite = factors & np.isfinite(c)
-        # A product that would overflow is finite relative to an infinite c.
-        result = np.where(finite, result, np.where(factors, c, product + c))
-
-        def tame(x: Array) -> Array:
-            return (np.abs(x) > 1e-100) & (np.abs(x) < 1e100)
-
-        wild = finite & ~(tame(a) & tame(b) & (tame(c) | (c == 0)))
-    for i in zip(*np.nonzero(wild), strict=True):
-        result[i] = _fma_rational(float(a[i]), float(b[i]), float(c[i]))
-    return result.reshape(shape)
+        return np.asarray(_fma_of_objects(a, b, c), dtype=np.float64)
 
 
-def fma(a: Array | np.floating[Any], b: Array, c: Array) -> Array:
-    scalar = np.asarray(a, dtype=b.dtype)
-    return fma64(scalar, b, c) if b.dtype == np.float64 else fma32(scalar, b, c)
+def fma(a: Array, b: Array, c: Array) -> Array:
+    return fma64(a, b, c) if c.dtype == np.float64 else fma32(a, b, c)
 
 
 def widen(t: Tensor) -> Array:
     """Return the values in the compute type: float64 for float64, else float32."""
-    t = t.detach().cpu()
     wide = t if t.dtype in (torch.float64, torch.float32) else t.float()
-    return wide.contiguous().numpy().copy()
+    return wide.numpy().copy()
 
 
-def narrow(x: Array, like: Tensor) -> Tensor:
-    """Round to the type of ``like`` (to nearest, ties to even) with its strides."""
-    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    return out.copy_(torch.from_numpy(np.ascontiguousarray(x)).to(like.dtype).reshape(like.shape))
-
-
-def clone(t: Tensor) -> Tensor:
-    """Return a copy of the bits with the same strides, on the CPU."""
-    t = t.detach()
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
-
-
-def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
-    """W - lr * steps * v as one fma, lr * steps in double; a zero product copies bits."""
-    wide = widen(w)
-    with np.errstate(over="ignore", under="ignore"):
-        distance = np.asarray(lr * steps).astype(wide.dtype)
-    if distance == 0:
-        return clone(w)
-    return narrow(fma(-distance, as_type(widen(v), wide), wide), w)
-
-
-def as_type(x: Array, like: Array) -> Array:
-    return x.astype(like.dtype, copy=False)
+def narrow(x: Array, dtype: torch.dtype) -> Tensor:
+    """Round to a type, to nearest, ties to even."""
+    return torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
 
 
 def scalars_like(x: Array) -> Callable[[float], Array]:
@@ -146,105 +91,229 @@ def scalars_like(x: Array) -> Callable[[float], Array]:
     return scalar
 
 
-def shrink(wide: Array, by: float) -> Array:
-    """(1 - by)*W, the factor formed in double; a factor of 1 keeps the bits."""
-    factor = scalars_like(wide)(1.0 - by)
-    return wide if factor == 1 else factor * wide
+def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output of SplitMix64 at a state (Steele, Lea, Flood, 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
-def direction(w: Tensor, g: Tensor, *, maximize: bool, l2: float) -> Array:
-    """d = g, or -g, plus l2*W as one fma; without a penalty W is not read."""
+def round_stochastically(exact: Array, seed: int, position: int) -> Tensor:
+    """Round float32 numbers to bfloat16 by a seed and the position of the first in its call."""
+    step = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        start = _mixed(np.array([seed % 2**64], np.uint64) + step)
+        places = np.arange(position, position + exact.size, dtype=np.uint64)
+        random = _mixed(start + places * step) >> np.uint64(48)
+    bits = np.ascontiguousarray(exact).view(np.uint32).astype(np.uint64)
+    high = ((bits + random) >> np.uint64(16)).astype(np.uint16)
+    high[np.isnan(exact)] = 0x7FC0
+    return torch.from_numpy(high.view(np.int16).copy()).view(torch.bfloat16)
+
+
+# Steps and predictions, of flat tensors. `state` is the momentum buffer, or both moments of Adam.
+
+
+def keywords(numbers: Numbers) -> dict[str, Any]:
+    """Return the numbers as arguments of a step; only NAdam has the product of all mu."""
+    given = {field.name: getattr(numbers, field.name) for field in fields(numbers)}
+    del given["correction"]
+    if given.get("momentum_decay", 0) is None:
+        del given["mu_product"]
+    return given
+
+
+def direction(numbers: Numbers, w: Tensor, g: Tensor, factor: float = 1.0) -> Array:
+    """d = factor*g, or -factor*g, plus l2*W as one fma; without a penalty W is not read."""
     wide = widen(w)
-    d = as_type(widen(g), wide)
-    if maximize:
-        d = -d
-    penalty = scalars_like(wide)(l2)
+    scalar = scalars_like(wide)
+    penalty = scalar(0.0 if numbers.decoupled_weight_decay else numbers.weight_decay)
     with np.errstate(all="ignore"):
+        d = scalar(-factor if numbers.maximize else factor) * widen(g).astype(wide.dtype)
         return fma(penalty, wide, d) if penalty else d
 
 
-@dataclass(frozen=True)
-class SGD:
-    """torch.optim.SGD's hyperparameters, and its step in explicit fma arithmetic.
+def step(
+    numbers: Numbers,
+    w: Tensor,
+    g: Tensor,
+    state: Sequence[Tensor],
+    *,
+    first: bool = False,
+    factor: float = 1.0,
+    rounded: tuple[int, int] | None = None,
+) -> list[Tensor]:
+    """Return new weights and state; `rounded` are seed and position of stochastic rounding."""
+    wide = widen(w)
+    d = direction(numbers, w, g, factor)
+    with np.errstate(all="ignore"):
+        kept = wide
+        if numbers.decoupled_weight_decay:
+            kept = _keep(1.0 - numbers.lr * numbers.weight_decay, wide)
+        of_rule = _adam_step if isinstance(numbers, laws.Adam) else _sgd_step
+        new, new_state = of_rule(numbers, kept, d, state, first)  # type: ignore[operator]
+    new_w = narrow(new, w.dtype) if rounded is None else round_stochastically(new, *rounded)
+    return [new_w, *(narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True))]
 
-    Also has decoupled weight decay and a momentum of smoothed gradients.
-    """
 
-    lr: float
-    momentum: float
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-    decoupled_weight_decay: bool = False
-    smoothed: bool = False
+def _sgd_step(
+    numbers: laws.Sgd, kept: Array, d: Array, state: Sequence[Tensor], first: bool
+) -> tuple[Array, list[Array]]:
+    scalar = scalars_like(kept)
+    lr, mu = numbers.lr, numbers.momentum
+    if mu == 0:
+        return fma(scalar(-lr), d, kept), [widen(t) for t in state]
+    gain = 1.0 - mu if numbers.smoothed else 1.0 - numbers.dampening
+    v = d if first else fma(scalar(mu), widen(state[0]).astype(kept.dtype), scalar(gain) * d)
+    if not numbers.nesterov:
+        return fma(scalar(-lr), v, kept), [v]
+    by_gradient = scalar(lr * gain)  # W - lr*gain*d - lr*mu*v, rounded after each term
+    kept = fma(-by_gradient, d, kept) if by_gradient else kept
+    return fma(scalar(-lr * mu), v, kept), [v]
 
-    def step(
-        self, w: Tensor, g: Tensor | None, v: Tensor | None, *, first: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return new weights and momentum; a missing gradient leaves both unchanged."""
-        if g is None:
-            return clone(w), None if v is None else clone(v)
-        wide = widen(w)
-        scalar = scalars_like(wide)
-        gain = 1.0 - self.momentum if self.smoothed else 1.0 - self.dampening
+
+def _adam_step(
+    numbers: laws.Adam, kept: Array, d: Array, state: Sequence[Tensor], _: bool
+) -> tuple[Array, list[Array]]:
+    scalar = scalars_like(kept)
+    beta1, beta2 = numbers.betas
+    m, u = (widen(t).astype(kept.dtype) for t in state)
+    m = fma(scalar(beta1), m, scalar(1.0 - beta1) * d)
+    u = fma(scalar(beta2), u, scalar(1.0 - beta2) * d * d)
+    return kept - _adam_way(numbers, _adam_term(numbers), m, u, d), [m, u]
+
+
+def _adam_term(numbers: laws.Adam) -> laws.Term:
+    """Return the step's coefficients, with Adam's bias corrections or NAdam's schedule of mu."""
+    t, (beta1, beta2) = numbers.step, numbers.betas
+    root = (1.0 - beta2**t) ** -0.5
+    if numbers.momentum_decay is None:
+        return laws.Term(1.0, numbers.lr / (1.0 - beta1**t), 0.0, root)
+    now, following = (nadam_mu(beta1, numbers.momentum_decay, i) for i in (t, t + 1))
+    product = numbers.mu_product
+    by_gradient = numbers.lr * (1.0 - now) / (1.0 - product)
+    return laws.Term(1.0, numbers.lr * following / (1.0 - product * following), by_gradient, root)
+
+
+def nadam_mu(beta1: float, momentum_decay: float, step: int) -> float:
+    """Dozat's schedule of NAdam's momentum, with torch's constant."""
+    return beta1 * (1.0 - 0.5 * 0.96 ** (step * momentum_decay))
+
+
+def nadam_product(beta1: float, momentum_decay: float, step: int) -> float:
+    return math.prod(nadam_mu(beta1, momentum_decay, i) for i in range(1, step + 1))
+
+
+def _adam_way(numbers: laws.Adam, term: laws.Term, m: Array, u: Array, d: Array) -> Array:
+    """Return the quotient that Adam moves by."""
+    scalar = scalars_like(m)
+    moment = scalar(term.momentum) * m
+    if scalar(term.gradient):
+        moment = fma(scalar(term.momentum), m, scalar(term.gradient) * d)
+    return moment / fma(np.sqrt(u), scalar(term.root), np.full_like(u, scalar(numbers.eps)))
+
+
+def _keep(factor: float, wide: Array) -> Array:
+    """A factor of 1 keeps the bits."""
+    rounded = scalars_like(wide)(factor)
+    return wide if rounded == 1 else np.asarray(rounded * wide)
+
+
+def predict(
+    numbers: Numbers,
+    terms: Sequence[laws.Term],
+    w: Tensor,
+    state: Sequence[Tensor],
+    d: Array | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Apply the terms to stored values; what does not move keeps W. `d` is the step's direction."""
+    if not terms and dtype in (None, w.dtype):
+        return w.clone()
+    wide = widen(w)
+    scalar = scalars_like(wide)
+    v, *second = (widen(t).astype(wide.dtype) for t in state)
+    gradient = np.zeros_like(wide) if d is None else d
+    with np.errstate(all="ignore"):
+        for t in terms:
+            wide = _keep(t.keep, wide)
+            by_momentum, by_gradient = scalar(t.momentum), scalar(t.gradient)
+            if isinstance(numbers, laws.Adam):
+                if by_momentum or by_gradient:
+                    wide = wide - _adam_way(numbers, t, v, second[0], gradient)
+            else:
+                wide = fma(-by_gradient, gradient, wide) if by_gradient else wide
+                wide = fma(-by_momentum, v, wide) if by_momentum else wide
+    return narrow(wide, dtype or w.dtype)
+
+
+def extrapolate(w: Tensor, previous: Tensor, steps: float, dtype: torch.dtype) -> Tensor:
+    """W + steps*(W - previous): the difference rounded, then one fma."""
+    if not steps:
+        return w.clone().to(dtype)
+    wide = widen(w)
+    with np.errstate(all="ignore"):
+        return narrow(fma(scalars_like(wide)(steps), wide - widen(previous), wide), dtype)
+
+
+_LANES, _CHUNK = 256, 4096
+
+
+def distance(w: Sequence[Tensor], other: Sequence[Tensor]) -> Array:
+    """Return the distance of every tensor, and of all: sums in lanes of a chunk, then a tree."""
+    squares = []
+    for a, b in zip(w, other, strict=True):
         with np.errstate(all="ignore"):
-            d = self.direction(w, g)
-            if self.decoupled_weight_decay:
-                wide = shrink(wide, self.lr * self.weight_decay)
-            new_v = None if v is None else clone(v)
-            if self.momentum != 0:
-                assert v is not None
-                m = (
-                    d
-                    if first
-                    else fma(scalar(self.momentum), as_type(widen(v), wide), scalar(gain) * d)
-                )
-                new_v = narrow(m, v)
-                if self.nesterov:  # W - lr*gain*d - lr*momentum*v, rounded after each term
-                    by_gradient = scalar(self.lr * gain)
-                    wide = fma(-by_gradient, d, wide) if by_gradient else wide
-                    return narrow(fma(scalar(-self.lr * self.momentum), m, wide), w), new_v
-                d = m
-            return narrow(fma(scalar(-self.lr), d, wide), w), new_v
+            d = widen(a).astype(np.float64) - widen(b).astype(np.float64)
+            chunks = [
+                _tree(_lanes(d[at : at + _CHUNK], _square)) for at in range(0, d.size, _CHUNK)
+            ]
+            squares.append(_tree(_lanes(np.array(chunks), _add)))
+    total = 0.0
+    for square in squares:
+        total += square
+    return np.sqrt(np.array([*squares, total]))
 
-    def direction(self, w: Tensor, g: Tensor) -> Array:
-        """Return the gradient of the step, with its sign and the L2 penalty."""
-        l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
-        return direction(w, g, maximize=self.maximize, l2=l2)
 
-    def keywords(self) -> dict[str, Any]:
-        return dict(vars(self))
+def _square(x: Array, lanes: Array) -> Array:
+    return fma64(x, x, lanes)
+
+
+def _add(x: Array, lanes: Array) -> Array:
+    return lanes + x
+
+
+def _lanes(x: Array, add: Callable[[Array, Array], Array]) -> Array:
+    """Add element i to lane i % 256, in order."""
+    lanes = np.zeros(_LANES)
+    for at in range(0, x.size, _LANES):
+        some = x[at : at + _LANES]
+        lanes[: some.size] = add(some, lanes[: some.size])
+    return lanes
+
+
+def _tree(lanes: Array) -> float:
+    while lanes.size > 1:
+        half = lanes.size // 2
+        lanes = lanes[:half] + lanes[half:]
+    return float(lanes[0])
+
+
+# Comparisons.
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.detach().cpu().contiguous().view(_INT_OF[t.dtype])
+    return t.detach().cpu().contiguous().view(INTS[t.dtype])
 
 
 def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     """Check that every bit is equal, NaN payloads too."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
-    differ = bits(actual) != bits(expected)
-    if bool(differ.any()):
-        _report(actual, expected, differ, what)
+    _assert_equal(actual, expected, what, exact=True)
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     """Check that every bit is equal, but any NaN matches any NaN."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
-    a, e = actual.detach().cpu(), expected.detach().cpu()
-    differ = (bits(a) != bits(e)) & ~(a.isnan() & e.isnan()).contiguous()
-    if bool(differ.any()):
-        _report(a, e, differ, what)
-
-
-def _report(actual: Tensor, expected: Tensor, differ: Tensor, what: str) -> None:
-    where = tuple(differ.nonzero()[0].tolist())
-    raise AssertionError(
-        f"{what}: {int(differ.sum())} of {differ.numel()} elements of shape "
-        f"{tuple(actual.shape)} {actual.dtype} differ, "
-        f"first at {where}: {actual[where].item()!r} instead of {expected[where].item()!r}"
-    )
+    _assert_equal(actual, expected, what, exact=False)
 
 
 def assert_lists(
@@ -252,12 +321,19 @@ def assert_lists(
 ) -> None:
     """Compare element by element, with the index in the message."""
     assert len(actual) == len(expected), what
-    check = assert_bits if exact else assert_same
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        check(a, e, f"{what}[{i}]")
+        _assert_equal(a, e, f"{what}[{i}]", exact)
 
 
-def ulp(x: Tensor) -> Tensor:
-    """The distance from abs(x), in float64, to the next float32 number: its last place."""
-    single = x.abs().to(torch.float32)
-    return torch.nextafter(single, torch.full_like(single, torch.inf)).double() - single.double()
+def _assert_equal(actual: Tensor, expected: Tensor, what: str, exact: bool) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    a, e = actual.detach().cpu(), expected.detach().cpu()
+    differ = bits(a) != bits(e)
+    if not exact:
+        differ &= ~(a.isnan() & e.isnan()).contiguous()
+    if bool(differ.any()):
+        at = tuple(differ.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} elements of shape {tuple(a.shape)} "
+            f"{a.dtype} differ, first at {at}: {a[at].item()!r} instead of {e[at].item()!r}"
+        )

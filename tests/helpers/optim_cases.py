@@ -1,10 +1,9 @@
-"""Parameters, gradients and comparisons of the optimizer tests."""
+"""Parameters, gradients, settings and comparisons of the optimizer tests."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,30 +12,33 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = (F32, F64, BF16, F16)
 # Over 20 steps: rounding once (here) against rounding after every operation (torch).
 TOLERANCE = {
-    torch.float32: {"rtol": 2e-5, "atol": 2e-6},
-    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
-    torch.bfloat16: {"rtol": 6e-2, "atol": 6e-2},
-    torch.float16: {"rtol": 8e-3, "atol": 8e-3},
+    F32: {"rtol": 2e-5, "atol": 2e-6},
+    F64: {"rtol": 1e-12, "atol": 1e-13},
+    BF16: {"rtol": 6e-2, "atol": 6e-2},
+    F16: {"rtol": 8e-3, "atol": 8e-3},
 }
-OPTIONS = [
-    {
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-    }
-    for momentum, dampening, weight_decay, nesterov, maximize in itertools.product(
-        (0.0, 0.9), (0.0, 0.3), (0.0, 0.02), (False, True), (False, True)
-    )
-    if not nesterov or (momentum > 0 and dampening == 0)
-]
+ADAMS = ("Adam", "AdamW", "NAdam")
+#: Of torch's optimizers that have a counterpart here: options with momentum.
+OF_TORCH: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    **{name: {"lr": 0.02} for name in ADAMS},
+}
+#: In addition those that update matrices by rules of their own.
+EVERY: dict[str, dict[str, Any]] = {
+    **OF_TORCH,
+    "Muon": {"lr": 0.02, "adamw": {"lr": 0.01, "weight_decay": 0.05}},
+    "SOAP": {"lr": 0.02, "eps": 1e-3},
+}
+every_adam = pytest.mark.parametrize("name", ADAMS)
+every_rival = pytest.mark.parametrize("name", OF_TORCH)
+every_optimizer = pytest.mark.parametrize("name", EVERY)
 
 
-def make_params(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+def make_params(dtype: torch.dtype = F64, device: str = "cpu") -> list[nn.Parameter]:
     """Return parameters of many layouts: scalar, empty, channels_last, transposed, odd sizes."""
     tensors = [
         torch.randn(7, 5, dtype=dtype),
@@ -46,11 +48,32 @@ def make_params(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
         torch.randn(3, 6, dtype=dtype).t(),
         torch.randn(1031, dtype=dtype),
     ]
-    return [nn.Parameter(t) for t in tensors]
+    return [nn.Parameter(t.to(device)) for t in tensors]
+
+
+def make_matrices(dtype: torch.dtype = F64) -> list[nn.Parameter]:
+    """Return parameters of which Muon and SOAP update the first three by their own rules."""
+    shapes = ((6, 6), (3, 8), (8, 3), (7,), (2, 3, 2))
+    params = [nn.Parameter(torch.randn(shape, dtype=dtype) * 0.2) for shape in shapes]
+    params[1] = nn.Parameter(params[1].detach().t().contiguous().t())  # with other strides
+    return params
 
 
 def twins(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def made(name: str, params: Any, **options: Any) -> Any:
+    """Return one of the package's optimizers with the settings of these tests."""
+    return getattr(st.optim, name)(params, **{**EVERY[name], **options})
+
+
+def pair_of(
+    name: str, params: Sequence[nn.Parameter], **options: Any
+) -> tuple[list[nn.Parameter], Any, Any]:
+    """Return copies of the parameters, our optimizer of these, and torch's of the copies."""
+    theirs, options = twins(params), {**OF_TORCH[name], **options}
+    return theirs, made(name, params, **options), getattr(torch.optim, name)(theirs, **options)
 
 
 def give_gradients(*lists: Sequence[nn.Parameter], none: Sequence[int] = ()) -> None:
@@ -61,68 +84,71 @@ def give_gradients(*lists: Sequence[nn.Parameter], none: Sequence[int] = ()) -> 
             p.grad = None if row in none else grad.clone()
 
 
-def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE[a.dtype])
-
-
-def bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors]
-
-
-def assert_bits(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    for a, b in zip(tensors, kept, strict=True):
-        assert torch.equal(a.detach(), b)
-
-
-def momenta(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[Any]:
-    return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
-
-
 def trained(
-    dtype: torch.dtype = torch.float64, steps: int = 3, **options: Any
-) -> tuple[list[nn.Parameter], st.optim.SGD]:
+    name: str = "SGD", dtype: torch.dtype = F64, steps: int = 3, **options: Any
+) -> tuple[list[nn.Parameter], Any]:
+    """Return parameters and their optimizer after some steps."""
     params = make_params(dtype)
-    optimizer = st.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **options})
+    optimizer = made(name, params, **options)
     for _ in range(steps):
         give_gradients(params)
         optimizer.step()
     return params, optimizer
 
 
-# The optimizers other than SGD, and their settings in the tests.
-ADAM_OPTIONS = [
-    {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-    for betas, eps, weight_decay, maximize in itertools.product(
-        ((0.9, 0.999), (0.0, 0.5)), (1e-8, 1e-3), (0.0, 0.05), (False, True)
+def flat_views(params: Sequence[Tensor], dtype: torch.dtype | None = None) -> dict[Tensor, Tensor]:
+    """Return views of one buffer with NaN in them and between them, in the parameters' layouts."""
+    starts, at = [], 1
+    for p in params:
+        starts.append(at)
+        at += p.numel() + 3
+    buffer = torch.full(
+        (at,), float("nan"), dtype=dtype or params[0].dtype, device=params[0].device
     )
-]
-NADAM_OPTIONS = [
-    {"decoupled_weight_decay": decoupled, "momentum_decay": decay, **options}
-    for decoupled, decay, options in itertools.product((False, True), (4e-3, 0.1), ADAM_OPTIONS[:8])
-]
-ADAMS = ("Adam", "AdamW", "NAdam")
-ADAM_CASES = [
-    *(("Adam", options) for options in ADAM_OPTIONS),
-    *(("Adam", {"decoupled_weight_decay": True, **options}) for options in ADAM_OPTIONS[:4]),
-    *(("AdamW", options) for options in ADAM_OPTIONS),
-    *(("NAdam", options) for options in NADAM_OPTIONS),
-]
-every_adam = pytest.mark.parametrize("name", ADAMS)
+    rows = zip(params, starts, strict=True)
+    return {p: buffer.as_strided(p.shape, p.stride(), start) for p, start in rows}
 
 
-def pair_of(
-    name: str, params: Sequence[nn.Parameter], **options: Any
-) -> tuple[list[nn.Parameter], Any, Any]:
-    """Return copies of the parameters, our optimizer of these, and torch's of the copies."""
-    theirs = twins(params)
-    optimizer = getattr(st.optim, name)(params, **options)
-    return theirs, optimizer, getattr(torch.optim, name)(theirs, **options)
+def buffers_for(
+    optimizer: Any, dtype: torch.dtype | None = None
+) -> dict[str, dict[Tensor, Tensor]]:
+    """Return what ``bind`` needs for the optimizer's state."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {key: flat_views(params, dtype) for key in optimizer.buffer_keys}
 
 
-def states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+def state_of(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[dict[str, Any]]:
     return [dict(optimizer.state.get(p, {})) for p in params]
+
+
+def values(state: Any) -> list[Tensor]:
+    """Return all tensors in a list of dicts, or in a state_dict, copied."""
+    entries = state["state"].values() if isinstance(state, dict) else state
+    return bits(t for entry in entries for t in entry.values() if isinstance(t, Tensor))
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def bits(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+def assert_bits(tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
+    for a, b in zip(tensors, kept, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.detach(), b.detach())
+
+
+def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE[a.dtype])
 
 
 def assert_same_state(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
@@ -133,32 +159,12 @@ def assert_same_state(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str,
             assert_same([a[key]], [b[key]])
 
 
-def adam_terms(group: dict[str, Any], name: str, t: int) -> tuple[float, float, float]:
-    """Return the factors of m and g at update t, and the root of u's bias correction."""
-    (b1, b2), lr = group["betas"], group["lr"]
-    root = math.sqrt(1 - b2**t)
-    if name != "NAdam":
-        return lr / (1 - b1**t), 0.0, root
-
-    def mu(i: int) -> float:
-        return b1 * (1 - 0.5 * 0.96 ** (i * group["momentum_decay"]))
-
-    product = math.prod(mu(i) for i in range(1, t + 1))
-    return lr * mu(t + 1) / (1 - product * mu(t + 1)), lr * (1 - mu(t)) / (1 - product), root
-
-
-def adam_step(
-    name: str, group: dict[str, Any], t: int, w: Tensor, g: Tensor, m: Tensor, u: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute update t of Adam, AdamW or NAdam in float64: new w, m and u."""
-    w, g, m, u = (x.double() for x in (w, g, m, u))
-    (b1, b2), decay = group["betas"], group["weight_decay"]
-    g = -g if group["maximize"] else g
-    if group["decoupled_weight_decay"]:
-        w = w * (1 - group["lr"] * decay)
-    else:
-        g = g + decay * w
-    m = b1 * m + (1 - b1) * g
-    u = b2 * u + (1 - b2) * g * g
-    of_m, of_g, root = adam_terms(group, name, t)
-    return w - (of_m * m + of_g * g) / (u.sqrt() / root + group["eps"]), m, u
+def refuses(
+    call: Callable[[], Any], error: type[Exception], message: str, *kept: Iterable[Tensor]
+) -> None:
+    """Assert that a call raises, and that none of the tensors changes."""
+    before = [bits(tensors) for tensors in kept]
+    with pytest.raises(error, match=message):
+        call()
+    for tensors, old in zip(kept, before, strict=True):
+        assert_bits(tensors, old)

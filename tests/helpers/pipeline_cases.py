@@ -82,9 +82,11 @@ class Compared:
         """``definition``: the oracle's row for a test's own method; other arguments go to both."""
         mine, theirs = optimizer or (sgd(), torch_sgd())
         more.setdefault("microbatches", 1)
-        stages = copy.deepcopy(list(stages))
+        stages = copy.deepcopy(nn.ModuleList(stages))  # together: what is tied stays so
+        offload = more.pop("offload", None)  # it changes no result
         self.oracle = Oracle(stages, theirs, loss_fn, definition or method, scheduler, **more)
-        self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
+        more |= {"scheduler": scheduler, "offload": offload}
+        self.pipe = st.Pipeline(list(stages), mine, loss_fn, method, **more)
 
     def run(self, data):
         expected = self.oracle.run(data)
@@ -93,6 +95,21 @@ class Compared:
         for result, loss in zip(results, expected, strict=True):
             close(result.loss, loss, equal_nan=self.oracle.skips)
         self.check_weights()
+
+    def leave(self, data, at):
+        """Leave the loop at a result; the oracle trains on every batch taken."""
+        taken = []
+        for result in self.pipe.run(batch for batch in data if taken.append(batch) is None):
+            if result.index == at:
+                break
+        assert at < len(taken)
+        self.oracle.run(taken)
+        self.check_weights()
+
+    def check_rates(self):
+        paces = [pace for pace in self.oracle.paces if pace]
+        for mine, theirs in zip(self.pipe.optimizers, paces, strict=True):
+            assert [group["lr"] for group in mine.param_groups] == pytest.approx(theirs.own)
 
     def check_weights(self):
         for stage, expected in zip(self.pipe.children(), self.oracle.stages, strict=True):

@@ -1,4 +1,4 @@
-"""Averages replicas of a pipeline in one process, each in a thread."""
+"""Averages replicas of a pipeline in one process: inner, because each is a thread and no rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from contextlib import ExitStack, contextmanager
 from threading import Lock, Thread
 from typing import Any
 
-import torch
 from helpers.meeting import Meeting
+from oracle.definition import cut
 
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline import Microbatches
-from spectrain_ext.pipeline.averaging import Averaged, check_averaged
-from spectrain_ext.pipeline.batch import Microbatch, SplitDim, split
-from spectrain_ext.pipeline.losses import Result
-from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.tape import packed
+from spectrain_ext.pipeline import Microbatches, Pipeline, Result
+from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.rng import StageRandom
 
 
@@ -33,7 +29,6 @@ class SideBySide:
     """
 
     def __init__(self, pipes: Sequence[Pipeline], averaging: Averaging) -> None:
-        _check(pipes)
         self.pipes = tuple(pipes)
         self._meeting = meeting = Meeting(len(pipes))
         for replica, pipe in enumerate(pipes):
@@ -52,8 +47,6 @@ class SideBySide:
     def run(self, batches: Iterable[object]) -> Iterator[list[Result]]:
         """Train on every batch."""
         meeting = self._meeting
-        if meeting.failure is not None:
-            raise RuntimeError("run: an earlier run failed") from meeting.failure
         counts = [pipe.places[0].microbatches for pipe in self.pipes]
         dealer = _Dealer(batches, counts, self.pipes[0]._executor.connections.split_dim)
         results: list[deque[Result]] = [deque() for _ in self.pipes]
@@ -117,10 +110,10 @@ class _Dealer:
     """Takes the caller's batches, one thread at a time, and distributes each one's microbatches."""
 
     def __init__(
-        self, batches: Iterable[object], microbatches: Sequence[int], split_dim: SplitDim
+        self, batches: Iterable[object], microbatches: Sequence[int], split_dim: object
     ) -> None:
         self._split_dim = split_dim
-        self._source = enumerate(batches)
+        self._source = iter(batches)
         self._microbatches = microbatches
         self._lock = Lock()
         self._dealt: list[deque[object]] = [deque() for _ in microbatches]
@@ -141,43 +134,14 @@ class _Dealer:
 
     def _take(self) -> bool:
         """Distribute the next batch; return whether there was one."""
-        found = None if self._ended else next(self._source, None)
-        if found is None:
+        batch = None if self._ended else next(self._source, None)
+        if batch is None:
             self._ended = True
             return False
-        i, batch = found
-        replicas = len(self._microbatches)
-        parts = split(batch, i, sum(self._microbatches), self._split_dim)
-        if len(parts) < replicas:
-            raise ValueError(
-                f"batches[{i}]: it makes {len(parts)} microbatches, and there are {replicas} "
-                "replicas, each of which needs one; leave such a minibatch out, or make it larger"
-            )
+        parts = [
+            value if value is target else (value, target)
+            for value, target, _ in cut(batch, sum(self._microbatches), self._split_dim)
+        ]
         for c, queue in enumerate(self._dealt):
-            queue.append(Microbatches(_as_batch(part) for part in parts[c::replicas]))
+            queue.append(Microbatches(parts[c :: len(self._dealt)]))
         return True
-
-
-def _as_batch(part: Microbatch) -> object:
-    value = packed(part.input, part.input.tensors)
-    if part.target is part.input:
-        return value
-    return value, packed(part.target, part.target.tensors)
-
-
-def _check(pipes: Sequence[Pipeline]) -> None:
-    if len(pipes) < 2:
-        raise ValueError(f"pipes: expected at least 2, got {len(pipes)}")
-    for pipe in pipes:
-        check_averaged(pipe.method, tied=bool(pipe._copies))
-    first = dict(pipes[0].named_parameters())
-    for c, pipe in enumerate(pipes[1:], 1):
-        mine = dict(pipe.named_parameters())
-        if pipe.places != pipes[0].places or mine.keys() != first.keys():
-            raise ValueError(f"pipes[{c}]: its stages are not those of pipes[0]")
-        for name, p in mine.items():
-            if p is first[name] or not torch.equal(p.to(first[name].device), first[name]):
-                raise ValueError(
-                    f"pipes[{c}]: {name!r} must be a parameter of its own that starts as that of "
-                    "pipes[0]"
-                )

@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 import torch
+from oracle.methods import METHODS, window_of
+from oracle.schedules import CHUNKED
 
 from spectrain_ext.method import (
     Method,
@@ -106,29 +108,38 @@ def test_the_papers_horizons():
     assert windows("spectrain") == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
-def test_rounds_in_updates_of_several_microbatches():
-    """Halves round up: 7/2 -> 4, 5/2 -> 3, 1/2 -> 1."""
-    found = at("spectrain", m=2)
-    assert [c.forward_horizon for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
-    assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
-
-
-def test_auto_predicts_as_far_as_stage_0_has_to_less_half_of_its_own_delay():
-    """One update with its usual microbatches; the last stage is not delayed and leads by one."""
-    assert microbatches_of(find_method("auto"), 8) == 8
-    found = at("auto", m=8)
-    assert [(c.forward_horizon, c.lead) for c in found] == [(1, 0)] * 7 + [(0, 1)]
-    assert {(c.law, c.backward) for c in found} == {("second-order", "stash")}
-    assert [(c.forward_horizon, c.lead) for c in at("auto", n=4)] == [
-        (3, -1),
-        (2, 0),
-        (1, 2),
-        (0, 3),
-    ]
-    assert [(c.forward_horizon, c.lead) for c in at("auto", n=4, m=2)] == [
-        *((2, -1), (1, 1), (1, 1), (0, 2))
-    ]
-    assert [c.forward_horizon + c.lead for c in at("auto", n=1)] == [0]
+@pytest.mark.parametrize("name", methods())
+def test_windows_and_rules_are_the_definitions(name):
+    """For every place where the oracle's definition makes sense."""
+    method, definition = find_method(name), METHODS[name]
+    for n, m, asked in itertools.product(range(1, 9), (1, 2, 3, 4, 5, 8), range(5)):
+        uneven = [n + 2 - (k + 1) // 2 for k in range(n)]
+        window = (None, "classic", "wide", 3, uneven)[asked]
+        if n > definition.stages or (window and not takes_window(method.schedule)):
+            continue
+        ws = [window_of(definition, window, k, n, m) for k in range(n)]
+        if definition.reads == "previous" and not (m >= n and max(ws) <= m + 1):
+            continue
+        if definition.schedule in CHUNKED and (n % 2 or m % (n // 2)):
+            continue
+        places = places_of(method, n, m, window)
+        assert [place.window for place in places] == ws
+        if definition.roomy and window is None and m >= n:  # which makes nothing later
+            delays = (delay_under(method.schedule, place) for place in places)
+            assert max(delays) <= 1
+        counted = definition.forward == "counted"
+        latest = 0 if counted else definition.forward(0, n, ws[0], m)
+        for k, (place, w) in enumerate(zip(places, ws, strict=True)):
+            rules, at = rules_at(method, place), (k, n, w, m)
+            assert rules.law == definition.law
+            assert rules.forward_reads == definition.reads
+            if counted:
+                assert rules.forward_horizon == ("counted" if w > 1 else 0)
+            else:
+                assert rules.forward_horizon == definition.forward(*at)
+            assert rules.lead == definition.lead(*at, latest)
+            assert (rules.backward, rules.once) == (definition.backward, definition.once)
+            assert rules.backward_horizon == definition.backward_horizon(*at)
 
 
 def test_in_words():
@@ -162,47 +173,6 @@ def test_in_words():
             assert line.endswith("SOAP loses far less than AdamW") == (hint and m == 1)
     for name, n in (("sync", 4), ("auto", 1)):
         assert said(name, n, 1).endswith("nothing is late and nothing predicted")
-
-
-def test_xpipe():
-    """round((N+M-floor(k/2)-2)/M) and round((M+floor(k/2)-1)/M)."""
-    found = at("xpipe", n=4, m=4)
-    assert [c.forward_horizon for c in found] == [2, 2, 1, 1]
-    assert [c.backward_horizon for c in found] == [1, 1, 1, 1]
-    assert all(c.once for c in found)
-
-
-@pytest.mark.parametrize("name", ["spectrain-stash", "pipeoptim", "msnag", "lwp-v", "lwp-w"])
-def test_the_delay_follows_the_window(name):
-    assert [c.forward_horizon for c in at(name, n=4)] == [3, 2, 1, 0]
-    assert [c.forward_horizon for c in at(name, n=4, window="wide")] == [6, 4, 2, 0]
-    assert [c.forward_horizon for c in at(name, n=4, m=2)] == [2, 1, 1, 0]
-    assert [c.forward_horizon for c in at(name, n=4, window=3)] == [2, 2, 2, 2]
-
-
-def test_windows():
-    assert windows("vanilla", 3) == windows("vanilla", 3, window="classic") == [3, 2, 1]
-    assert windows("vanilla", 3, window="wide") == [5, 3, 1]
-    assert windows("vanilla", 3, window=[4, 4, 2]) == [4, 4, 2]
-    assert windows("sync", 3) == [1, 1, 1]
-    assert windows("gpipe", 3, m=4) == [4, 4, 4]
-    assert windows("1f1b", 3, m=2) == [2, 2, 1]
-    assert windows("zb-h1", 3, m=2) == [3, 3, 3]  # limited by the minibatch
-    assert windows("zb-h1-async", 3, m=3) == [3, 2, 1]
-
-
-@pytest.mark.parametrize("name", ["auto", "pipedream-2bw", "error-feedback", "zb-h1-async"])
-def test_a_window_has_room_for_messages_where_that_makes_nothing_later(name):
-    assert windows(name, 4, m=4) == [4, 3, 2, 1]
-    assert windows(name, 4, m=6) == [6, 5, 3, 1]
-    assert windows(name, 4, m=7) == windows(name, 4, m=32) == [7, 5, 3, 1]
-    assert windows(name, 4, m=32, window="classic") == [4, 3, 2, 1]
-    for n in (2, 3, 5):
-        for m in range(n, 3 * n):
-            places = places_of(find_method(name), n, m)
-            schedule, rules = find_method(name).schedule, at(name, n, m)
-            for place, rule in zip(places, rules, strict=True):
-                assert max(count_stage(schedule, places[0], place, rule, False).delays) <= 1
 
 
 @pytest.mark.parametrize("name", ["second-order", "auto", "zb-h1-async", "interleaved-async"])
@@ -347,36 +317,6 @@ def test_inconsistent_methods(changed, match):
             rules_at(own, place)
 
 
-@pytest.mark.parametrize(
-    ("window", "match"),
-    [
-        (0, "window: expected at least 1 for stage 0 of 3, got 0"),
-        ([2, 1, 0], "window: expected at least 1 for stage 2 of 3, got 0"),
-        ([2, 1], r"window: expected one per stage \(3\), got 2"),
-        ([1, 2, 1], "window: stage 1 of 3 would wait for 2 microbatches.*a deadlock"),
-        ("huge", "window: expected 'classic', 'wide' or numbers, got 'huge'"),
-        (1.5, "window: expected an int for stage 0, got float"),
-        ([2, True, 1], "window: expected an int for stage 1, got bool"),
-    ],
-    ids=str,
-)
-def test_windows_that_cannot_be(window, match):
-    with pytest.raises((ValueError, TypeError), match=match):
-        places_of(find_method("vanilla"), 3, 1, window)
-
-
-def test_methods_at_places_that_they_are_not_defined_for():
-    with pytest.raises(ValueError, match="'xgrad' is defined for at most 1 stage, got 2"):
-        at("xgrad", n=2)
-    with pytest.raises(ValueError, match=r"'pipedream-2bw' needs at least 4 microbatches .*got 3"):
-        at("pipedream-2bw", n=4, m=3)
-    with pytest.raises(ValueError, match=r"at most microbatches \+ 1"):
-        at("pipedream-2bw", n=4, m=4, window="wide")
-    for name in ("sync", "gpipe", "1f1b", "zb-h1", "xgrad"):
-        with pytest.raises(ValueError, match=f"method {name!r} finishes every minibatch before"):
-            places_of(find_method(name), 1, 1, "classic")
-
-
 def sgd(**more):
     return SGD([torch.zeros(1)], lr=0.1, **more)
 
@@ -409,23 +349,34 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("spectrain-smoothed", 2, {"optimizer": torchs(torch.optim.RMSprop)}, "is defined for sgd"),
         ("xgrad", 2, {}, "at most 1 stage, got 2"),
         ("pipedream-2bw", 4, {"microbatches": 3}, "at least 4 microbatches"),
-        ("vanilla", 3, {"window": [1, 2, 1]}, "a deadlock"),
+        ("pipedream-2bw", 4, {"microbatches": 4, "window": "wide"}, r"at most microbatches \+ 1"),
+        *(
+            (name, 1, {"window": "classic"}, f"method '{name}' finishes every minibatch before")
+            for name in ("sync", "gpipe", "1f1b", "zb-h1", "xgrad")
+        ),
+        ("vanilla", 3, {"window": [1, 2, 1]}, "stage 1 of 3 would wait for 2 .*a deadlock"),
+        ("vanilla", 3, {"window": 0}, "window: expected at least 1 for stage 0 of 3, got 0"),
+        ("vanilla", 3, {"window": [2, 1, 0]}, "at least 1 for stage 2 of 3, got 0"),
+        ("vanilla", 3, {"window": [2, 1]}, r"window: expected one per stage \(3\), got 2"),
+        ("vanilla", 3, {"window": "huge"}, "expected 'classic', 'wide' or numbers, got 'huge'"),
+        ("vanilla", 3, {"window": 1.5}, "window: expected an int for stage 0, got float"),
+        ("vanilla", 3, {"window": [2, True, 1]}, "expected an int for stage 1, got bool"),
         ("vanilla", 2, {"microbatches": 2, "replicas": (2, 1)}, None),
         ("vanilla", 2, {"microbatches": 3, "replicas": (2, 1)}, "must divide the 3"),
         ("vanilla", 3, {"microbatches": 2, "replicas": (2, 1)}, r"per stage \(3\), got \[2, 1\]"),
+        *(  # with [1, 2, 1] the ranks of interleaved wait for each other in a cycle
+            row
+            for name in ("interleaved", "interleaved-async", "wpipe")
+            for row in (
+                (name, 4, {"microbatches": 8, "replicas": [1, 2, 1, 1]}, "as many replicas of ev"),
+                (name, 4, {"microbatches": 8, "replicas": [2, 2, 2, 2]}, None),
+            )
+        ),
     ],
 )
 def test_whether_a_method_can_run_is_known_without_a_pipeline(name, stages, more, match):
     if match is None:
         check(name, stages, **more)
     else:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises((ValueError, TypeError), match=match):
             check(name, stages, **more)
-
-
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-async", "wpipe"])
-def test_schedules_with_windows_of_their_own_want_equal_replicas(name):
-    """With [1, 2, 1] the ranks of interleaved wait for each other in a cycle."""
-    with pytest.raises(ValueError, match="made for as many replicas of every stage"):
-        check(name, 4, microbatches=8, replicas=[1, 2, 1, 1])
-    check(name, 4, microbatches=8, replicas=[2, 2, 2, 2])

@@ -20,7 +20,7 @@ import spectrain_ext as st
 from spectrain_ext import laws
 from spectrain_ext.method import Method, find_method, in_words, places_of, rules_at
 from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_of
-from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.timelines import simulate_method
 
 
 def trained(method, optimizer=None, n=3, minibatches=9, **more):

@@ -1,347 +1,273 @@
-"""Tests invalid input to operators and Plans: errors name argument and index; nothing changes.
+"""Tests invalid lists of operators and Plans: errors name argument and index; nothing changes.
 
-Numbers are in test_bad_numbers.py; the pipeline has its own tests.
+Numbers and options are in test_bad_numbers.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.bad_input import (
-    BAD,
-    BY_NAME,
-    COUNT,
-    EVERY,
-    OPS,
-    OTHERS,
-    SHAPE,
-    Lists,
-    Op,
-    ids,
-    pattern,
-    raises,
-)
+from helpers.bad_input import raises
+from helpers.operator_table import BY_NAME, COUNT, OPS, PLANS, SHAPE, Op, alone
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spectrain_ext as st
 
+EVERYWHERE = [(op, name) for op in (*OPS, *PLANS) for name in op.lists]
+#: Lists that are compared with the first one.
+OTHERS = [(op, name) for op, name in EVERYWHERE if name != op.lists[0]]
+WRITTEN = [(op, name) for op, name in EVERYWHERE if name in op.written]
+#: Float32 weights may have these in 16 bits.
+NARROW = [
+    (op, name)
+    for op, name in OTHERS
+    if name.startswith(("grads", "predict")) or (name == "out" and op.name != "stash")
+]
+#: A call and a plan take different paths.
+DEEPLY = [(op, name) for op, name in EVERYWHERE if op.name in ("stash_predict_", "Plan")]
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+def _fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(SHAPE)
+
+
+class Fault(NamedTuple):
+    """What is given instead of a good list or of its tensor 3, and where and how that is said."""
+
+    places: list[tuple[Op, str]]
+    error: type[Exception]
+    spoiled: Callable[[list[Tensor]], object]
+    index: str = "3"
+    says: tuple[object, ...] = ()
+
+
+def _one(bad: Callable[[], object]) -> Callable[[list[Tensor]], list[object]]:
+    return lambda good: [*good[:3], bad(), *good[4:]]
+
+
+def _windows(shift: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Make tensors 1 and 3 views of the same memory, so many elements apart."""
+
+    def spoiled(good: list[Tensor]) -> list[Tensor]:
+        flat = torch.rand(12 + shift)
+        return [good[0], flat[:12].view(SHAPE), good[2], flat[shift:].view(SHAPE), good[4]]
+
+    return spoiled
+
+
+def _kind(bad: Callable[[], object], *says: str, places: list[tuple[Op, str]] = DEEPLY) -> Fault:
+    return Fault(places, TypeError, _one(bad), says=says)
+
+
+FAULTS = {
+    "one more": Fault(
+        OTHERS, ValueError, lambda good: [*good, good[0] + 1], "", (COUNT, COUNT + 1)
+    ),
+    "none": Fault(OTHERS, ValueError, lambda _: [], "", (COUNT, 0)),
+    "one tensor": Fault(OTHERS, TypeError, lambda good: good[0], ""),
+    "an int": Fault(EVERYWHERE, TypeError, lambda _: 3, ""),
+    "an object": Fault(EVERYWHERE, TypeError, lambda _: object(), ""),
+    "shape": Fault(OTHERS, ValueError, _one(lambda: torch.rand(3, 4)), says=("4, 3", "3, 4")),
+    "flat": Fault(OTHERS, ValueError, _one(lambda: torch.rand(12)), says=("4, 3", "(12,)")),
+    "more dimensions": Fault(DEEPLY, ValueError, _one(lambda: torch.rand(4, 3, 1))),
+    "empty": Fault(DEEPLY, ValueError, _one(lambda: torch.rand(0))),
+    "strides": Fault(OTHERS, ValueError, _one(lambda: torch.rand(3, 4).t()), says=("3, 1", "1, 4")),
+    "float64": Fault(
+        OTHERS, ValueError, _one(lambda: torch.rand(SHAPE).double()), says=("float32", "float64")
+    ),
+    "bfloat16": Fault(
+        [place for place in OTHERS if place not in NARROW],
+        ValueError,
+        _one(lambda: torch.rand(SHAPE).bfloat16()),
+        says=("float32", "bfloat16"),
+    ),
+    "the same memory within": Fault(
+        EVERYWHERE, ValueError, _one(lambda: torch.rand(1, 3).expand(SHAPE))
+    ),
+    "a tensor twice": Fault(WRITTEN, ValueError, _windows(0), "[13]"),
+    "an overlap": Fault(WRITTEN, ValueError, _windows(1), "[13]"),
+    "an overlap of one element": Fault(WRITTEN, ValueError, _windows(11), "[13]"),
+    "int64": _kind(lambda: torch.ones(SHAPE, dtype=torch.int64), "int64", places=EVERYWHERE),
+    "a number": _kind(lambda: 1.0, places=EVERYWHERE),
+    "int8": _kind(lambda: torch.ones(SHAPE, dtype=torch.int8)),
+    "bool": _kind(lambda: torch.ones(SHAPE, dtype=torch.bool)),
+    "complex64": _kind(lambda: torch.randn(SHAPE, dtype=torch.complex64), "complex64"),
+    "conjugate": _kind(lambda: torch.randn(SHAPE, dtype=torch.complex64).conj()),
+    "float8": _kind(lambda: torch.ones(SHAPE).to(torch.float8_e4m3fn)),
+    "sparse": _kind(lambda: torch.eye(*SHAPE).to_sparse(), "sparse"),
+    "sparse CSR": _kind(lambda: torch.eye(*SHAPE).to_sparse_csr()),
+    "meta": _kind(lambda: torch.empty(SHAPE, device="meta"), "meta"),
+    "fake": _kind(_fake, "ake"),
+    "lists of numbers": _kind(lambda: [[1.0] * 3] * 4),
+    "a string": _kind(lambda: "weights"),
+    "None": _kind(lambda: None, places=[place for place in DEEPLY if place[1] != "grads"]),
+    # the right kind of tensor, with other values in memory
+    "negative view": Fault(
+        DEEPLY, ValueError, _one(lambda: torch._neg_view(torch.rand(SHAPE))), says=("neg",)
+    ),
+}
+if torch.backends.mkldnn.is_available():
+    FAULTS["mkldnn"] = _kind(lambda: torch.rand(SHAPE).to_mkldnn())
+
+
+def _named(name: str, index: str = "") -> str:
+    """Match an argument and an index in a message: "momentum_buffers[3]", "outs[1][3]"."""
+    at = rf"\[{index}\]" if index else ""
+    if name.startswith("predict"):
+        number = name[-1]
+        return rf"(outs\[{number}\]|predict\[{number}\](\[1\]|\.out)?){at}"
+    return rf"\b{name}{at}"
+
+
+@pytest.mark.parametrize("op", [*OPS, *PLANS], ids=lambda op: op.name)
 def test_the_good_arguments_are_good(op: Op) -> None:
     """Otherwise the tests below would prove nothing."""
     op(op.build())
 
 
-class TestListsThatDiffer:
-    """Lists that differ from the first one, which all others must match."""
-
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    @pytest.mark.parametrize("count", [COUNT + 1, 0])
-    def test_length(self, op: Op, name: str, count: int) -> None:
-        lists = op.build()
-        lists[name] = [torch.randn(SHAPE) for _ in range(count)]
-        raises(
-            ValueError, pattern(op, name, None), lambda: op(lists), lists, str(COUNT), str(count)
-        )
-
-    _SHAPES: ClassVar = [(op, name, (3, 4)) for op, name in OTHERS]
-    _SHAPES += [
-        (BY_NAME["Plan"], name, shape)
-        for name in BY_NAME["Plan"].lists[1:]
-        for shape in ((4, 4), (12,), (4, 3, 1), (0,))
-    ]
-
-    @pytest.mark.parametrize(("op", "name", "shape"), _SHAPES, ids=ids(_SHAPES))
-    def test_shape(self, op: Op, name: str, shape: tuple[int, ...]) -> None:
-        lists = op.build()
-        lists[name][BAD] = torch.randn(shape)
-        raises(
-            ValueError,
-            pattern(op, name),
-            lambda: op(lists),
-            lists,
-            ", ".join(map(str, SHAPE)),
-            ", ".join(map(str, shape)),
-        )
-
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    def test_strides(self, op: Op, name: str) -> None:
-        lists = op.build()
-        lists[name][BAD] = torch.randn(SHAPE[::-1]).t()
-        raises(ValueError, pattern(op, name), lambda: op(lists), lists, "3, 1", "1, 4")
-
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-    def test_dtype(self, op: Op, name: str, dtype: torch.dtype) -> None:
-        narrow = name.startswith(("grads", "predict")) or (name == "out" and op.name != "stash")
-        if dtype.itemsize == 2 and narrow:
-            return  # float32 (master) weights: gradients and outputs may have 16 bits
-        lists = op.build()
-        lists[name][BAD] = torch.randn(SHAPE).to(dtype)
-        raises(
-            ValueError,
-            pattern(op, name),
-            lambda: op(lists),
-            lists,
-            "float32",
-            str(dtype).removeprefix("torch."),
-        )
-
-    @pytest.mark.parametrize(
-        "dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float64)]
-    )
-    def test_momentum_of_16_bit_weights(self, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Their own type or float32 only."""
-        w = [torch.randn(SHAPE).to(dtypes[0]) for _ in range(COUNT)]
-        v = [torch.randn(SHAPE) for _ in range(COUNT)]
-        v[BAD] = v[BAD].to(dtypes[1])
-        raises(
-            ValueError,
-            r"momentum_buffers\[3\]",
-            lambda: st.predict_(w, v, lr=0.1, steps=1.0),
-            (w, v),
-        )
-
-    @pytest.mark.parametrize("name", ["grads", "predict0"])
-    def test_gradients_and_predictions_have_the_type_of_the_weights(self, name: str) -> None:
-        """A float32 momentum of 16-bit weights does not allow float32 elsewhere."""
-        op = BY_NAME["sgd_step_"]
-        lists = {n: [t.bfloat16() for t in ts] for n, ts in op.build().items()}
-        lists[name][BAD] = lists[name][BAD].float()
-        raises(ValueError, pattern(op, name), lambda: op(lists), lists)
-
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    def test_one_tensor_beside_lists(self, op: Op, name: str) -> None:
-        lists = op.build()
-        lists[name] = torch.randn(SHAPE)
-        raises(TypeError, pattern(op, name, None), lambda: op(lists), lists)
-
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    def test_single_tensors_that_differ(self, op: Op, name: str) -> None:
-        single = {n: ts[0] for n, ts in op.build().items()}
-        single[name] = torch.randn(7, 2)
-        raises(ValueError, pattern(op, name, None), lambda: op(single), single, "4, 3", "7, 2")
-
-
-def _kinds() -> dict[str, Callable[[], object]]:
-    def fake() -> Tensor:
-        with FakeTensorMode():
-            return torch.empty(SHAPE)
-
-    return {
-        "int64": lambda: torch.ones(SHAPE, dtype=torch.int64),
-        "int8": lambda: torch.ones(SHAPE, dtype=torch.int8),
-        "bool": lambda: torch.ones(SHAPE, dtype=torch.bool),
-        "complex64": lambda: torch.randn(SHAPE, dtype=torch.complex64),
-        "conj": lambda: torch.randn(SHAPE, dtype=torch.complex64).conj(),
-        "float8": lambda: torch.ones(SHAPE).to(torch.float8_e4m3fn),
-        "sparse": lambda: torch.eye(*SHAPE).to_sparse(),
-        "sparse_csr": lambda: torch.eye(*SHAPE).to_sparse_csr(),
-        "mkldnn": lambda: torch.randn(SHAPE).to_mkldnn(),
-        "meta": lambda: torch.empty(SHAPE, device="meta"),
-        "fake": fake,
-        "neg": lambda: torch._neg_view(torch.randn(SHAPE)),
-        "list": lambda: [[1.0] * 3] * 4,
-        "number": lambda: 1.0,
-        "string": lambda: "weights",
-        "None": lambda: None,
-    }
-
-
-KINDS = _kinds()
-#: The description of wrong input in a message.
-SAYS = {
-    "int64": "int64",
-    "complex64": "complex64",
-    "sparse": "sparse",
-    "meta": "meta",
-    "fake": "ake",
-    "neg": "neg",
-}
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-class TestKinds:
-    """Tensors that no operator supports, at any place."""
-
-    # Every kind for a call and for a plan, which take different paths; two of them for all others.
-    _KINDS: ClassVar = [
-        (op, name, kind)
-        for op, name in EVERY
-        for kind in KINDS
-        if op.name in ("stash_predict_", "Plan") or kind in ("int64", "number")
-    ]
-
-    @pytest.mark.parametrize(("op", "name", "kind"), _KINDS, ids=ids(_KINDS))
-    def test_in_a_list(self, op: Op, name: str, kind: str) -> None:
-        if kind == "None" and name == "grads":
-            pytest.skip("a missing gradient is allowed")
-        if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
-            pytest.skip("this torch has no mkldnn")
-        lists = op.build()
-        lists[name][BAD] = KINDS[kind]()
-        says = [SAYS[kind]] if kind in SAYS else []
-        error = (
-            ValueError if kind == "neg" else TypeError
-        )  # right kind of tensor, wrong values in memory
-        raises(error, pattern(op, name), lambda: op(lists), lists, *says)
-
-    @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-    @pytest.mark.parametrize("kind", ["int64", "meta", "fake", "sparse", "number"])
-    def test_alone(self, op: Op, kind: str) -> None:
-        single: Lists = {n: KINDS[kind]() for n in op.lists}
-        raises(TypeError, pattern(op, op.lists[0], None), lambda: op(single), single)
-
-    @pytest.mark.parametrize(("op", "name"), EVERY, ids=ids(EVERY))
-    @pytest.mark.parametrize("value", [3, object()], ids=["int", "object"])
-    def test_an_argument_that_is_no_list(self, op: Op, name: str, value: object) -> None:
-        lists = op.build()
-        lists[name] = value
-        raises(TypeError, pattern(op, name, None), lambda: op(lists), lists)
-
-    def test_real_part_of_a_conjugate(self) -> None:
-        """.imag of a conj view is a real tensor with the neg bit: memory has the opposite sign."""
-        w = torch.randn(6, dtype=torch.complex64).conj().imag
-        assert w.is_neg()
-        raises(ValueError, "params", lambda: st.restore_(w, torch.zeros(6)), w)
+@pytest.mark.parametrize(
+    ("op", "name", "fault"),
+    [
+        pytest.param(op, name, fault, id=f"{op.name}-{name}-{what}")
+        for what, fault in FAULTS.items()
+        for op, name in fault.places
+    ],
+)
+def test_a_bad_list(op: Op, name: str, fault: Fault) -> None:
+    lists = op.build()
+    lists[name] = fault.spoiled(lists[name])
+    names, says = _named(name, fault.index), map(str, fault.says)
+    raises(fault.error, names, lambda: op(lists), lists, *says)
 
 
-class TestOverlap:
-    """Memory that a call would write twice, or read after writing it."""
-
-    @pytest.mark.parametrize(("op", "name"), EVERY, ids=ids(EVERY))
-    def test_inside_a_tensor(self, op: Op, name: str) -> None:
-        """An expanded tensor has the same memory several times."""
-        lists = op.build()
-        lists[name][BAD] = torch.randn(1, 3).expand(SHAPE)
-        raises(ValueError, pattern(op, name), lambda: op(lists), lists)
-
-    @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-    def test_inside_every_tensor_alike(self, op: Op) -> None:
-        """Equal strides everywhere do not make them valid."""
-        lists = {n: [torch.randn(1, 3).expand(SHAPE)] for n in op.lists}
-        raises(ValueError, pattern(op, op.lists[0], 0), lambda: op(lists), lists)
-
-    @pytest.mark.parametrize("strides", [(2, 1), (1, 1), (3, 2)])
-    def test_windows_that_overlap_or_leave_holes(self, strides: tuple[int, int]) -> None:
-        w = torch.randn(40).as_strided(SHAPE, strides)
-        kept = torch.randn(40).as_strided(SHAPE, strides)
-        raises(ValueError, "params", lambda: st.restore_(w, kept), (w, kept))
-
-    _WRITTEN: ClassVar = [(op, name) for op in OPS for name in op.written]
-
-    @pytest.mark.parametrize(("op", "name"), _WRITTEN, ids=ids(_WRITTEN))
-    def test_one_tensor_twice_in_a_list_that_is_written(self, op: Op, name: str) -> None:
-        lists = op.build()
-        lists[name][BAD] = lists[name][1]
-        names = f"{pattern(op, name, BAD)}|{pattern(op, name, 1)}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    @pytest.mark.parametrize(("op", "name"), _WRITTEN, ids=ids(_WRITTEN))
-    @pytest.mark.parametrize("shift", [1, 11])
-    def test_views_that_overlap_in_a_list_that_is_written(
-        self, op: Op, name: str, shift: int
-    ) -> None:
-        lists = op.build()
-        flat = torch.randn(12 + shift)
-        lists[name][1] = flat[:12].view(SHAPE)
-        lists[name][BAD] = flat[shift:].view(SHAPE)
-        names = f"{pattern(op, name, BAD)}|{pattern(op, name, 1)}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    _PAIRS: ClassVar = [(op, a, b) for op in OPS for a in op.written for b in op.lists if a != b]
-
-    @pytest.mark.parametrize(("op", "written", "other"), _PAIRS, ids=ids(_PAIRS))
-    def test_a_written_view_over_part_of_another_list(
-        self, op: Op, written: str, other: str
-    ) -> None:
-        lists = op.build()
-        flat = torch.randn(12 + 6)
-        lists[written][BAD] = flat[:12].view(SHAPE)
-        lists[other][BAD] = flat[6:].view(SHAPE)
-        names = f"{pattern(op, written)}|{pattern(op, other)}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    @pytest.mark.parametrize(("op", "written", "other"), _PAIRS, ids=ids(_PAIRS))
-    def test_a_written_tensor_elsewhere_in_another_list(
-        self, op: Op, written: str, other: str
-    ) -> None:
-        """The whole tensor at another index: another row may already have overwritten it."""
-        lists = op.build()
-        lists[other][1] = lists[written][BAD]
-        names = f"{pattern(op, written)}|{pattern(op, other, 1)}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    @pytest.mark.parametrize("pair", [("params", "grads"), ("params", "momentum_buffers")])
-    def test_the_step_does_not_take_one_tensor_for_two_things(self, pair: tuple[str, str]) -> None:
-        op = BY_NAME["sgd_step_"]
-        lists = op.build()
-        lists[pair[1]][BAD] = lists[pair[0]][BAD]
-        names = f"{pattern(op, pair[0])}|{pattern(op, pair[1])}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    def test_two_predictions_into_one_tensor(self) -> None:
-        op = BY_NAME["sgd_step_"]
-        lists = op.build()
-        lists["predict1"][BAD] = lists["predict0"][BAD]
-        names = f"{pattern(op, 'predict0')}|{pattern(op, 'predict1')}"
-        raises(ValueError, names, lambda: op(lists), lists)
-
-    def test_swapping_a_tensor_with_itself(self) -> None:
-        a = torch.randn(SHAPE)
-        raises(ValueError, r"\ba\b|\bb\b", lambda: st.swap_(a, a), a)
-
-    def test_neighbours_do_not_overlap(self) -> None:
-        flat = torch.randn(24)
-        a, b = flat[:12], flat[12:]
-        st.swap_(a, b)
-        st.predict_([a, b], [torch.zeros(12), torch.zeros(12)], lr=0.1, steps=1.0)
-
-    def test_inputs_may_share_memory(self) -> None:
-        v = torch.ones(SHAPE)
-        w = [torch.zeros(SHAPE), torch.zeros(SHAPE)]
-        st.predict_(w, [v, v], lr=1.0, steps=1.0)
-        assert all(bool((t == -1).all()) for t in w)
-
-    def test_a_prediction_out_of_place_into_its_weights(self) -> None:
-        """This is predict_'s job; predict must not change the weights."""
-        w, v = torch.zeros(SHAPE), torch.ones(SHAPE)
-        raises(ValueError, "out|params", lambda: st.predict(w, v, lr=1.0, steps=1.0, out=w), (w, v))
-
-    def test_empty_tensors_overlap_nothing(self) -> None:
-        empty = torch.empty(0)
-        st.swap_([empty, empty], [empty, empty])
+@pytest.mark.parametrize(
+    ("op", "name"), [pytest.param(*place, id=f"{place[0].name}-{place[1]}") for place in OTHERS]
+)
+def test_single_tensors_that_differ(op: Op, name: str) -> None:
+    single = {**alone(op.build()), name: torch.rand(7, 2)}
+    raises(ValueError, _named(name), lambda: op(single), single, "4, 3", "7, 2")
 
 
-class TestForgedObjects:
-    """Classes and objects that claim to be others: each of these ended the interpreter."""
+@pytest.mark.parametrize("op", [*OPS, *PLANS], ids=lambda op: op.name)
+@pytest.mark.parametrize("what", ["int64", "meta", "fake", "sparse", "a number"])
+def test_single_tensors_of_a_kind_that_no_operator_takes(op: Op, what: str) -> None:
+    lists = {name: FAULTS[what].spoiled(tensors) for name, tensors in op.build().items()}
+    single = {name: tensors[3] for name, tensors in lists.items()}  # type: ignore[index]
+    raises(TypeError, _named(op.lists[0]), lambda: op(single), single)
 
-    class Property(Tensor):
-        @property
-        def _cdata(self) -> int:
+
+@pytest.mark.parametrize("op", [*OPS, *PLANS], ids=lambda op: op.name)
+def test_equal_strides_everywhere_do_not_make_them_valid(op: Op) -> None:
+    lists = {name: [torch.rand(1, 3).expand(SHAPE)] for name in op.lists}
+    raises(ValueError, _named(op.lists[0], "0"), lambda: op(lists), lists)
+
+
+PAIRS = [(op, a, b) for op in (*OPS, *PLANS) for a in op.written for b in op.lists if a != b]
+#: One tensor for two things; where a list may be another one, that is another operator's job.
+SAME = [
+    ("sgd_step_", "params", "grads"),
+    ("sgd_step_", "params", "momentum_buffers"),
+    ("sgd_step_", "predict0", "predict1"),
+    ("predict", "out", "params"),
+    ("swap_", "a", "b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "written", "other", "shared"),
+    [
+        *[pytest.param(*pair, "part") for pair in PAIRS],
+        *[pytest.param(*pair, "elsewhere") for pair in PAIRS],
+        *[pytest.param(BY_NAME[name], *pair, "whole") for name, *pair in SAME],
+    ],
+    ids=str,
+)
+def test_memory_of_a_written_list_in_another(op: Op, written: str, other: str, shared: str) -> None:
+    lists, index = op.build(), 3
+    if shared == "part":
+        flat = torch.rand(12 + 6)
+        lists[written][3] = flat[:12].view(SHAPE)
+        lists[other][3] = flat[6:].view(SHAPE)
+    elif shared == "elsewhere":  # where another row may already have overwritten it
+        lists[other][1], index = lists[written][3], 1
+    else:
+        lists[other][3] = lists[written][3]
+    names = f"{_named(written, '3')}|{_named(other, str(index))}"
+    raises(ValueError, names, lambda: op(lists), lists)
+
+
+def _bfloat16(lists: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    return {name: [t.bfloat16() for t in tensors] for name, tensors in lists.items()}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "bad"),
+    [
+        ("sgd_step_", "grads", torch.float32),
+        ("sgd_step_", "predict0", torch.float32),
+        ("predict_", "momentum_buffers", torch.float16),
+        ("predict_", "momentum_buffers", torch.float64),
+    ],
+)
+def test_what_16_bit_weights_do_not_allow(op: str, name: str, bad: torch.dtype) -> None:
+    """Momentum has their type or float32, all else has their type."""
+    lists = _bfloat16(BY_NAME[op].build())
+    lists[name][3] = lists[name][3].to(bad)
+    raises(ValueError, _named(name, "3"), lambda: BY_NAME[op](lists), lists)
+
+
+@pytest.mark.parametrize("strides", [(2, 1), (1, 1), (3, 2)])
+def test_windows_that_overlap_or_leave_holes(strides: tuple[int, int]) -> None:
+    w, kept = (torch.rand(40).as_strided(SHAPE, strides) for _ in range(2))
+    raises(ValueError, "params", lambda: st.restore_(w, kept), (w, kept))
+
+
+def test_the_imaginary_part_of_a_conjugate() -> None:
+    """A real tensor with the neg bit: memory has the opposite sign."""
+    w = torch.randn(6, dtype=torch.complex64).conj().imag
+    raises(ValueError, "params", lambda: st.restore_(w, torch.zeros(6)), w)
+
+
+def test_what_may_share_memory() -> None:
+    flat, empty, v = torch.rand(24), torch.empty(0), torch.ones(12)
+    st.swap_(flat[:12], flat[12:])  # neighbours
+    st.swap_([empty, empty], [empty, empty])
+    w = [torch.zeros(12), torch.zeros(12)]
+    st.predict_(w, [v, v], lr=1.0, steps=1.0)  # inputs
+    assert all(bool((t == -1).all()) for t in w)
+
+
+class Property(Tensor):
+    @property
+    def _cdata(self) -> int:
+        return 0x1234560
+
+
+class Function(Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor._cdata:  # type: ignore[attr-defined]
             return 0x1234560
+        return super().__torch_function__(function, types, args, kwargs or {})
 
-    class Function(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if getattr(function, "__self__", None) is torch.Tensor._cdata:  # type: ignore[attr-defined]
-                return 0x1234560
-            return super().__torch_function__(function, types, args, kwargs or {})
 
-    @pytest.mark.parametrize("kind", [Property, Function])
-    def test_an_address_that_a_tensor_claims(self, kind: type[Tensor]) -> None:
-        weight = torch.ones(4).as_subclass(kind)
-        assert weight._cdata == 0x1234560
-        plan = st.Plan([weight], momentum_buffers=[torch.ones(4)])
-        for _ in range(2):
-            plan.predict_(lr=0.5, steps=1.0)
-        assert torch.equal(weight.as_subclass(Tensor), torch.zeros(4))
-        weight.data = torch.ones(5)
-        with pytest.raises(RuntimeError, match=r"params\[0\]: its memory is not where"):
-            plan.predict_(lr=0.5, steps=1.0)
+@pytest.mark.parametrize("kind", [Property, Function])
+def test_an_address_that_a_tensor_claims(kind: type[Tensor]) -> None:
+    """Each of these ended the interpreter."""
+    weight = torch.ones(4).as_subclass(kind)
+    assert weight._cdata == 0x1234560
+    plan = st.Plan([weight], momentum_buffers=[torch.ones(4)])
+    for _ in range(2):
+        plan.predict_(lr=0.5, steps=1.0)
+    assert torch.equal(weight.as_subclass(Tensor), torch.zeros(4))
+    weight.data = torch.ones(5)
+    with pytest.raises(RuntimeError, match=r"params\[0\]: its memory is not where"):
+        plan.predict_(lr=0.5, steps=1.0)

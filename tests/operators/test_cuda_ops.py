@@ -1,4 +1,7 @@
-"""Tests operators on a GPU: the CPU's bits, streams, graphs, long lists, over 2^31 elements."""
+"""Tests operators on a GPU: streams, graphs, threads, allocations, over 2^31 elements.
+
+That they have the CPU's bits is tested in test_calls.py.
+"""
 
 from __future__ import annotations
 
@@ -9,113 +12,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_tensors import DTYPES, Case, Guarded, cases, contiguous, horizons, rates, values
-from hypothesis import HealthCheck, given, settings
+from helpers.ops_tensors import values
 from torch import Tensor
 
 import spectrain_ext as st
 
 pytestmark = pytest.mark.cuda
-
-
-def _gpu(
-    case: Case, index: int, *, momentum: bool = False, kind: str | None = None
-) -> list[Guarded]:
-    """Return case.stream's list with the same alignments, inside guard bands on the GPU."""
-    out = []
-    for row, host in zip(case.rows, case.stream(index, momentum=momentum, kind=kind), strict=True):
-        layout = row.layout.at(row.offsets[index % len(row.offsets)])
-        on_gpu = Guarded(layout, host.buffer.dtype, device="cuda")
-        out.append(on_gpu.filled(host.flat.cuda()))
-    return out
-
-
-def _ts(stream: list[Guarded]) -> list[Tensor]:
-    return [g.tensor for g in stream]
-
-
-def _check(*streams: list[Guarded]) -> None:
-    for k, stream in enumerate(streams):
-        for i, g in enumerate(stream):
-            g.check(f"list {k}, tensor {i}")
-
-
-_GPU = settings(suppress_health_check=list(HealthCheck))
-
-
-class TestTheBitsOfTheCpu:
-    """Every operator; any NaN matches any NaN."""
-
-    @_GPU
-    @given(case=cases(), lr=rates(), steps=horizons())
-    def test_predict(self, case: Case, lr: float, steps: float) -> None:
-        w, v, out = _gpu(case, 0), _gpu(case, 1, momentum=True), _gpu(case, 2)
-        cw, cv = case.stream(0), case.stream(1, momentum=True)
-        expected = list(st.predict(_ts(cw), _ts(cv), lr=lr, steps=steps))
-        st.predict(_ts(w), _ts(v), lr=lr, steps=steps, out=_ts(out))
-        ref.assert_lists([t.cpu() for t in _ts(out)], expected, "out", exact=steps == 0)
-        st.predict_(_ts(w), _ts(v), lr=lr, steps=steps)
-        ref.assert_lists([t.cpu() for t in _ts(w)], expected, "params", exact=steps == 0)
-        _check(w, v, out)
-
-    @_GPU
-    @given(case=cases(), lr=rates(), steps=horizons())
-    def test_copies(self, case: Case, lr: float, steps: float) -> None:
-        w, v, kept = _gpu(case, 0, kind="bits"), _gpu(case, 1, momentum=True), _gpu(case, 2)
-        cw, cv = case.stream(0, kind="bits"), case.stream(1, momentum=True)
-        before = [ref.clone(t) for t in _ts(cw)]
-        st.stash_predict_(_ts(w), _ts(kept), _ts(v), lr=lr, steps=steps)
-        st.predict_(_ts(cw), _ts(cv), lr=lr, steps=steps)
-        ref.assert_lists([t.cpu() for t in _ts(w)], _ts(cw), "params")
-        ref.assert_lists([t.cpu() for t in _ts(kept)], before, "stashed", exact=True)
-        st.swap_(_ts(w), _ts(kept))
-        ref.assert_lists([t.cpu() for t in _ts(w)], before, "params", exact=True)
-        st.stash(_ts(w), _ts(kept))
-        for t in _ts(w):
-            t.zero_()
-        st.restore_(_ts(w), _ts(kept))
-        ref.assert_lists([t.cpu() for t in _ts(w)], before, "restored", exact=True)
-        _check(w, v, kept)
-
-    @_GPU
-    @given(case=cases(), steps=horizons())
-    @pytest.mark.parametrize("nesterov", [False, True])
-    @pytest.mark.parametrize("momentum", [0.0, 0.9])
-    def test_sgd_step(self, case: Case, steps: float, nesterov: bool, momentum: float) -> None:
-        if nesterov and momentum == 0:
-            pytest.skip("Nesterov needs momentum")
-        options = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.01, "nesterov": nesterov}
-        w, g, v, out = (_gpu(case, i, momentum=i == 2) for i in range(4))
-        cw, cg, cv, cout = (case.stream(i, momentum=i == 2) for i in range(4))
-        wants = momentum != 0
-        for first in (True, False):
-            st.sgd_step_(
-                _ts(w), _ts(g), _ts(v), first_step=first,
-                predict=[(steps, _ts(out))] if wants else (), **options,
-            )  # fmt: skip
-            st.sgd_step_(
-                _ts(cw), _ts(cg), _ts(cv), first_step=first,
-                predict=[(steps, _ts(cout))] if wants else (), **options,
-            )  # fmt: skip
-        for name, a, b in (("params", w, cw), ("momentum", v, cv), ("outs", out, cout)):
-            ref.assert_lists([t.cpu() for t in _ts(a)], _ts(b), name)
-        _check(w, g, v, out)
-
-
-@pytest.mark.parametrize("count", [300, 1000, 3000])
-def test_long_lists(count: int) -> None:
-    rng = np.random.default_rng(count)
-    host: list[list[Tensor]] = [[], [], [], []]
-    for i in range(count):
-        wt, vt = DTYPES[i % len(DTYPES)]
-        n = int(rng.integers(0, 9000)) if i % 50 == 0 else int(rng.integers(0, 60))
-        for stream, dtype in zip(host, (wt, wt, vt, wt), strict=True):
-            stream.append(values(rng, "normal", n, dtype))
-    gpu = [[t.cuda() for t in stream] for stream in host]
-    for w, g, v, out in (host, gpu):
-        st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(3.0, out)])
-    for a, b in zip(gpu, host, strict=True):
-        ref.assert_lists([t.cpu() for t in a], b, "list")
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -303,15 +205,3 @@ def test_nothing_is_allocated_where_outputs_are_given() -> None:
     st.stash(w, out)
     st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(1.0, out)])
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
-def test_guarded_views_at_every_alignment() -> None:
-    for offset in range(17):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            a = Guarded(contiguous(5000).at(offset), dtype, device="cuda")
-            a.tensor.normal_()
-            b = Guarded(contiguous(5000).at((3 * offset) % 17), dtype, device="cuda")
-            st.stash(a.tensor, b.tensor)
-            assert torch.equal(a.tensor, b.tensor)
-            a.check("source")
-            b.check("target")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ops_calls import in_memory
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import Geometric, SecondOrder
-from spectrain_ext.operators.numbers import Rate, Sgd
+from spectrain_ext import laws
 
 pytestmark = pytest.mark.cuda
 
@@ -40,39 +40,6 @@ def assert_same_bits(a: list[list[Tensor]], b: list[list[Tensor]]) -> None:
     for k, (xs, ys) in enumerate(zip(a, b, strict=True)):
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
             assert torch.equal(x, y), f"list {k}, tensor {i}"
-
-
-@pytest.mark.parametrize("n", [3, LONG])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-class TestTheBitsOfPlainNumbers:
-    def test_sgd(self, n: int, dtype: torch.dtype) -> None:
-        on_device = apart(n, 5, dtype)
-        on_host = copies(on_device)
-        for (w, g, v, a, b), as_number in ((on_device, number), (on_host, lambda x: x)):
-            plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[a, b])
-            for step in range(3):
-                group = Sgd(
-                    as_number(0.5),
-                    0.75,
-                    weight_decay=0.01,
-                    nesterov=step == 1,
-                    decoupled_weight_decay=step == 2,
-                )
-                plan.sgd_step_([group], first_step=step == 0, predict=[3.0, SecondOrder(2.0)])
-            plan.predict([group], steps=2)
-            plan.predict_([Sgd(as_number(0.5), 0.75)], steps=Geometric(2.0))
-            st.sgd_step_(w, g, None, lr=as_number(0.5), momentum=0.0)
-        assert_same_bits(on_device, on_host)
-
-    def test_the_rest(self, n: int, dtype: torch.dtype) -> None:
-        w, v, kept, out = apart(n, 4, dtype)
-        plan = st.Plan(w, momentum_buffers=v, stashed=kept)
-        other = [t.clone() for t in w]
-        plan.stash_predict_(lr=number(0.5), steps=3.0)
-        st.predict_(other, v, lr=0.5, steps=3)
-        assert_same_bits([w], [other])
-        st.predict(w, v, lr=number(0.25), steps=0, out=out)
-        assert_same_bits([out], [w])
 
 
 class TestOneLaunch:
@@ -151,7 +118,7 @@ class TestOneLaunch:
         others = [[t.clone() for t in some] for some in (w, v)]
         groups = [i % 20 for i in range(LONG)]
         plan = st.Plan(w, grads=g, momentum_buffers=v, groups=groups)
-        numbers = [Sgd(0.01 * k, 0.9) for k in range(20)]
+        numbers = [laws.Sgd(0.01 * k, 0.9) for k in range(20)]
         for _ in range(3):
             plan.sgd_step_(numbers)
             for k, rule in enumerate(numbers):
@@ -241,20 +208,7 @@ class TestGraphs:
         assert_same_bits([outs[0]], [st.predict(w, v, lr=0.5, steps=2)])
 
 
-@pytest.mark.parametrize("groups", [1, 20])
-def test_groups_with_rates_of_their_own(groups: int) -> None:
-    w, g, v = apart(40, 3)
-    others = copies([w, v])
-    plan = st.Plan(w, grads=g, momentum_buffers=v, groups=[i % groups for i in range(40)])
-    rates = [0.125 * (k + 1) for k in range(groups)]
-    plan.sgd_step_([Sgd(number(rate) if k % 2 == 0 else rate, 0.5) for k, rate in enumerate(rates)])
-    for k, rate in enumerate(rates):
-        a, b, c = (some[k::groups] for some in (others[0], g, others[1]))
-        st.sgd_step_(a, b, c, lr=rate, momentum=0.5)
-    assert_same_bits([w, v], others)
-
-
 def test_a_rate_in_memory_of_the_host_is_refused() -> None:
     w, v, out = apart(2, 3)
     with pytest.raises(ValueError, match=r"lr: expected an array on cuda:0.* got cpu"):
-        st.predict(w, v, lr=Rate(torch.tensor(0.1)), steps=2, out=out)
+        st.predict(w, v, lr=in_memory(0.1), steps=2, out=out)

@@ -1,38 +1,31 @@
-"""Tests prediction laws with momentum SGD against their definitions in float64.
-
-Adam's are in test_laws_adam.py.
-"""
+"""Tests prediction laws against their definitions in float64, and the errors of laws."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as hs
 import pytest
 import torch
-from hypothesis import given
+from helpers.bad_input import raises
+from helpers.ops_reference import Numbers, nadam_mu, nadam_product
+from hypothesis import given, settings
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.operators.laws import (
-    Geometric,
-    Law,
-    Linear,
-    SecondOrder,
-    as_law,
-)
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext import laws
+
+_MAX_TERMS = 64  # updates ahead that one kernel makes under Adam
 
 
 @hs.composite
-def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
+def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> laws.Sgd:
     mu = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
     kind = draw(hs.sampled_from(["sum", "dampened", "nesterov", "smoothed", "smoothed nesterov"]))
     with_decay = draw(hs.booleans()) if decay is None else decay
-    return Sgd(
+    return laws.Sgd(
         lr=draw(hs.floats(1e-4, 0.5)),
         momentum=mu,
         dampening=draw(hs.sampled_from([0.1, 1.0])) if kind == "dampened" else 0.0,
@@ -43,253 +36,299 @@ def sgds(draw: hs.DrawFn, *, decay: bool | None = None) -> Sgd:
     )
 
 
+@hs.composite
+def adams(draw: hs.DrawFn, *, nadam: bool | None = None) -> laws.Adam:
+    """The three optimizers after any number of updates."""
+    beta1 = draw(hs.one_of(hs.sampled_from([0.9, 0.99, 0.5]), hs.floats(0.01, 0.999)))
+    step = draw(hs.integers(1, 2000))
+    is_nadam = draw(hs.booleans()) if nadam is None else nadam
+    decay = draw(hs.sampled_from([4e-3, 0.1])) if is_nadam else None
+    return laws.Adam(
+        lr=draw(hs.floats(1e-5, 0.5)),
+        betas=(beta1, draw(hs.sampled_from([0.999, 0.9, 0.99]))),
+        eps=draw(hs.sampled_from([1e-8, 1e-3])),
+        weight_decay=draw(hs.sampled_from([0.0, 0.01, 0.3])),
+        step=step,
+        decoupled_weight_decay=draw(hs.booleans()),
+        momentum_decay=decay,
+        mu_product=nadam_product(beta1, decay, step) if decay else 1.0,
+    )
+
+
 def weights(n: int = 40) -> tuple[Tensor, Tensor]:
     """W and v."""
     return torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
 
 
-def update(numbers: Sgd, w: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one update as documented for torch.optim.SGD, in float64."""
-    decay, l2 = numbers.weight_decay, 0.0
-    if not numbers.decoupled_weight_decay:
-        decay, l2 = 0.0, numbers.weight_decay
-    gain = 1 - numbers.momentum if numbers.smoothed else 1 - numbers.dampening
-    d = g + l2 * w
-    v = numbers.momentum * v + gain * d
-    by = gain * d + numbers.momentum * v if numbers.nesterov else v
-    return w - numbers.lr * decay * w - numbers.lr * by, v
+def moments() -> tuple[Tensor, Tensor, Tensor]:
+    """W, m and u."""
+    return *weights(), torch.rand(40, dtype=torch.float64) + 0.01
 
 
-def coast(numbers: Sgd, w: Tensor, v: Tensor, rates: Sequence[float]) -> Tensor:
-    """Return updates with zero gradients, one per learning rate."""
-    for lr in rates:
-        w, v = update(replace(numbers, lr=lr), w, v, torch.zeros_like(w))
-    return w
-
-
-def predicted(numbers: Sgd, law: Law, w: Tensor, v: Tensor) -> Tensor:
-    """Return the operators' predictions by a law."""
+def planned(w: Tensor, *state: Tensor, **more: Any) -> tuple[st.Plan, Tensor]:
+    """Return a plan with one momentum buffer, or both moments of Adam, and its output."""
     out = torch.full_like(w, math.nan)
-    st.Plan(w, momentum_buffers=v, outs=[out]).predict([numbers], steps=law)
+    names = ("momentum_buffers",) if len(state) == 1 else ("exp_avgs", "exp_avg_sqs")
+    return st.Plan(w, outs=[out], **dict(zip(names, state, strict=True)), **more), out
+
+
+def predicted(numbers: Numbers, law: laws.Law, w: Tensor, *state: Tensor) -> Tensor:
+    plan, out = planned(w, *state)
+    plan.predict([numbers], steps=law)  # type: ignore[arg-type]
     return out
 
 
-def close(actual: Tensor, expected: Tensor, *terms: Tensor, what: str = "") -> None:
+def close(actual: Tensor, expected: Tensor, *terms: Tensor) -> None:
     """Compare to 1e-12 of the summed terms."""
     scale = expected.abs() + sum((t.abs() for t in terms), torch.zeros_like(expected))
     error = ((actual - expected).abs() / scale.clamp_min(1e-30)).max()
-    assert float(error) <= 1e-12, f"{what}: relative error {float(error):.2e}"
+    assert float(error) <= 1e-12, f"relative error {float(error):.2e}"
 
 
-class TestLinear:
+# SGD.
+
+
+def coast(numbers: laws.Sgd, w: Tensor, v: Tensor, steps: int) -> Tensor:
+    """Return the weights after updates with zero gradients, as documented for torch.optim.SGD."""
+    lr, mu, decay = numbers.lr, numbers.momentum, numbers.weight_decay
+    gain = 1 - mu if numbers.smoothed else 1 - numbers.dampening
+    for _ in range(steps):
+        d = torch.zeros_like(w) if numbers.decoupled_weight_decay else decay * w
+        v = mu * v + gain * d
+        by = gain * d + mu * v if numbers.nesterov else v
+        w = w - (lr * decay * w if numbers.decoupled_weight_decay else 0.0) - lr * by
+    return w
+
+
+@given(numbers=sgds(), steps=hs.floats(0, 100))
+def test_linear(numbers: laws.Sgd, steps: float) -> None:
     """W - s*lr*v for every kind of SGD."""
-
-    @given(numbers=sgds(), steps=hs.floats(0, 100))
-    def test_definition(self, numbers: Sgd, steps: float) -> None:
-        w, v = weights()
-        expected = w - steps * numbers.lr * v
-        close(predicted(numbers, Linear(steps), w, v), expected, w)
-        assert torch.equal(
-            predicted(numbers, Linear(steps), w, v), st.predict(w, v, lr=numbers.lr, steps=steps)
-        )
-
-    def test_a_number_of_steps_is_linear(self) -> None:
-        assert as_law(3) == Linear(3.0) and as_law(2.5) == Linear(2.5)
-        assert as_law(torch.tensor(2.0)) == Linear(2.0)
-        law = Geometric(3)
-        assert as_law(law) is law
-
-    def test_no_steps_have_no_terms(self) -> None:
-        for law in (Linear(0), Geometric(0), SecondOrder(0)):
-            assert law.sgd(Sgd(0.1, 0.9, weight_decay=0.1)) == []
-            assert law.adam(Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
+    w, v = weights()
+    close(predicted(numbers, laws.Linear(steps), w, v), w - steps * numbers.lr * v, w)
 
 
-class TestGeometric:
-    """Further steps of SGD with zero gradients."""
-
-    @given(numbers=sgds(), steps=hs.integers(0, 40))
-    def test_zero_gradients(self, numbers: Sgd, steps: int) -> None:
-        w, v = weights()
-        expected = coast(numbers, w, v, [numbers.lr] * steps)
-        close(predicted(numbers, Geometric(steps), w, v), expected, w, v * numbers.lr * steps)
-
-    @given(numbers=sgds(), steps=hs.integers(1, 20))
-    def test_further_steps_of_the_operator(self, numbers: Sgd, steps: int) -> None:
-        w, v = weights()
-        got = predicted(numbers, Geometric(steps), w, v)
-        plan = st.Plan(w, momentum_buffers=v, grads=torch.zeros_like(w))
-        scale = w.abs() + v.abs() * numbers.lr * steps
-        for _ in range(steps):
-            plan.sgd_step_([numbers])
-        close(got, w, scale)
-
-    @pytest.mark.parametrize("steps", [1, 3, 15])
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"momentum": 0.9},
-            {"momentum": 0.9, "weight_decay": 0.3},
-            {"momentum": 0.9, "weight_decay": 0.3, "nesterov": True},
-            {"momentum": 0.9, "weight_decay": 0.3, "dampening": 0.4},
-            {"momentum": 0.9, "nesterov": True},
-            {"momentum": 0.5, "dampening": 0.4},
-        ],
-        ids=str,
-    )
-    def test_further_steps_of_torch(self, options: dict[str, Any], steps: int) -> None:
-        """Starting from a momentum of real gradients."""
-        p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
-        opt = torch.optim.SGD([p], lr=0.1, **options)
-        for _ in range(5):
-            p.grad = torch.randn_like(p)
-            opt.step()
-        w, v = p.detach().clone(), opt.state[p]["momentum_buffer"].clone()
-        p.grad = torch.zeros_like(p)
-        for _ in range(steps):
-            opt.step()
-        close(predicted(Sgd(0.1, **options), Geometric(steps), w, v), p.detach(), w, v)
-
-    @given(
-        mu=hs.floats(0.01, 0.999), s=hs.floats(0, 50), lr=hs.floats(0, 1), nesterov=hs.booleans()
-    )
-    def test_formula(self, mu: float, s: float, lr: float, nesterov: bool) -> None:
-        """Fractional steps too: W - lr*v*(mu - mu^(s+1))/(1 - mu), Nesterov's times mu."""
-        w, v = weights()
-        reach = (mu - mu ** (s + 1)) / (1 - mu) * (mu if nesterov else 1.0)
-        law = Geometric(s)
-        # Cancellation in mu - mu^(s+1) is not the operator's error: use its input.
-        got = predicted(Sgd(lr, mu, nesterov=nesterov), law, w, v)
-        close(got, w - lr * reach * v, w, v * lr / (1 - mu))
-        same = st.predict(w, v, lr=lr, steps=law, momentum=mu, nesterov=nesterov)
-        assert torch.equal(same, got)
-
-    @given(mu=hs.floats(0.1, 0.99), a=hs.floats(0, 20), b=hs.floats(0, 20))
-    def test_fractions_of_the_way_add_up(self, mu: float, a: float, b: float) -> None:
-        """After a steps the momentum has the factor mu^a; b further steps equal a + b."""
-        w, v = weights()
-        numbers = Sgd(0.1, mu)
-        half_way = predicted(numbers, Geometric(a), w, v)
-        there = predicted(numbers, Geometric(b), half_way, v * mu**a)
-        close(there, predicted(numbers, Geometric(a + b), w, v), w, v / (1 - mu))
-
-    @given(s=hs.floats(0, 30))
-    def test_momentum_that_does_not_decay_is_linear(self, s: float) -> None:
-        w, v = weights()
-        one = Sgd(0.1, 1.0)
-        assert torch.equal(predicted(one, Geometric(s), w, v), predicted(one, Linear(s), w, v))
-
-    @given(numbers=sgds(decay=True), steps=hs.integers(100, 3000))
-    def test_far_ahead(self, numbers: Sgd, steps: int) -> None:
-        """Thousands of updates with decay: a matrix power equals a loop."""
-        w, v = weights(3)
-        expected = coast(numbers, w, v, [numbers.lr] * steps)
-        got = predicted(numbers, Geometric(steps), w, v)
-        scale = w.abs().max() + v.abs().max() * numbers.lr / (1 - numbers.momentum)
-        assert float((got - expected).abs().max()) <= 1e-11 * float(scale)
-
-    def test_published_coefficients(self) -> None:
-        """At mu = .9 the linear 3, 7, 15, 31 become 2.44, 4.70, 7.15, 8.66."""
-        for s, reach in ((3, 2.44), (7, 4.70), (15, 7.15), (31, 8.66)):
-            (term,) = Geometric(s).sgd(Sgd(1.0, 0.9))
-            assert round(term.momentum, 2) == reach and term.keep == 1.0
-
-    @given(numbers=sgds(decay=True), s=hs.floats(0.1, 9).filter(lambda s: s != int(s)))
-    def test_weight_decay_needs_whole_steps(self, numbers: Sgd, s: float) -> None:
-        with pytest.raises(ValueError, match="whole"):
-            Geometric(s).sgd(numbers)
-
-    def test_of_the_operators(self) -> None:
-        """predict_, predict and stash_predict_ accept all that the law needs."""
-        w, v = weights()
-        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.2, "nesterov": True}
-        expected = coast(Sgd(**options), w, v, [0.1] * 4)  # type: ignore[arg-type]
-        law = Geometric(4)
-        close(st.predict(w, v, steps=law, **options), expected, w, v)  # type: ignore[arg-type]
-        moved, kept = w.clone(), torch.empty_like(w)
-        st.stash_predict_(moved, kept, v, steps=law, **options)  # type: ignore[arg-type]
-        assert torch.equal(kept, w)
-        close(moved, expected, w, v)
-        st.predict_(kept, v, steps=law, **options)  # type: ignore[arg-type]
-        assert torch.equal(kept, moved)
+@given(numbers=sgds(), steps=hs.integers(0, 40))
+def test_geometric_continues_with_zero_gradients(numbers: laws.Sgd, steps: int) -> None:
+    w, v = weights()
+    got = predicted(numbers, laws.Geometric(steps), w, v)
+    close(got, coast(numbers, w, v, steps), w, v * numbers.lr * steps)
 
 
-class TestSecondOrder:
+@settings(max_examples=settings().max_examples // 10)
+@given(numbers=sgds(decay=True), steps=hs.integers(100, 3000))
+def test_geometric_far_ahead(numbers: laws.Sgd, steps: int) -> None:
+    """Thousands of updates with decay: a matrix power equals a loop."""
+    w, v = weights(3)
+    apart = predicted(numbers, laws.Geometric(steps), w, v) - coast(numbers, w, v, steps)
+    scale = w.abs().max() + v.abs().max() * numbers.lr / (1 - numbers.momentum)
+    assert float(apart.abs().max()) <= 1e-11 * float(scale)
+
+
+@given(mu=hs.floats(0.01, 0.999), s=hs.floats(0, 50), lr=hs.floats(0, 1), nesterov=hs.booleans())
+def test_geometric_by_its_formula(mu: float, s: float, lr: float, nesterov: bool) -> None:
+    """Fractional steps too: W - lr*v*(mu - mu^(s+1))/(1 - mu), Nesterov's times mu."""
+    w, v = weights()
+    reach = (mu - mu ** (s + 1)) / (1 - mu) * (mu if nesterov else 1.0)
+    got = predicted(laws.Sgd(lr, mu, nesterov=nesterov), laws.Geometric(s), w, v)
+    # Cancellation in mu - mu^(s+1) is not the operator's error: use its input.
+    close(got, w - lr * reach * v, w, v * lr / (1 - mu))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "weight_decay": 0.3},
+        {"momentum": 0.9, "weight_decay": 0.3, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.3, "dampening": 0.4},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.5, "dampening": 0.4},
+    ],
+    ids=str,
+)
+def test_geometric_is_what_torch_does_without_gradients(options: dict[str, Any]) -> None:
+    """Starting from a momentum of real gradients."""
+    p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
+    optimizer = torch.optim.SGD([p], lr=0.1, **options)
+    for _ in range(5):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    w, v = p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()
+    p.grad = torch.zeros_like(p)
+    for _ in range(7):
+        optimizer.step()
+    close(predicted(laws.Sgd(0.1, **options), laws.Geometric(7), w, v), p.detach(), w, v)
+
+
+def test_published_coefficients() -> None:
+    """At mu = .9 the linear 3, 7, 15, 31 become 2.44, 4.70, 7.15, 8.66; at 1 they stay."""
+    for s, reach in ((3, 2.44), (7, 4.70), (15, 7.15), (31, 8.66)):
+        (term,) = laws.Geometric(s).sgd(laws.Sgd(1.0, 0.9))
+        assert round(term.momentum, 2) == reach and term.keep == 1.0
+    undamped = laws.Sgd(0.1, 1.0)
+    assert laws.Geometric(2.5).sgd(undamped) == laws.Linear(2.5).sgd(undamped)
+
+
+def test_no_steps_have_no_terms() -> None:
+    for law in (laws.Linear(0), laws.Geometric(0), laws.SecondOrder(0)):
+        assert law.sgd(laws.Sgd(0.1, 0.9, weight_decay=0.1)) == []
+        assert law.adam(laws.Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
+
+
+@given(
+    numbers=sgds(),
+    delay=hs.one_of(hs.integers(0, 31), hs.floats(0, 10)),
+    share=hs.floats(-1, 31),
+    first=hs.booleans(),
+)
+def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool) -> None:
     """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], with v_prev kept by the test."""
+    lead = max(-delay, share)
+    w, v = weights()
+    g, v_prev = torch.randn_like(w), torch.zeros_like(v) if first else v.clone()
+    plan, out = planned(w, v, grads=g)
+    plan.sgd_step_([numbers], first_step=first, predict=[laws.SecondOrder(delay, lead)])
+    change = delay * (delay + 1) / 2
+    expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
+    # v - v_prev follows from the gradient by division by mu.
+    close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
 
-    @given(
-        numbers=sgds(),
-        delay=hs.one_of(hs.integers(0, 31), hs.floats(0, 10)),
-        share=hs.floats(-1, 31),
-        first=hs.booleans(),
-    )
-    def test_definition(self, numbers: Sgd, delay: float, share: float, first: bool) -> None:
-        lead = max(-delay, share)
-        w, v = weights()
-        g, out = torch.randn_like(w), torch.empty_like(w)
-        v_prev = torch.zeros_like(v) if first else v.clone()
-        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-        plan.sgd_step_([numbers], first_step=first, predict=[SecondOrder(delay, lead)])
-        change = delay * (delay + 1) / 2
-        expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
-        # v - v_prev follows from the gradient by division by mu.
-        close(out, expected, w, *(t * numbers.lr * (change / numbers.momentum) for t in (v, g, w)))
 
-    def test_over_a_run(self) -> None:
-        """Including the first step, for a sum, with dampening, and for an average."""
-        for smoothed, dampening in ((False, 0.0), (False, 0.5), (False, 1.0), (True, 0.0)):
-            w, v, out = torch.randn(20).double(), torch.zeros(20).double(), torch.zeros(20).double()
-            v_prev = v.clone()
-            for i in range(10):
-                g = torch.randn(20).double()
-                st.sgd_step_(
-                    w, g, v, lr=0.1, momentum=0.9, dampening=dampening, smoothed=smoothed,
-                    first_step=i == 0, predict=[(SecondOrder(3, 1), out)],
-                )  # fmt: skip
-                close(out, w - 0.1 * (4 * v + 6 * (v - v_prev)), w, 10 * v, 10 * g)
-                v_prev = v.clone()
+def test_second_order_after_first_steps_of_some_tensors() -> None:
+    """Fine where the gradient enters as on the first step, and refused elsewhere."""
+    numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "first_step": [False, True]}
+    law = laws.SecondOrder(3, 1)
+    w, v, g, out = lists = [list(torch.randn(2, 5).double()) for _ in range(4)]
+    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+    v_prev = v[0].clone(), torch.zeros(5).double()
+    plan.sgd_step_(predict=[law], **numbers)
+    for i, before in enumerate(v_prev):
+        close(out[i], w[i] - 0.1 * (4 * v[i] + 6 * (v[i] - before)), w[i], 10 * v[i], 10 * g[i])
+    for call in (
+        lambda: plan.sgd_step_(predict=[law], dampening=0.5, **numbers),
+        lambda: st.sgd_step_(w, g, v, predict=[(law, out)], smoothed=True, **numbers),
+    ):
+        raises(ValueError, "first_step: expected the same for all tensors", call, lists)
 
-    def test_first_steps_of_some_tensors(self) -> None:
-        """Fine where the gradient enters as on the first step, and refused elsewhere."""
-        numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-        predict = [SecondOrder(3, 1)]
-        w, v, g, out = (list(torch.randn(2, 5).double()) for _ in range(4))
-        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-        v_prev = v[0].clone(), torch.zeros(5).double()
-        plan.sgd_step_(first_step=[False, True], predict=predict, **numbers)
-        for i, before in enumerate(v_prev):
-            close(out[i], w[i] - 0.1 * (4 * v[i] + 6 * (v[i] - before)), w[i], 10 * v[i], 10 * g[i])
-        plan.sgd_step_(first_step=[False, False], predict=predict, dampening=0.5, **numbers)
-        state = [t.clone() for t in (*w, *v, *out)]
-        with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
-            plan.sgd_step_(first_step=[False, True], predict=predict, dampening=0.5, **numbers)
-        with pytest.raises(ValueError, match="first_step: expected the same for all tensors"):
-            pairs = [(predict[0], out)]
-            st.sgd_step_(w, g, v, first_step=[False, True], predict=pairs, smoothed=True, **numbers)
-        assert all(map(torch.equal, state, (*w, *v, *out)))
 
-    def test_without_delay_it_is_linear_and_needs_no_gradient(self) -> None:
-        w, v = weights()
-        got = st.predict(w, v, lr=0.1, steps=SecondOrder(0, 2.0), momentum=0.9)
-        assert torch.equal(got, st.predict(w, v, lr=0.1, steps=2.0))
+# Adam, AdamW and NAdam.
 
-    @pytest.mark.parametrize("name", ["predict_", "predict", "stash_predict_", "predict of groups"])
-    def test_only_a_step_can_write_it(self, name: str) -> None:
-        w, v = weights()
-        kept, out = w.clone(), w.clone()
-        law = SecondOrder(2.0)
-        with pytest.raises(ValueError, match="gradient"):
-            if name == "predict_":
-                st.predict_(w, v, lr=0.1, steps=law, momentum=0.9)
-            elif name == "predict":
-                st.predict(w, v, lr=0.1, steps=law, momentum=0.9, out=out)
-            elif name == "stash_predict_":
-                st.stash_predict_(w, kept, v, lr=0.1, steps=law, momentum=0.9)
-            else:
-                st.Plan(w, momentum_buffers=v).predict_([Sgd(0.1, 0.9)], steps=law)
-        assert torch.equal(w, kept) and torch.equal(out, kept)
 
-    def test_momentum_of_zero(self) -> None:
-        w, v = weights()
-        with pytest.raises(ValueError, match="momentum"):
-            st.predict(w, v, lr=0.1, steps=SecondOrder(2.0), momentum=0.0)
+def move(numbers: laws.Adam, m: Tensor, u: Tensor, i: int) -> Tensor:
+    """Return the movement by a first moment m in update step + i, with bias correction."""
+    t, beta1 = numbers.step + i, numbers.betas[0]
+    denominator = u.sqrt() / math.sqrt(1 - numbers.betas[1] ** t) + numbers.eps
+    if numbers.momentum_decay is None:
+        return numbers.lr * (m / (1 - beta1**t)) / denominator
+    mus = [nadam_mu(beta1, numbers.momentum_decay, numbers.step + j) for j in range(1, i + 2)]
+    product = numbers.mu_product * math.prod(mus)
+    return numbers.lr * mus[-1] * m / (1 - product) / denominator
+
+
+def far(numbers: laws.Adam, w: Tensor, m: Tensor, u: Tensor, n: float) -> Tensor:
+    """Return how large the terms of n updates can be together."""
+    return w.abs() + n * move(replace(numbers, lr=0.5), m.abs(), u, 0)
+
+
+@given(numbers=adams(), steps=hs.floats(0, 100))
+def test_linear_under_adam(numbers: laws.Adam, steps: float) -> None:
+    """The momentum part of the last update, s times, without decay and gradient."""
+    w, m, u = moments()
+    expected = w - steps * move(numbers, m, u, 0)
+    got = predicted(numbers, laws.Linear(steps), w, m, u)
+    close(got, expected, far(numbers, w, m, u, steps))
+
+
+@given(numbers=adams(), steps=hs.integers(0, _MAX_TERMS))
+def test_geometric_under_adam(numbers: laws.Adam, steps: int) -> None:
+    """FTPipe's msnag: for i = 1..s, AdamW's decay and then a step without a gradient."""
+    w, m, u = moments()
+    expected, moment = w, m
+    for i in range(1, steps + 1):
+        moment = numbers.betas[0] * moment
+        if numbers.decoupled_weight_decay:
+            expected = expected * (1 - numbers.lr * numbers.weight_decay)
+        expected = expected - move(numbers, moment, u, i)
+    got = predicted(numbers, laws.Geometric(steps), w, m, u)
+    close(got, expected, far(numbers, w, m, u, steps))
+
+
+@given(numbers=adams(nadam=False), delay=hs.floats(0, 31), share=hs.floats(-1, 1))
+def test_second_order_under_adam(numbers: laws.Adam, delay: float, share: float) -> None:
+    """With m_prev kept here: m one update earlier, under the same denominator."""
+    lead = max(-delay, 31 * share)
+    w, m, u = moments()
+    g, m_prev = torch.randn_like(w), m.clone()
+    plan, out = planned(w, m, u, grads=g)
+    plan.adam_step_([numbers], predict=[laws.SecondOrder(delay, lead)])
+    change = delay * (delay + 1) / 2
+    expected = w - move(numbers, (delay + lead) * m + change * (m - m_prev), u, 0)
+    largest = (delay + lead + change / numbers.betas[0]) * (m.abs() + m_prev.abs() + g.abs())
+    close(out, expected, w.abs() + move(numbers, largest, u, 0))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam"])
+def test_geometric_is_what_torchs_adam_does_without_gradients(kind: str) -> None:
+    """torch also decays the second moment; with that restored before every step, they agree."""
+    p = torch.nn.Parameter(torch.randn(30, dtype=torch.float64))
+    options = {"lr": 0.05, "weight_decay": 0.2 if kind == "AdamW" else 0.0}
+    optimizer = getattr(torch.optim, kind)([p], **options)
+    for _ in range(5):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+    state = optimizer.state[p]
+    w, m, u = p.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()
+    more: dict[str, Any] = {"decoupled_weight_decay": kind == "AdamW"}
+    if kind == "NAdam":
+        more = {"momentum_decay": 4e-3, "mu_product": float(state["mu_product"])}
+    for _ in range(6):
+        p.grad = torch.zeros_like(p)
+        state["exp_avg_sq"].copy_(u / 0.999)
+        optimizer.step()
+    # NAdam's product of all mu is float32 in torch: accurate to 1e-7 of a step.
+    loose = 1e-7 if kind == "NAdam" else 1e-12
+    got = predicted(laws.Adam(step=5, **options, **more), laws.Geometric(6), w, m, u)
+    torch.testing.assert_close(got, p.detach(), rtol=1e-12, atol=loose)
+
+
+# Errors.
+
+_SGD = laws.Sgd(0.1, 0.9)
+_ADAM = laws.Adam(0.1, step=1)
+
+
+@pytest.mark.parametrize(
+    ("law", "numbers", "says"),
+    [
+        (laws.Geometric(0.5), replace(_SGD, weight_decay=0.1), "steps.*whole.*got 0.5"),
+        (laws.Geometric(2.5), _ADAM, "steps.*whole.*got 2.5"),
+        (laws.Geometric(_MAX_TERMS + 1), _ADAM, f"steps.*{_MAX_TERMS}.*{_MAX_TERMS + 1}"),
+        (laws.Geometric(1e15), _ADAM, f"steps.*{_MAX_TERMS}"),  # at once
+        (laws.SecondOrder(2.0), replace(_SGD, momentum=0.0), "momentum: .*momentum > 0"),
+        (laws.SecondOrder(2.0), replace(_ADAM, betas=(0.0, 0.9)), r"betas\[0\]: .*momentum > 0"),
+    ],
+    ids=str,
+)
+def test_a_law_that_numbers_do_not_allow(law: laws.Law, numbers: Numbers, says: str) -> None:
+    """Alone, and in a step, which then changes nothing."""
+    w, m, u, g, *outs = lists = [torch.rand(5) for _ in range(6)]
+    with pytest.raises(ValueError, match=says):
+        law.adam(numbers) if isinstance(numbers, laws.Adam) else law.sgd(numbers)
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
+    step: Any = plan.adam_step_ if isinstance(numbers, laws.Adam) else plan.sgd_step_
+    raises(ValueError, "steps|momentum|betas", lambda: step([numbers], predict=[1, law]), lists)
+    raises(ValueError, "steps|momentum|betas", lambda: plan.predict([numbers], steps=law), lists)
+
+
+def test_only_a_step_can_write_second_order() -> None:
+    w, m, u, out = lists = [torch.rand(5) for _ in range(4)]
+    law, keywords = laws.SecondOrder(2.0), {"lr": 0.1, "momentum": 0.9}
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, stashed=out)
+    for call in (
+        lambda: st.predict_(w, m, steps=law, **keywords),
+        lambda: st.predict(w, m, steps=law, out=out, **keywords),
+        lambda: st.stash_predict_(w, out, m, steps=law, **keywords),
+        lambda: st.adam_predict(w, m, u, lr=0.1, step=1, steps=law, out=out),
+        lambda: plan.predict_([_SGD], steps=law),
+        lambda: plan.stash_predict_([_ADAM], steps=law),
+    ):
+        raises(ValueError, "steps: .*gradient", call, lists)

@@ -7,14 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ops_reference as ref
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import spectrain_ext as st
-from spectrain_ext.operators.numbers import Adam
-
-Move = Callable[[nn.Module, Tensor], object]
 
 
 def _set(_: nn.Module, p: Tensor) -> None:
@@ -27,7 +23,7 @@ def _data(_: nn.Module, p: Tensor) -> None:
 
 
 #: Ways to give a parameter other memory: another storage, or the same with other bytes.
-MOVES: dict[str, Move] = {
+MOVES: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "double": lambda model, _: model.double(),
     "bfloat16": lambda model, _: model.bfloat16(),
     "data": _data,
@@ -37,74 +33,74 @@ MOVES: dict[str, Move] = {
     "storage.resize_(0)": lambda _, p: p.untyped_storage().resize_(0),
     "storage.resize_": lambda _, p: p.untyped_storage().resize_(1 << 22),
 }
-CALLS: dict[str, Callable[[st.Plan], object]] = {
-    "predict_": lambda plan: plan.predict_(lr=0.1, steps=1.0),
-    "predict": lambda plan: plan.predict(lr=0.1, steps=1.0),
-    "stash": lambda plan: plan.stash(),
-    "restore_": lambda plan: plan.restore_(),
-    "swap_": lambda plan: plan.swap_(),
-    "stash_predict_": lambda plan: plan.stash_predict_(lr=0.1, steps=2.0),
-    "extrapolate": lambda plan: plan.extrapolate(steps=1.0),
-    "write_out": lambda plan: plan.write_out(),
-    "sgd_step_": lambda plan: plan.sgd_step_(lr=0.1, momentum=0.9, predict=[1.0]),
+#: What a plan does, and the lists that it uses beside the parameters.
+CALLS: dict[str, tuple[Callable[[st.Plan], object], set[str]]] = {
+    "predict_": (lambda plan: plan.predict_(lr=0.1, steps=1.0), {"momentum_buffers"}),
+    "predict": (lambda plan: plan.predict(lr=0.1, steps=1.0), {"momentum_buffers", "outs[0]"}),
+    "stash": (lambda plan: plan.stash(), {"stashed"}),
+    "restore_": (lambda plan: plan.restore_(), {"stashed"}),
+    "swap_": (lambda plan: plan.swap_(), {"stashed"}),
+    "stash_predict_": (
+        lambda plan: plan.stash_predict_(lr=0.1, steps=2.0),
+        {"momentum_buffers", "stashed"},
+    ),
+    "extrapolate": (lambda plan: plan.extrapolate(steps=1.0), {"stashed", "outs[0]"}),
+    "write_out": (lambda plan: plan.write_out(), {"outs[0]"}),
+    "sgd_step_": (
+        lambda plan: plan.sgd_step_(lr=0.1, momentum=0.9, predict=[1.0]),
+        {"grads", "momentum_buffers", "outs[0]"},
+    ),
+    "adam_step_": (
+        lambda plan: plan.adam_step_(lr=0.1, step=1, predict=[1.0]),
+        {"grads", "exp_avgs", "exp_avg_sqs", "outs[0]"},
+    ),
 }
 
 
-def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+def _lists(params: list[Tensor], call: str) -> dict[str, list[Tensor]]:
+    state = ("exp_avgs", "exp_avg_sqs") if call == "adam_step_" else ("momentum_buffers",)
+    names = (*state, "grads", "stashed", "outs[0]")
+    return {name: [torch.ones_like(p) for p in params] for name in names}
 
 
-def _plan(params: list[Tensor]) -> st.Plan:
-    def like() -> list[Tensor]:
-        return [torch.zeros_like(p) for p in params]
-
-    return st.Plan(params, momentum_buffers=like(), stashed=like(), outs=[like()], grads=like())
+def _plan(params: list[Tensor], lists: dict[str, list[Tensor]]) -> st.Plan:
+    given = {name: tensors for name, tensors in lists.items() if name != "outs[0]"}
+    return st.Plan(params, outs=[lists["outs[0]"]], **given)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("move", MOVES)
-def test_parameters_that_moved_are_refused(move: str, call: str) -> None:
-    model = _model()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_parameters_that_moved_are_refused(device: str, move: str, call: str) -> None:
+    if (device, move) == ("cuda", "share_memory"):
+        return  # moves nothing there
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).to(device)
     params: list[Tensor] = list(model.parameters())
-    plan = _plan(params)
+    plan = _plan(params, _lists(params, call))
+    if device == "cuda":
+        CALLS[call][0](plan)
     MOVES[move](model, params[2])
     first = 0 if move in ("double", "bfloat16", "share_memory") else 2
     with pytest.raises(RuntimeError, match=rf"^params\[{first}\]: its memory is not where"):
-        CALLS[call](plan)
+        CALLS[call][0](plan)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("move", [m for m in MOVES if m != "share_memory"])
-def test_parameters_that_moved_on_a_device_are_refused(move: str) -> None:
-    model = _model().cuda()
-    params: list[Tensor] = list(model.parameters())
-    plan = _plan(params)
-    plan.stash()
-    MOVES[move](model, params[2])
-    with pytest.raises(RuntimeError, match=r"^params\[[02]\]: its memory is not where"):
-        plan.stash()
-    torch.cuda.synchronize()
-
-
-def test_adams_moments_that_moved_are_refused() -> None:
-    w, m, u, g = (torch.ones(50) for _ in range(4))
-    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g)
-    numbers = [Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)]
-    plan.adam_step_(numbers)
-    was = w.clone()
-    u.data = torch.ones(50)
-    with pytest.raises(RuntimeError, match=r"^exp_avg_sqs: its memory"):
-        plan.adam_step_(numbers)
-    ref.assert_bits(w, was, "params")
-
-
-def test_only_what_a_call_uses_has_to_be_in_place() -> None:
-    w, v, kept = (torch.ones(50) for _ in range(3))
-    plan = st.Plan(w, momentum_buffers=v, stashed=kept)
-    kept.data = torch.ones(50)
-    plan.predict_(lr=0.1, steps=1.0)
-    with pytest.raises(RuntimeError, match=r"^stashed: its memory"):
-        plan.stash()
+@pytest.mark.parametrize("call", CALLS)
+def test_only_what_a_call_uses_has_to_be_in_place(call: str) -> None:
+    params = [torch.ones(50), torch.ones(5)]
+    does, uses = CALLS[call]
+    for name in _lists(params, call):
+        lists = _lists(params, call)
+        plan = _plan(params, lists)
+        lists[name][1].data = torch.ones(5)
+        if name not in uses:
+            does(plan)
+            continue
+        was = [p.clone() for p in params]
+        with pytest.raises(RuntimeError) as caught:
+            does(plan)
+        assert str(caught.value).startswith(f"{name}[1]: its memory is not where")
+        assert all(map(torch.equal, params, was))
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
@@ -153,40 +149,30 @@ def test_a_parameter_cannot_be_swapped_away_from_under_a_plan() -> None:
 
 
 def test_a_wider_gradient_at_the_same_address_must_not_reach_into_the_weights() -> None:
-    memory = torch.zeros(64, dtype=torch.float32)
-    narrow = memory[:8].view(torch.bfloat16)[:8]  # 16 bytes
-    wide = memory[:8]  # 32 bytes from the same address
-    w = memory[4:12]
-    plan = st.Plan(w, grads=narrow)
+    memory = torch.zeros(64)
+    narrow, wide = memory[:8].view(torch.bfloat16)[:8], memory[:8]  # 16 bytes, 32 bytes
+    plan = st.Plan(memory[4:12], grads=narrow)
     with pytest.raises(ValueError, match="grads: expected memory that the step does not write"):
         plan.refresh(wide)
 
 
-class TestNegativeViews:
-    """Views with the neg bit: read directly, they would reverse every step."""
-
-    def test_of_many_elements_in_grad(self) -> None:
-        p = nn.Parameter(torch.zeros(6))
-        plan = st.Plan(p)
-        p.grad = torch._neg_view(torch.ones(6))
-        with pytest.raises(ValueError, match="grads: is a negative view"):
-            plan.refresh()
+@pytest.mark.parametrize("known", [False, True])
+def test_a_negative_view_would_reverse_every_step(known: bool) -> None:
+    """Its neg bit says that memory has the opposite sign."""
+    p = nn.Parameter(torch.zeros(6))
+    plan = st.Plan(p)
+    if known:
         p.grad = torch.ones(6)
-        plan.refresh()
-        plan.sgd_step_(lr=1.0, momentum=0.0)
-        assert p.tolist() == [-1.0] * 6
-
-    def test_that_a_known_gradient_becomes(self) -> None:
-        p = nn.Parameter(torch.zeros(6))
-        p.grad = torch.ones(6)
-        plan = st.Plan(p)
         plan.refresh()
         p.grad.data = torch._neg_view(torch.ones(6))
-        with pytest.raises(ValueError, match="grads: is a negative view"):
-            plan.refresh()
-
-    def test_that_an_optimizer_is_given(self) -> None:
-        p = nn.Parameter(torch.zeros(6))
+    else:
         p.grad = torch._neg_view(torch.ones(6))
-        st.optim.SGD([p], lr=1.0).step()
-        assert p.tolist() == [1.0] * 6
+    with pytest.raises(ValueError, match="grads: is a negative view"):
+        plan.refresh()
+    p.grad = torch.ones(6)
+    plan.refresh()
+    plan.sgd_step_(lr=1.0, momentum=0.0)
+    assert p.tolist() == [-1.0] * 6
+    p.grad = torch._neg_view(torch.ones(6))
+    st.optim.SGD([p], lr=1.0).step()  # which reads it as torch does
+    assert p.tolist() == [0.0] * 6

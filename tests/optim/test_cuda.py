@@ -1,4 +1,7 @@
-"""Tests the optimizers on CUDA: torch's results, streams, and groups that span devices."""
+"""Tests the optimizers on CUDA: the CPU's bits, streams, rates and scales on the device.
+
+`test_definition` compares steps and predictions on CUDA with torch's.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.optim_cases import (
-    ADAM_CASES,
     DTYPES,
+    F32,
     assert_bits,
     assert_same,
-    assert_same_state,
     bits,
     every_adam,
+    every_rival,
     give_gradients,
+    made,
     make_params,
-    momenta,
     pair_of,
-    states,
+    state_of,
     twins,
 )
 from torch import nn
@@ -32,26 +35,12 @@ def on_cuda(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().to("cuda")) for p in params]
 
 
+@every_rival
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nesterov", (False, True))
-def test_many_steps_match_torch(dtype: torch.dtype, nesterov: bool) -> None:
-    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
-    ours = on_cuda(make_params(dtype))
-    theirs = twins(ours)
-    optimizer = st.optim.SGD(ours, **options)
-    reference = torch.optim.SGD(theirs, foreach=False, **options)
-    for step in range(20):
-        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
-        optimizer.step()
-        reference.step()
-    assert_same(ours, theirs)
-    assert_same(momenta(optimizer, ours), momenta(reference, theirs))
-
-
-def test_the_cpu_gives_the_same_bits() -> None:
-    cpu = make_params(torch.float32)
+def test_the_cpu_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    cpu = make_params(dtype)
     cuda = on_cuda(cpu)
-    optimizers = [st.optim.SGD(params, lr=0.05, momentum=0.9) for params in (cpu, cuda)]
+    optimizers = [made(name, params, lr=0.05) for params in (cpu, cuda)]
     for _ in range(5):
         give_gradients(cpu)
         for p, q in zip(cpu, cuda, strict=True):
@@ -59,16 +48,15 @@ def test_the_cpu_gives_the_same_bits() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+    for optimizer in optimizers:
+        optimizer.predict_(2)
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
 
 
-def test_a_group_may_span_devices() -> None:
-    def both() -> list[nn.Parameter]:
-        torch.manual_seed(3)
-        return make_params() + on_cuda(make_params())
-
-    ours, theirs = both(), both()
-    optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+@every_rival
+def test_a_group_may_span_devices(name: str) -> None:
+    ours = make_params() + on_cuda(make_params())
+    theirs, optimizer, reference = pair_of(name, ours, foreach=False)
     for _ in range(3):
         give_gradients(ours, theirs)
         optimizer.step()
@@ -118,34 +106,20 @@ def test_the_step_runs_on_the_callers_stream() -> None:
     torch.testing.assert_close(p.detach().cpu(), torch.full((1 << 16,), w), rtol=1e-5, atol=0)
 
 
-def test_a_learning_rate_on_the_device_is_read_there() -> None:
+@every_rival
+def test_a_learning_rate_on_the_device_is_read_there(name: str) -> None:
     p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
-    lr = torch.tensor(0.5, device="cuda")
-    on_device, on_host = st.optim.SGD([p], lr=lr), st.optim.SGD([q], lr=0.5)
+    lr, plain = torch.tensor(0.5, device="cuda"), {"momentum": 0.0} if name == "SGD" else {}
+    on_device, on_host = made(name, [p], lr=lr, **plain), made(name, [q], lr=0.5, **plain)
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     for rate in (0.5, 0.25, 0.125):
         lr.fill_(rate)
         on_host.param_groups[0]["lr"] = rate
-        with torch.cuda.device(0):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                on_device.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        on_host.step()
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("name", ("Adam", "AdamW", "NAdam"))
-def test_adam_reads_a_learning_rate_on_the_device(name: str) -> None:
-    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
-    lr = torch.tensor(0.5, device="cuda")
-    on_device, on_host = (getattr(st.optim, name)([x], lr=r) for x, r in ((p, lr), (q, 0.5)))
-    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    for rate in (0.5, 0.25, 0.125):
-        lr.fill_(rate)
-        on_host.param_groups[0]["lr"] = rate
-        on_device.step()
+        torch.cuda.set_sync_debug_mode("error" if name == "SGD" else "default")
+        try:
+            on_device.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         on_host.step()
         assert torch.equal(p, q)
 
@@ -159,80 +133,35 @@ def test_a_learning_rate_on_the_device_is_one_number() -> None:
         optimizer.step()
 
 
-def test_a_bound_step_writes_predictions() -> None:
-    params = on_cuda(make_params())
-    optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
-    master = {p: p.detach().clone() for p in params}
-    momentum = {p: torch.empty_like(p.detach()) for p in params}
-    outs = {p: torch.empty_like(p.detach()) for p in params}
-    optimizer.bind(master, {"momentum_buffer": momentum})
-    for none in ([], [2], []):
-        give_gradients(params, none=none)
-        optimizer.write_with_next_step(outs, 3)
-        optimizer.step()
-        expected = [st.predict(master[p], momentum[p], lr=0.1, steps=3) for p in params]
-        assert_bits(list(outs.values()), expected)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-@pytest.mark.parametrize(("name", "options"), ADAM_CASES[::5], ids=str)
-def test_adams_match_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    ours = on_cuda(make_params(dtype))
-    theirs, optimizer, reference = pair_of(name, ours, lr=0.02, foreach=False, **options)
-    for step in range(20):
-        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
-        optimizer.step()
-        reference.step()
-    assert_same(ours, theirs)
-    assert_same_state(states(optimizer, ours), states(reference, theirs))
-
-
-@every_adam
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_cpu_gives_the_same_bits_of_adams(name: str, dtype: torch.dtype) -> None:
-    cpu = make_params(dtype)
-    cuda = on_cuda(cpu)
-    optimizers = [getattr(st.optim, name)(params, lr=0.05) for params in (cpu, cuda)]
-    for _ in range(5):
-        give_gradients(cpu)
-        for p, q in zip(cpu, cuda, strict=True):
-            q.grad = p.grad.to("cuda")
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
-    for optimizer in optimizers:
-        optimizer.predict_(2)
-    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
-
-
-@pytest.mark.parametrize("name", ("Adam", "AdamW"))
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_counts_that_torch_keeps_on_the_device_come_to_the_host_and_back(name: str) -> None:
-    theirs = on_cuda(make_params(torch.float32))
+    theirs = on_cuda(make_params(F32))
     reference = getattr(torch.optim, name)(theirs, fused=True)
+
+    def step(*pairs: Any) -> None:
+        give_gradients(*(params for params, _ in pairs))
+        for _, optimizer in pairs:
+            optimizer.step()
+
     for _ in range(3):
-        give_gradients(theirs)
-        reference.step()
+        step((theirs, reference))
     ours = twins(theirs)
-    optimizer = getattr(st.optim, name)(ours)
+    optimizer = made(name, ours)
     optimizer.load_state_dict(reference.state_dict())
-    assert {state["step"].device.type for state in states(optimizer, ours)} == {"cpu"}
+    assert {state["step"].device.type for state in state_of(optimizer, ours)} == {"cpu"}
     for _ in range(2):
-        give_gradients(ours, theirs)
-        optimizer.step()
-        reference.step()
+        step((theirs, reference), (ours, optimizer))
     assert_same(ours, theirs)
     reference.load_state_dict(optimizer.state_dict())
-    assert {state["step"].device.type for state in states(reference, theirs)} == {"cuda"}
-    give_gradients(ours, theirs)
-    optimizer.step()
-    reference.step()
+    assert {state["step"].device.type for state in state_of(reference, theirs)} == {"cuda"}
+    step((theirs, reference), (ours, optimizer))
     assert_same(ours, theirs)
 
 
 @every_adam
 def test_a_captured_step_is_refused(name: str) -> None:
     p = nn.Parameter(torch.zeros(4, device="cuda"))
-    optimizer = getattr(st.optim, name)([p])
+    optimizer = made(name, [p])
     p.grad = torch.ones_like(p)
     optimizer.step()
     torch.cuda.synchronize()
@@ -240,11 +169,10 @@ def test_a_captured_step_is_refused(name: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
+@every_rival
 def test_a_gradient_scaler_on_the_device(name: str) -> None:
-    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
-    optimizer = getattr(st.optim, name)([p], lr=0.1)
-    reference = getattr(torch.optim, name)([q], lr=0.1)
+    p = nn.Parameter(torch.linspace(-1, 1, 8, device="cuda"))
+    (q,), optimizer, reference = pair_of(name, [p])
     scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in "12"]
     for step in range(5):
         factor = float("inf") if step == 2 else 1.0 + step

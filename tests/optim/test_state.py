@@ -1,130 +1,167 @@
-"""Tests the state of Adam, AdamW and NAdam: checkpoints both ways with torch, and bound state."""
+"""Tests what state_dicts and a caller may contain: dtypes, layouts, kinds of counts, other keys."""
 
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from helpers.optim_cases import (
+    ADAMS,
+    BF16,
+    F16,
+    F32,
+    F64,
     assert_bits,
     assert_same,
     assert_same_state,
     bits,
+    buffers_for,
     every_adam,
+    every_rival,
+    flat_views,
     give_gradients,
+    made,
     make_params,
-    states,
+    pair_of,
+    state_of,
+    through_a_file,
+    trained,
     twins,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import spectrain_ext as st
 
 
-def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+def momenta(optimizer: Any, params: Any) -> list[Any]:
+    return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
 
 
-def trained(
-    name: str, dtype: torch.dtype = torch.float64, **options: Any
-) -> tuple[list[nn.Parameter], Any]:
-    params = make_params(dtype)
-    optimizer = getattr(st.optim, name)(params, **{"lr": 0.02, **options})
-    for step in range(3):
-        give_gradients(params, none=[2] if step == 0 else [])
+def step_alike(name: str, first: Any, second: Any) -> None:
+    """Assert that two optimizers, each with its parameters, make the same step."""
+    give_gradients(first[0], second[0])
+    for _, optimizer in (first, second):
         optimizer.step()
-    return params, optimizer
+    assert_bits(second[0], first[0])
+    assert_same_state(state_of(second[1], second[0]), state_of(first[1], first[0]))
 
 
-@every_adam
-@pytest.mark.parametrize("through_a_file", (False, True))
-@pytest.mark.parametrize("fused", (None, True), ids=("plain", "fused"))
-@pytest.mark.parametrize("direction", ("from torch", "to torch", "same"))
-def test_checkpoints_load_in_both_directions(
-    name: str, direction: str, fused: bool | None, through_a_file: bool
-) -> None:
-    flag = {} if name == "NAdam" or fused is None else {"fused": fused}
-    modules = {"from torch": (torch.optim, st.optim), "to torch": (st.optim, torch.optim)}
-    first_of, second_of = modules.get(direction, (st.optim, st.optim))
-    # torch casts a loaded mu_product to the dtype of its parameter.
-    ours = make_params(torch.float32 if name == "NAdam" else torch.float64)
-    first = getattr(first_of, name)(ours, lr=0.02, weight_decay=0.1, **flag)
-    for step in range(4):
-        give_gradients(ours, none=[1] if step < 2 else [4])
-        first.step()
+def test_loading_over_existing_state_and_missing_state() -> None:
+    ours, optimizer = trained()
+    optimizer.load_state_dict(made("SGD", make_params(), lr=0.5).state_dict())
+    assert momenta(optimizer, ours) == [None] * len(ours)
     theirs = twins(ours)
-    second = getattr(second_of, name)(theirs, lr=9.0)
-    state_dict = first.state_dict()
-    # torch does not copy the step counts of a state_dict that it loads.
-    saved = saved_and_loaded(state_dict) if through_a_file else copy.deepcopy(state_dict)
-    second.load_state_dict(saved)
-    assert second.param_groups[0]["lr"] == 0.02
-    assert_same_state(states(second, theirs), states(first, ours))
-    for _ in range(4):
+    reference = torch.optim.SGD(theirs, lr=0.5, momentum=0.9)
+    for _ in range(2):
         give_gradients(ours, theirs)
-        first.step()
-        second.step()
+        optimizer.step()
+        reference.step()
     assert_same(ours, theirs)
-    assert_same_state(states(second, theirs), states(first, ours))
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "asked", "loaded"),
+    [
+        (BF16, BF16, F32, F32),
+        (F32, BF16, BF16, BF16),
+        (F32, F16, None, F32),
+        (F32, F64, None, F64),
+        (F64, BF16, None, BF16),
+        (F16, BF16, None, BF16),
+    ],
+    ids=str,
+)
+def test_loading_casts_what_must_be_cast(
+    saved: torch.dtype, dtype: torch.dtype, asked: torch.dtype | None, loaded: torch.dtype
+) -> None:
+    _, source = trained(dtype=saved)
+    params = make_params(dtype)
+    optimizer = made("SGD", params, momentum_dtype=asked)
+    optimizer.load_state_dict(source.state_dict())
+    assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
+    assert {optimizer.momentum_dtype(p) for p in params} == {loaded}
+    give_gradients(params)
+    optimizer.step()
+    assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
+
+
+@pytest.mark.parametrize("asked", [None, F32], ids=str)
+@every_rival
+def test_float32_state_of_16_bit_weights_stays_float32(name: str, asked: Any) -> None:
+    params, optimizer = trained(name, BF16, momentum_dtype=F32)
+    copies = twins(params)
+    copied = made(name, copies, momentum_dtype=asked)
+    copied.load_state_dict(through_a_file(optimizer.state_dict()))
+    step_alike(name, (params, optimizer), (copies, copied))
+    kinds = {entry[key].dtype for entry in state_of(copied, copies) for key in copied.buffer_keys}
+    assert kinds == {F32}
+
+
+def test_loaded_momentum_takes_the_layout_of_the_parameter() -> None:
+    weight = torch.randn(4, 3, 5, 5).double()
+    plain = nn.Parameter(weight.clone())
+    nhwc = nn.Parameter(weight.clone(memory_format=torch.channels_last))
+    first, second = torch.optim.SGD([plain], 0.1, 0.9), st.optim.SGD([nhwc], 0.1, 0.9)
+    for step in range(2):
+        plain.grad = torch.randn_like(plain)
+        nhwc.grad = plain.grad.clone(memory_format=torch.channels_last)
+        first.step()
+        if step == 0:
+            nhwc.detach().copy_(plain)
+            second.load_state_dict(first.state_dict())
+            assert nhwc.is_contiguous(memory_format=torch.channels_last)
+        else:
+            second.step()
+    assert_same([nhwc], [plain])
+
+
+def test_load_state_dict_hooks_run() -> None:
+    _, optimizer = trained()
+    params = make_params()
+    other, seen = made("SGD", params), list[Any]()
+
+    def pre(opt: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = copy.deepcopy(state_dict)
+        state["state"][0]["momentum_buffer"].fill_(5.0)
+        return state
+
+    other.register_load_state_dict_pre_hook(pre)
+    other.register_load_state_dict_post_hook(lambda opt: seen.append(momenta(opt, params)[0]))
+    for _ in range(2):
+        other.load_state_dict(optimizer.state_dict())
+    assert len(seen) == 2
+    assert (seen[0] == 5.0).all()
 
 
 @every_adam
-def test_loaded_state_is_independent_of_the_checkpoint(name: str) -> None:
-    params, optimizer = trained(name)
-    state_dict = optimizer.state_dict()
-    for entry in state_dict["state"].values():
-        assert entry["step"].untyped_storage().nbytes() == entry["step"].nbytes
-    other_params = twins(params)
-    other = getattr(st.optim, name)(other_params)
-    other.load_state_dict(state_dict)
-    kept = copy.deepcopy(states(optimizer, params))
-    give_gradients(other_params)
-    other.step()
-    assert_same_state(states(optimizer, params), kept)
-    assert other.state[other_params[0]]["step"] == kept[0]["step"] + 1
-
-
-@every_adam
-@pytest.mark.parametrize("as_what", ("number", "wide", "one element"))
-def test_counts_of_other_kinds_are_loaded(name: str, as_what: str) -> None:
+@pytest.mark.parametrize("kind", ["number", "wide", "one element"])
+def test_counts_of_other_kinds_are_loaded(name: str, kind: str) -> None:
     params, optimizer = trained(name)
     saved = optimizer.state_dict()
     for entry in saved["state"].values():
         step = entry["step"].item()
         entry["step"] = {
             "number": int(step),
-            "wide": torch.tensor(step, dtype=torch.float64),
+            "wide": torch.tensor(step, dtype=F64),
             "one element": torch.tensor([step]),
-        }[as_what]
+        }[kind]
     copies = twins(params)
-    copied = getattr(st.optim, name)(copies)
+    copied = made(name, copies)
     copied.load_state_dict(saved)
-    give_gradients(params, copies)
-    optimizer.step()
-    copied.step()
-    assert_bits(copies, bits(params))
-    assert_same_state(states(copied, copies), states(optimizer, params))
+    step_alike(name, (params, optimizer), (copies, copied))
 
 
 @every_adam
 def test_state_made_before_the_first_step(name: str) -> None:
     """Some frameworks make the state in advance, with a count of 0."""
-    params, theirs = make_params(), None
-    optimizer = getattr(st.optim, name)(params, lr=0.1)
-    theirs = twins(params)
-    reference = getattr(torch.optim, name)(theirs, lr=0.1)
+    params = make_params()
+    theirs, optimizer, reference = pair_of(name, params)
     for p in params:
-        optimizer.state[p].update(
-            step=torch.tensor(0.0),
-            exp_avg=torch.zeros_like(p).detach(),
-            exp_avg_sq=torch.zeros_like(p).detach(),
-        )
+        state = {"step": torch.tensor(0.0)}
+        state |= {key: torch.zeros_like(p).detach() for key in optimizer.buffer_keys}
+        optimizer.state[p].update(state)
         if name == "NAdam":
             optimizer.state[p]["mu_product"] = torch.tensor(1.0)
     kept = bits(params)
@@ -137,176 +174,98 @@ def test_state_made_before_the_first_step(name: str) -> None:
     assert_same(params, theirs)
 
 
-@every_adam
+@every_rival
 def test_state_of_other_names_is_kept(name: str) -> None:
     params, optimizer = trained(name)
     saved = optimizer.state_dict()
-    saved["state"][0]["note"] = 7
+    saved["state"][0].update(note=7, average=torch.ones(2))
     optimizer.load_state_dict(saved)
     give_gradients(params)
     optimizer.step()
-    assert optimizer.state[params[0]]["note"] == 7
-    assert optimizer.state_dict()["state"][0]["note"] == 7
+    for entry in (optimizer.state[params[0]], optimizer.state_dict()["state"][0]):
+        assert entry["note"] == 7
+        assert torch.equal(entry["average"], torch.ones(2))
 
 
 @every_adam
 def test_moments_of_two_dtypes_become_one(name: str) -> None:
-    params, optimizer = trained(name, torch.bfloat16)
-    copied = copy.deepcopy(optimizer)
-    copies = copied.param_groups[0]["params"]
+    params, optimizer = trained(name, BF16)
+    copied, copies = copy.deepcopy((optimizer, params))
     for p in copies:
         copied.state[p]["exp_avg_sq"] = copied.state[p]["exp_avg_sq"].float()
-    give_gradients(params, copies)
-    optimizer.step()
-    copied.step()
-    assert_bits(copies, bits(params))
-    assert_same_state(states(copied, copies), states(optimizer, params))
+    step_alike(name, (params, optimizer), (copies, copied))
 
 
-@pytest.mark.parametrize("asked", (None, torch.float32), ids=str)
-@pytest.mark.parametrize("how", ("state_dict", "deepcopy"))
-@every_adam
-def test_float32_moments_stay_float32(name: str, how: str, asked: torch.dtype | None) -> None:
-    params, optimizer = trained(name, torch.bfloat16, momentum_dtype=torch.float32)
-    if how == "state_dict":
-        copies = twins(params)
-        copied = getattr(st.optim, name)(copies, momentum_dtype=asked)
-        copied.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    else:
-        copied = copy.deepcopy(optimizer)
-        copies = copied.param_groups[0]["params"]
-    give_gradients(params, copies)
-    optimizer.step()
-    copied.step()
-    assert_bits(copies, bits(params))
-    for entry in states(copied, copies):
-        assert entry["exp_avg"].dtype == entry["exp_avg_sq"].dtype == torch.float32
-    assert_same_state(states(copied, copies), states(optimizer, params))
-
-
-@every_adam
-@pytest.mark.parametrize(
-    "wrong", ("shape", "groups", "lr", "amsgrad", "type", "count", "half", "only others")
-)
-def test_a_state_dict_that_does_not_fit_changes_nothing(name: str, wrong: str) -> None:
-    params, optimizer = trained(name)
-    saved = copy.deepcopy(optimizer.state_dict())
-    entry = saved["state"][5]
-    if wrong == "shape":
-        entry["exp_avg_sq"] = torch.zeros(3)
-    elif wrong == "groups":
-        saved["param_groups"].append(saved["param_groups"][0])
-    elif wrong == "lr":
-        saved["param_groups"][0]["lr"] = float("nan")
-    elif wrong == "amsgrad":
-        saved["param_groups"][0]["capturable"] = True
-    elif wrong == "type":
-        entry["exp_avg"] = "moment"
-    elif wrong == "count":
-        entry["step"] = "three"
-    elif wrong == "half":
-        del entry["exp_avg_sq"]
-    else:
-        saved["state"][5] = {"momentum_buffer": torch.zeros(1031)}
-    saved["state"][1]["exp_avg"] = torch.tensor(7.0)
-    kept, group = copy.deepcopy(states(optimizer, params)), dict(optimizer.param_groups[0])
-    with pytest.raises((ValueError, TypeError)):
-        optimizer.load_state_dict(saved)
-    assert_same_state(states(optimizer, params), kept)
-    assert optimizer.param_groups[0] == group
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-
-
-def bound(name: str, dtype: torch.dtype = torch.float64) -> tuple[list[nn.Parameter], Any, Any]:
-    params, optimizer = trained(name, dtype)
-    buffers = {
-        key: {p: torch.full_like(p, float("nan")).detach() for p in params}
-        for key in optimizer.buffer_keys
-    }
-    return params, optimizer, buffers
-
-
-@every_adam
-def test_binding_takes_state_along_and_unbinding_gives_it_back(name: str) -> None:
-    params, optimizer, buffers = bound(name)
-    copies = twins(params)
-    reference = getattr(st.optim, name)(copies)
-    reference.load_state_dict(optimizer.state_dict())
-    kept = copy.deepcopy(states(optimizer, params))
-    optimizer.bind(None, buffers)
-    assert_same_state(states(optimizer, params), kept)
-    saved = optimizer.state_dict()
-    for p, entry in zip(params, saved["state"].values(), strict=True):
-        for key in buffers:
-            assert optimizer.state[p][key] is buffers[key][p]
-            assert entry[key].data_ptr() != buffers[key][p].data_ptr() or p.numel() == 0
-    give_gradients(params, copies)
-    optimizer.step()
-    reference.step()
-    optimizer.load_state_dict(saved)
-    reference.load_state_dict(saved)
-    assert optimizer.state[params[0]]["exp_avg"] is buffers["exp_avg"][params[0]]
-    for _ in range(2):
-        give_gradients(params, copies)
-        optimizer.step()
-        reference.step()
-    optimizer.unbind()
-    for views in buffers.values():
-        for view in views.values():
-            view.fill_(float("nan"))
-    assert_bits(params, bits(copies))
-    assert_same_state(states(optimizer, params), states(reference, copies))
-    give_gradients(params, copies)
-    optimizer.step()
-    reference.step()
-    assert_bits(params, bits(copies))
-
-
-@every_adam
-@pytest.mark.parametrize("how", ("deleted", "cleared", "replaced"))
+@every_rival
+@pytest.mark.parametrize("how", ["deleted", "cleared", "replaced"])
 def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
-    params, optimizer, buffers = bound(name)
+    params, optimizer = trained(name)
+    buffers, outs, first = buffers_for(optimizer), flat_views(params), params[0]
     optimizer.bind(None, buffers)
-    outs = {p: torch.empty_like(p).detach() for p in params}
-    first = params[0]
+    key = optimizer.buffer_keys[0]
     if how == "deleted":
         del optimizer.state[first]
     elif how == "cleared":
         optimizer.state[first].clear()
     else:
-        optimizer.state[first]["exp_avg"] = torch.zeros_like(first).detach()
+        optimizer.state[first][key] = torch.zeros_like(first).detach()
     optimizer.write_prediction(outs, 2)
     assert torch.equal(outs[first], first.detach())
     assert not torch.equal(outs[params[5]], params[5].detach())
-    assert (buffers["exp_avg"][first] == 0).all()
+    assert (buffers[key][first] == 0).all()
     give_gradients(params)
     optimizer.step()
-    assert optimizer.state[first]["exp_avg"] is buffers["exp_avg"][first]
-    assert optimizer.state[first]["step"] == (4.0 if how == "replaced" else 1.0)
+    assert optimizer.state[first][key] is buffers[key][first]
+    if name in ADAMS:
+        assert optimizer.state[first]["step"] == (4.0 if how == "replaced" else 1.0)
 
 
-@every_adam
-def test_misuse_of_the_binding_raises_and_changes_nothing(name: str) -> None:
-    params, optimizer, buffers = bound(name, torch.bfloat16)
-    last = params[5]
-    wider = {p: v.float() for p, v in buffers["exp_avg_sq"].items()}
-    one: dict[Tensor, Tensor] = buffers["exp_avg"]
-    bad: list[tuple[Any, str]] = [
-        (one, "exp_avg and exp_avg_sq"),
-        ({"exp_avg": one}, "exp_avg and exp_avg_sq"),
-        ({**buffers, "exp_avg_sq": wider}, "exp_avg_sq of parameter 0"),
-        ({**buffers, "exp_avg_sq": {}}, "exp_avg_sq has no tensor for parameter 0"),
-        (
-            {**buffers, "exp_avg_sq": {**buffers["exp_avg_sq"], last: torch.zeros(1031)}},
-            "exp_avg_sq of parameter 5",
-        ),
+def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:
+    plain, extra = made("SGD", make_params()), made("SGD", make_params(), smoothed=True)
+    assert "smoothed" not in plain.param_groups[0]
+    assert extra.param_groups[0]["smoothed"] is True
+    extra.add_param_group({"params": make_params()})
+    assert extra.param_groups[1]["smoothed"] is True
+    assert copy.deepcopy(extra).param_groups[0]["smoothed"] is True
+
+
+def test_a_checkpoint_of_torchs_sgd_keeps_the_extras_of_the_optimizer() -> None:
+    theirs = make_params()
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    give_gradients(theirs)
+    reference.step()
+    ours = twins(theirs)
+    optimizer = made("SGD", ours, momentum=0.5, smoothed=True)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["smoothed"] is True
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    kept, before = bits(momenta(optimizer, ours)), bits(ours)
+    give_gradients(ours)
+    optimizer.step()
+    wanted = [
+        w - 0.1 * (0.9 * v + 0.1 * p.grad) for p, w, v in zip(ours, before, kept, strict=True)
     ]
-    for given, message in bad:
-        with pytest.raises(ValueError, match=message):
-            optimizer.bind(None, given)
-    assert all(view.isnan().all() for views in buffers.values() for view in views.values())
-    optimizer.bind(None, buffers)
-    with pytest.raises(RuntimeError, match="already"):
-        optimizer.bind(None, buffers)
-    with pytest.raises(RuntimeError, match="bound"):
-        optimizer.predict_(1)
+    assert_same(ours, wanted)
+    # and torch's loads this one's
+    reference.load_state_dict(optimizer.state_dict())
+
+
+def test_an_optimizer_goes_on_in_torch_after_a_pipeline() -> None:
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double() for _ in range(2)]
+    loss = nn.functional.mse_loss
+    pipe = st.Pipeline(stages, lambda p: st.optim.AdamW(p, lr=0.02), loss, "spectrain")
+    data = [(torch.randn(3, 5).double(), torch.randn(3, 5).double()) for _ in range(5)]
+    list(pipe.run(data[:4]))
+    optimizers = pipe.optimizers
+    pipe.release()
+    copies = copy.deepcopy(stages)
+    references = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in copies]
+    for optimizer, reference in zip(optimizers, references, strict=True):
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    x, y = data[4]
+    for (first, second), steppers in ((stages, optimizers), (copies, references)):
+        loss(second(first(x)), y).backward()
+        for each in steppers:
+            each.step()
+    for stage, twin in zip(stages, copies, strict=True):
+        assert_same(stage.parameters(), twin.parameters())

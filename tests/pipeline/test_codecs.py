@@ -1,24 +1,16 @@
-"""Tests codecs: their encoding of tensors, and pipelines with codecs on edges."""
+"""Tests codecs: their encoding of tensors."""
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
-from helpers import value_programs
-from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.pipeline_cases import float64  # noqa: F401  # a fixture
 from hypothesis import given
 from hypothesis import strategies as some
-from torch import nn
 
-import spectrain_ext as st
 from spectrain_ext.codecs import NAMES, BFloat16, Float8, Int4, Int8, packed_bytes
-from spectrain_ext.pipeline.coding import packed_message, unpacked_message
-from spectrain_ext.transport import Message
 
 every_codec = pytest.mark.parametrize("codec", NAMES.values(), ids=list(NAMES))
 both_ways = pytest.mark.parametrize("backward", [False, True])
@@ -28,9 +20,6 @@ TURNED = NAMES["int4-hadamard"]
 def there_and_back(codec, tensor, backward=False, **key):
     packed = codec.pack(tensor, backward, **key)
     return codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
-
-
-# Encoding of tensors
 
 
 @given(
@@ -138,7 +127,7 @@ def test_the_rest_is_a_block_of_its_own():
 
 @pytest.mark.parametrize("codec", [Int8(), Int4(), TURNED], ids=str)
 def test_gradients_are_right_in_the_mean_and_drawn_by_their_key(codec):
-    values, draws = torch.randn(100), 3000
+    values, draws = torch.randn(100), 500
     before = torch.get_rng_state()
     found = [there_and_back(codec, values, True, key=key) for key in range(draws)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -148,7 +137,7 @@ def test_gradients_are_right_in_the_mean_and_drawn_by_their_key(codec):
     other = type(codec)(seed=1)
     assert not torch.equal(there_and_back(other, values, True, key=7), again)
     # A step's error has a deviation of at most half a step.
-    step = values.abs().max() / codec._limit * (2 if codec == TURNED else 1)
+    step = values.abs().max() / (127 if codec == Int8() else 7) * (2 if codec == TURNED else 1)
     assert (torch.stack(found).mean(0) - values).abs().max() < 5 * step / 2 / draws**0.5
     forward = [there_and_back(codec, values, key=key) for key in range(2)]
     assert torch.equal(*forward)
@@ -159,10 +148,6 @@ def test_the_hadamard_matrix_spreads_outliers():
     values[::64] = 50.0
     errors = [(there_and_back(c, values) - values).norm() for c in (Int4(), TURNED)]
     assert errors[1] < errors[0] / 1.5
-    turned = TURNED._turned(values.float().view(-1, 64), 256)
-    torch.testing.assert_close(turned.norm(dim=1), values.float().view(-1, 64).norm(dim=1))
-    back = TURNED._turned(turned, 256).flatten()
-    torch.testing.assert_close(back, values.float())
 
 
 def test_values_of_codecs():
@@ -182,315 +167,6 @@ def test_values_of_codecs():
         Int4(block=48, hadamard=True)
 
 
-# Pipelines
-
-
-class Rounded(torch.autograd.Function):
-    """A manual edge: packs an activation, and its gradient on the way back."""
-
-    @staticmethod
-    def forward(ctx, value, codecs, key):
-        ctx.codecs, ctx.key = codecs, key
-        return rounded(codecs[0], value, False, key)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        stage, *more = ctx.key
-        return rounded(ctx.codecs[1], gradient, True, (stage + 1, *more)), None, None
-
-
-def rounded(codec, tensor, backward, key):
-    if codec is None:
-        return tensor.clone()
-    sent = packed_message(codec, Message((tensor,)), backward, backward, True, *key)
-    return unpacked_message(codec, sent, backward).tensors[0]
-
-
-def by_hand(stages, codecs, data, microbatches=1):
-    """Train synchronously and return the losses."""
-    optimizers = [torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9) for stage in stages]
-    found = []
-    for i, (x, y) in enumerate(data):
-        total = 0.0
-        parts = zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True)
-        for j, (value, target) in enumerate(parts):
-            for k, stage in enumerate(stages):
-                if k:
-                    value = Rounded.apply(value, codecs, (k - 1, i, j))
-                value = stage(value)
-            loss = mse(value, target) / microbatches
-            loss.backward()
-            total += loss.item()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(total)
-    return found
-
-
-PAIRS = [
-    *((codec, codec) for codec in NAMES.values()),
-    (BFloat16(), None),
-    (None, Int4(block=16, hadamard=True)),
-    (Float8(), Int8(seed=3)),
-]
-
-
-@pytest.mark.parametrize("codecs", PAIRS, ids=str)
-@pytest.mark.parametrize("more", [{"method": "sync"}, {"method": "1f1b", "microbatches": 2}])
-def test_edges_are_rounded_by_hand(codecs, more):
-    stages, data = tanh_stages(3, width=9), batches(6, size=8, width=9)
-    hand = copy.deepcopy(stages)
-    given = codecs[0] if codecs[0] == codecs[1] else codecs
-    pipe = st.Pipeline(stages, sgd(), mse, codec=given, **more)
-    found = [loss.item() for loss in losses(pipe, data)]
-    assert found == pytest.approx(by_hand(hand, codecs, data, more.get("microbatches", 1)), 1e-9)
-    for stage, its in zip(stages, hand, strict=True):
-        torch.testing.assert_close(stage.state_dict(), its.state_dict(), rtol=1e-9, atol=1e-12)
-    if codecs[0] is not None:
-        value, target = data[0]
-        expected = value
-        for k, stage in enumerate(hand):
-            expected = stage(rounded(codecs[0], expected, False, (0,)) if k else expected)
-        assert pipe.evaluate(data[:1])["loss"] == pytest.approx(mse(expected, target).item())
-        output = pipe(value)
-        torch.testing.assert_close(output, expected)
-        output.sum().backward()  # calls have a graph, in which edges are identities
-        assert stages[0][0].weight.grad.any()
-
-
-def trained(codec=None, stages=None, **more):
-    torch.manual_seed(3)
-    made = stages() if stages else dropping()
-    pipe = st.Pipeline(made, sgd(), mse, codec=codec, **more)
-    return losses(pipe, batches(9, size=6, width=9)), pipe
-
-
-def dropping():
-    return [nn.Sequential(stage, nn.Dropout(0.2)) for stage in tanh_stages(3, width=9)]
-
-
-def same_bits(found, expected):
-    (its, pipe), (wanted, other) = found, expected
-    assert its == wanted
-    for name, tensor in other.state_dict().items():
-        assert torch.equal(pipe.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("codec", [BFloat16(), TURNED], ids=str)
-def test_other_ways_to_the_same_bits(codec):
-    plain = trained(codec, method="pipedream")
-    same_bits(trained(codec, method="pipedream", recompute=True), plain)
-    same_bits(trained(codec, method="pipedream", recompute=1), plain)
-    same_bits(trained(codec, method="pipedream", offload="activations"), plain)
-    same_bits(trained(codec, method="pipedream", on_nonfinite="skip"), plain)
-    one, other = (trained(codec, partial(rectified, way), method="auto") for way in (False, True))
-    same_bits(one, other)
-    assert trained(codec)[0] != trained()[0]
-    same_bits(trained((None, None)), trained())
-
-
-def rectified(in_place):
-    return [nn.Sequential(nn.ReLU(in_place), *tanh_stages(1, width=9)) for _ in range(3)]
-
-
-def test_halves_of_backwards():
-    one, other = (trained(Int8(), method=method, microbatches=3)[0] for method in ("1f1b", "zb-h1"))
-    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    assert all(loss.isfinite() for loss in trained(TURNED, method="zb-h1-async")[0])
-
-
-def test_no_draw_of_a_stage_changes():
-    """Neither a stage's draws nor the caller's change; dropout is the same."""
-    (_, plain), before = trained(), torch.get_rng_state()
-    _, pipe = trained(Int4())
-    assert torch.equal(torch.get_rng_state(), before)
-    for found, expected in zip(pipe.random, plain.random, strict=True):
-        assert torch.equal(found.states()[0], expected.states()[0])
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path):
-    data = batches(10, size=6, width=9)
-
-    def made():
-        torch.manual_seed(3)
-        return st.Pipeline(dropping(), sgd(), mse, codec=Int4(), microbatches=2)
-
-    one = made()
-    expected = [*losses(one, data[:5]), *losses(one, data[5:])]
-    first, second = made(), made()
-    found = losses(first, data[:5])
-    st.checkpoint.save(tmp_path / "half", first)
-    st.checkpoint.load(tmp_path / "half", second)
-    found += losses(second, data[5:])
-    same_bits((found, second), (expected, one))
-    # A count restarted in a run would repeat the first minibatches' draws.
-    third = made()
-    third.minibatches = 5
-    assert losses(third, data[:5]) != expected[:5]
-
-
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-def test_values_with_other_members(form):
-    """Masks have one dimension; values without a gradient get none."""
-    settings = {"method": "1f1b", "microbatches": 2, "codec": BFloat16()}
-    plain = value_programs.together(3, [6, 6, 5], "tuple", dtype=torch.bfloat16, **settings)
-    settings["codec"] = None
-    found = value_programs.together(3, [6, 6, 5], form, dtype=torch.bfloat16, **settings)
-    assert found[0] == plain[0]
-    coded = {**settings, "codec": Int8()}
-    assert value_programs.together(3, [6, 6, 5], form, **coded)[0] != plain[0]
-
-
-class Mixed(nn.Module):
-    """Takes and returns a dict of trained values, integers, and unused values."""
-
-    def __init__(self, last=False):
-        super().__init__()
-        self.linear, self.last = nn.Linear(6, 6), last
-
-    def forward(self, value):
-        if isinstance(value, torch.Tensor):
-            value = {"x": value, "n": torch.arange(12).view(3, 4), "unused": value * 1.0}
-        assert torch.equal(value["n"].cpu(), torch.arange(12).view(3, 4))
-        assert value.get("tag", "a") == "a"
-        x = torch.tanh(self.linear(value["x"]))
-        unused = self.linear(value["unused"]) if not self.last else None
-        return x if self.last else {"x": x, "n": value["n"], "tag": "a", "unused": unused}
-
-
-@every_codec
-def test_integers_and_gradients_that_nobody_has(codec):
-    stages = [Mixed(), Mixed(), Mixed(last=True)]
-    found = losses(st.Pipeline(stages, sgd(), mse, codec=codec), batches(6, width=6))
-    assert all(loss.isfinite() for loss in found)
-
-
-@dataclass(frozen=True)
-class Halved:
-    """A user-defined codec, which draws random numbers and records its input."""
-
-    def pack(self, tensor, backward, key):
-        assert not tensor.requires_grad
-        assert not torch.is_grad_enabled()
-        SEEN.append((key, backward, tensor.clone()))
-        return torch.view_as_complex(tensor.float().unflatten(-1, (-1, 2)).contiguous())
-
-    def unpack(self, packed, like, backward):
-        assert like.is_meta
-        return torch.view_as_real(packed).flatten(-2).to(like.dtype)
-
-    draws = True
-
-
-SEEN = []
-
-
-def test_a_codec_of_ones_own():
-    SEEN.clear()
-    data = batches(4, size=4, width=6)
-    stages = tanh_stages(3, width=6)
-    pipe = st.Pipeline(copy.deepcopy(stages), sgd(), mse, codec=Halved(), microbatches=2)
-    found = losses(pipe, data)
-    assert len({key for key, _, _ in SEEN}) == len(SEEN) == 2 * 2 * 2 * 4
-    assert sum(backward for _, backward, _ in SEEN) == len(SEEN) // 2
-    plain = losses(st.Pipeline(stages, sgd(), mse, microbatches=2), data)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
-
-
-class Wrong(BFloat16):
-    def __init__(self, pack=None, unpack=None):
-        object.__setattr__(self, "made", (pack, unpack))
-
-    def pack(self, tensor, backward):
-        return self.made[0](tensor) if self.made[0] else super().pack(tensor, backward)
-
-    def unpack(self, packed, like, backward):
-        found = super().unpack(packed, like, backward)
-        return self.made[1](found) if self.made[1] else found
-
-    def __repr__(self):
-        return "Wrong()"
-
-
-@pytest.mark.parametrize(
-    ("codec", "stage", "action", "cause", "text"),
-    [
-        (
-            (Wrong(lambda t: t.tolist()), None),
-            *(0, "send activation", TypeError),
-            "codec: expected a tensor of Wrong(), got a list",
-        ),
-        (
-            (None, Wrong(lambda t: t.to("meta"))),
-            *(2, "send gradient", ValueError),
-            "codec: expected a tensor on cpu, got meta",
-        ),
-        ((Wrong(lambda t: 1 / 0), None), 0, "send activation", ZeroDivisionError, "division"),
-        (
-            (Wrong(None, lambda t: t.float()), None),
-            *(1, "receive activation", ValueError),
-            "codec: expected float64 [3, 5] on cpu of Wrong(), got float32 [3, 5] on cpu",
-        ),
-        (
-            (None, Wrong(None, lambda t: t[:-1])),
-            *(1, "receive gradient", ValueError),
-            "codec: expected float64 [3, 5] on cpu of Wrong(), got float64 [2, 5] on cpu",
-        ),
-        (
-            (Wrong(None, lambda t: None), None),
-            *(1, "receive activation", TypeError),
-            "codec: expected a tensor of Wrong(), got a NoneType",
-        ),
-    ],
-)
-def test_a_wrong_codec_is_its_stages_error(codec, stage, action, cause, text):
-    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, codec=codec, microbatches=1)
-    with pytest.raises(st.StageError) as caught:
-        losses(pipe, batches(5))
-    assert (caught.value.stage, caught.value.action) == (stage, action)
-    assert isinstance(caught.value.__cause__, cause)
-    assert text in caught.value.reason
-
-
-@pytest.mark.parametrize("codec", [8, Int8, "int8", (Int8(),), (Int8(), 8), (None, None, None)])
-def test_what_is_no_codec(codec):
-    with pytest.raises(TypeError, match=r"codec: expected a value with pack\(\) and unpack\(\)"):
-        st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
-
-
-@every_codec
-@pytest.mark.parametrize("method", ["1f1b", "spectrain"])
-def test_a_number_that_is_not_finite_is_seen_on_the_other_side(codec, method):
-    class Lost(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            gradient = gradient.clone()
-            gradient[0, 0] = math.inf
-            return gradient
-
-    class Loses(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return Lost.apply(x) if self.calls == 4 else x
-
-    stages = [*tanh_stages(1), nn.Sequential(Loses(), *tanh_stages(1))]
-    pipe = st.Pipeline(stages, sgd(), mse, method, codec=codec, on_nonfinite="skip", microbatches=1)
-    found = losses(pipe, batches(8))
-    assert pipe.skipped[0] == 1
-    assert all(loss.isfinite() for loss in found)
-    bad = batches(2)
-    bad[1][0][0] = math.nan
-    plain = st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
-    assert [loss.isfinite().item() for loss in losses(plain, bad)] == [True, False]
-
-
 # On a GPU
 
 
@@ -504,17 +180,3 @@ def test_a_gpu_packs_as_the_cpu_does(name):
     found = codec.unpack(packed, like, False)
     assert found.is_cuda
     assert torch.equal(found.cpu(), there_and_back(codec, tensor))
-
-
-@pytest.mark.cuda
-@every_codec
-def test_stages_on_a_gpu(codec):
-    """Losses are close to those of the CPU, which has other random numbers."""
-    data, stages = batches(6, size=16, width=16), tanh_stages(3, width=16)
-
-    def run(device):
-        mine, devices = copy.deepcopy(stages), [device] * 3
-        pipe = st.Pipeline(mine, sgd(), mse, "auto", devices=devices, codec=codec)
-        return [result.loss.item() for result in pipe.run(data)]
-
-    assert run("cuda:0") == pytest.approx(run("cpu"), rel=0.1)

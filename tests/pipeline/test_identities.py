@@ -145,47 +145,23 @@ def test_a_flush_gives_the_gradients_of_one_device(schedule, n, m, size, count):
 
 @few
 @given(
-    n=some.integers(1, 5),
+    name=some.sampled_from(("pipedream-2bw", "wpipe")),
+    n=some.integers(1, 6),
     more=some.integers(0, 3),
     count=some.integers(1, 6),
     options=some.sampled_from(({}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1})),
 )
-def test_the_delay_of_2bw_is_one(n, more, count, options):
-    """W(t+1) = W(t) - lr*update(gradient at W(t-1)), on every stage, whatever N and M."""
-    m = n + more
+def test_a_delay_of_one_update(name, n, more, count, options):
+    """W(t+1) = W(t) - lr*update(gradient at W(t-1)): on every stage, or on WPipe's first half."""
+    late, m = (n, n + more) if name == "pipedream-2bw" else (n // 2, 1 + more)
     stages, data = tanh_stages(n), batches(count, size=m)
-    found = trained(stages, data, "pipedream-2bw", sgd(**options), microbatches=m)
+    found = trained(stages, data, name, sgd(**options), microbatches=m)
 
     model = nn.Sequential(*copy.deepcopy(stages))
     optimizer = torch_sgd(**options)(model.parameters())
     losses, earlier = [], copy.deepcopy(model)
     for x, y in data:
-        losses.append(mse(earlier(x), y))
-        gradients = torch.autograd.grad(losses[-1], list(earlier.parameters()))
-        earlier = copy.deepcopy(model)
-        for p, gradient in zip(model.parameters(), gradients, strict=True):
-            p.grad = gradient
-        optimizer.step()
-    assert_same(found, (losses, model))
-
-
-@few
-@given(
-    n=some.integers(1, 6),
-    m=some.integers(1, 4),
-    count=some.integers(1, 6),
-    options=some.sampled_from(({}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1})),
-)
-def test_half_of_wpipe_is_late_by_one_update(n, m, count, options):
-    """The first half's W(t+1) = W(t) - lr*update(gradient at W(t-1)), the second half's at W(t)."""
-    stages, data = tanh_stages(n), batches(count, size=m)
-    found = trained(stages, data, "wpipe", sgd(**options), microbatches=m)
-
-    model = nn.Sequential(*copy.deepcopy(stages))
-    optimizer = torch_sgd(**options)(model.parameters())
-    losses, earlier = [], copy.deepcopy(model)
-    for x, y in data:
-        used = nn.Sequential(*earlier[: n // 2], *copy.deepcopy(model)[n // 2 :])
+        used = nn.Sequential(*earlier[:late], *copy.deepcopy(model)[late:])
         losses.append(mse(used(x), y))
         gradients = torch.autograd.grad(losses[-1], list(used.parameters()))
         earlier = copy.deepcopy(model)
@@ -195,26 +171,52 @@ def test_half_of_wpipe_is_late_by_one_update(n, m, count, options):
     assert_same(found, (losses, model))
 
 
-@few
-@given(n=some.integers(1, 6), m=some.integers(1, 5), count=some.integers(1, 4))
-def test_interleaved_has_the_bits_of_gpipe(n, m, count):
-    stages, data = tanh_stages(n), batches(count, size=5)
-    found, expected = (
-        trained(stages, data, name, microbatches=m) for name in ("interleaved", "gpipe")
-    )
-    assert_same(found, expected, same_bits)
+WIDE = {"window": "wide"}
 
 
-@few
-@given(n=some.integers(1, 5), m=some.integers(1, 4), count=some.integers(1, 7))
-def test_one_chunk_without_a_flush_is_a_wide_window(n, m, count):
-    own = dataclasses.replace(
-        find_method("pipedream"), name="own", schedule=Interleaved(1, flushes=False)
-    )
-    stages, data = tanh_stages(n), batches(count, size=4)
-    found = trained(stages, data, own, microbatches=m)
-    expected = trained(stages, data, "pipedream", microbatches=m, window="wide")
-    assert_same(found, expected, same_bits)
+def own(name, **changed):
+    return dataclasses.replace(find_method(name), name="own", **changed)
+
+
+def dropping(n):
+    return [nn.Sequential(*s, nn.Dropout(0.3), nn.BatchNorm1d(5)) for s in tanh_stages(n)]
+
+
+RECOMPUTED, OFFLOADED = {"recompute": True}, {"offload": "activations"}
+# Two ways to the same bits: (method, its options), (another, its options).
+EQUAL = [
+    (("interleaved", {}), ("gpipe", {})),
+    (("zb-h1", {}), ("1f1b", {})),
+    (("zb-h1", RECOMPUTED), ("1f1b", {})),
+    (("zb-h1-async", {}), ("auto", {})),
+    *(
+        ((own(name, schedule="zb-h1-async"), {}), (name, {}))
+        for name in ("vanilla", "pipedream-vertical-sync", "spectrain", "xpipe", "lwp-w")
+    ),
+    ((own("pipedream", schedule=Interleaved(1, flushes=False)), {}), ("pipedream", WIDE)),
+    *(((name, RECOMPUTED), (name, {})) for name in ("gpipe", "pipedream", "spectrain-stash")),
+    *(((name, OFFLOADED), (name, {})) for name in ("1f1b", "spectrain")),
+    *(((own(name), {}), (name, {})) for name in ("sync", "second-order")),
+]
+
+
+@pytest.mark.parametrize("ways", EQUAL)
+@examples(2)
+@given(
+    make=some.sampled_from((tanh_stages, dropping)),
+    n=some.integers(2, 4),
+    m=some.integers(1, 4),
+    count=some.integers(4, 6),
+    clipping=some.sampled_from(({}, {"clip_norm": 0.05, "clip_scope": "stage"})),
+)
+def test_two_ways_to_the_same_bits(ways, make, n, m, count, clipping):
+    stages, data, found = make(n), batches(count, size=2 * m + 1, last=2 * m), []
+    for method, more in ways:
+        torch.manual_seed(3)  # of dropout
+        found.append(trained(stages, data, method, microbatches=m, **more, **clipping))
+    assert_same(*found, same_bits)
+    buffers = [list(pipe.buffers()) for _, pipe in found]
+    assert all(map(torch.equal, *buffers))
 
 
 @examples(60)

@@ -1,59 +1,99 @@
-"""Tests every registered method against its definition, wherever it is defined."""
+"""Tests every method, with every other setting, against its definition.
+
+The settings are a covering array: ``oracle.cases`` lists the pairs that it must contain.
+"""
 
 from __future__ import annotations
 
-import random
+import itertools
 
 import pytest
 from helpers.pipeline_cases import (
     Compared,
     batches,
+    every_method,
     float64,  # noqa: F401  # a fixture
+    mse,
     tanh_stages,
 )
-from oracle.cases import OPTIMIZERS, SCHEDULERS, covering_cases, every_case
+from helpers.random_settings import method_of
+from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, REFUSED, Case
 from oracle.methods import METHODS
+from torch import nn
 
 import spectrain_ext as st
 
+ROWS = AXES.covering()
 
-def compare(case):
-    """Compare beyond warm-up, over a drain and a restart, with a small last minibatch."""
-    kind, reference, options = OPTIMIZERS[case.optimizer]
+
+def compare(case: Case) -> None:
+    """Compare beyond warm-up, over a drain and a restart."""
     compared = Compared(
-        tanh_stages(case.stages, width=4, layers=1),
-        case.method,
-        optimizer=(lambda p: kind(p, **options), lambda p: reference(p, **options)),
-        scheduler=SCHEDULERS[case.rates],
-        microbatches=case.m,
-        **({} if case.asked is None else {"window": case.asked}),
+        MODELS[case.model](case.stages),
+        method_of(case.method),
+        definition=case.definition,
+        loss_fn=nn.functional.cross_entropy if case.model == "words" else mse,
+        optimizer=OPTIMIZERS[case.optimizer],
+        **case.options,
     )
     until_steady = -(-max(case.windows) // case.m)
-    size, small = case.m + 1, max(1, case.m - 1)
-    compared.run(batches(until_steady + 3, size=size, width=4, last=small))
-    compared.run(batches(2, size=size, width=4))
+    for count in (1, 0, 3) if case.runs == "short" else (until_steady + 2, 2):
+        compared.run(case.batches(count))
+        if case.runs == "left":
+            compared.leave(case.batches(4), 1)
+        if count:
+            compared.check_rates()
+        if case.rates == "by hand":
+            for optimizer in (*compared.pipe.optimizers, *filter(None, compared.oracle.optimizers)):
+                for group in optimizer.param_groups:
+                    group["lr"] /= 2
 
 
 def test_the_oracle_knows_every_method():
     assert sorted(st.methods()) == sorted(METHODS)
+    assert set(METHODS) <= set(FAMILY_OF)
 
 
-@pytest.mark.parametrize("case", covering_cases(), ids=str)
+def test_every_required_pair_is_drawn():
+    assert not set(AXES.required) - {pair for row in ROWS for pair in AXES.pairs(row)}
+
+
+@pytest.mark.parametrize("case", [Case(**row) for row in ROWS], ids=str)
 def test_every_pair_of_settings(case):
     compare(case)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("method", METHODS)
-def test_many_settings(method, n):
-    """Rates change, because a constant rate could hide which update's rate was used.
+@pytest.mark.parametrize("method", FAMILY_OF)
+def test_many_settings(method):
+    for seed in range(100):
+        compare(Case(**AXES.drawn(seed, method=method)))
 
-    This is a third of all settings; it took three hours.
-    """
-    if n > METHODS[method].stages:
-        pytest.skip(f"{method} is not defined for {n} stages")
-    rows = (method, n, "decaying")
-    cases = [case for case in every_case() if (case.method, case.stages, case.rates) == rows]
-    for case in random.Random(f"{method} {n}").sample(cases, min(len(cases), 32)):
-        compare(case)
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS)
+def test_eight_stages(method):
+    for seed in range(10 if method != "xgrad" else 0):
+        compare(Case(**AXES.drawn(seed, method=method, stages=8)))
+
+
+@every_method
+def test_a_long_run(method):
+    """The buffers of versions are used in turn many times."""
+    compared = Compared(tanh_stages(4), method)
+    compared.run(batches(40))
+    compared.run(batches(5))
+
+
+@pytest.mark.parametrize(("one", "other", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_pairs_that_do_not_exist_are_refused(one, other, message):
+    for x, y in itertools.product(one[1], other[1]):
+        case = Case(**{"stages": 1 if x == "xgrad" else 2, one[0]: x, other[0]: y})
+        with pytest.raises(ValueError, match=message):
+            st.Pipeline(
+                MODELS["plain"](case.stages),
+                OPTIMIZERS[case.optimizer][0],
+                mse,
+                method_of(case.method),
+                **case.options,
+            )

@@ -1,14 +1,14 @@
-"""Tests tied weights: a parameter of several stages is trained as one."""
+"""Tests tied weights: who owns them, where they show, and how they are said.
+
+``oracle.cases`` has their results, for every kind of method and with every other setting.
+"""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
-from helpers.foreign_optimizers import FOREIGN
 from helpers.pipeline_cases import (
     Compared,
     batches,
@@ -24,8 +24,6 @@ from torch import nn
 
 import spectrain_ext as st
 
-METHODS = [name for name in st.methods() if name not in ("xgrad", "spectrain-smoothed")]
-
 
 def tied(n, places=(0, -1)):
     """Return stages of two layers each, several of which share the first one's weight."""
@@ -35,86 +33,8 @@ def tied(n, places=(0, -1)):
     return stages
 
 
-def names(n, places=(0, -1)):
-    return [f"{k % n}.0.weight" for k in places]
-
-
-def alike(state, n, places=(0, -1)):
-    first, *others = (state[name] for name in names(n, places))
-    return all(torch.equal(first, other) for other in others)
-
-
-# Results
-
-
-@pytest.mark.parametrize(("n", "parts"), [(4, 1), (2, 4)])
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_does_what_its_definition_says(method, n, parts):
-    parts = n if method in ("pipedream-2bw", "error-feedback") else parts
-    compared = Compared(tied(n), method, microbatches=parts)
-    compared.run(batches(9, size=5, last=2))
-    compared.run(batches(3, size=5))
-    assert alike(compared.pipe.state_dict(), n)
-
-
-@pytest.mark.parametrize("places", [(0, 1), (0, 1, 2, 3), (1, 3), (0, 2, 3)])
-@pytest.mark.parametrize("method", ["gpipe", "vanilla", "spectrain", "auto"])
-def test_copies_on_any_stages(method, places):
-    """Stages before the last have several microbatches in flight, each with its own version."""
-    parts = 2 if method == "gpipe" else 1
-    compared = Compared(tied(4, places), method, microbatches=parts)
-    compared.run(batches(10, size=4))
-    assert alike(compared.pipe.state_dict(), 4, places)
-
-
-@pytest.mark.parametrize("window", ["wide", 3])
-@pytest.mark.parametrize("method", ["vanilla", "spectrain", "spectrain-local", "pipedream"])
-def test_other_windows(method, window):
-    compared = Compared(tied(3), method, window=window, microbatches=2)
-    compared.run(batches(10, size=4))
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_synchronous_training_is_that_of_the_uncut_model(parts):
-    stages = tied(3, (0, 1, 2))
-    whole = copy.deepcopy(nn.Sequential(*stages))
-    data = batches(8, size=6)
-    pipe = st.Pipeline(stages, sgd(), mse, "sync", microbatches=parts)
-    found = losses(pipe, data)
-    optimizer, expected = torch_sgd()(whole.parameters()), []
-    for x, y in data:
-        optimizer.zero_grad()
-        expected.append(mse(whole(x), y))
-        expected[-1].backward()
-        optimizer.step()
-    close(torch.stack(found), torch.stack(expected).detach())
-    close(dict(pipe.state_dict()), dict(whole.state_dict()))
-
-
-@pytest.mark.parametrize(
-    ("method", "more"),
-    [
-        ("spectrain", {"recompute": True}),
-        ("gpipe", {"recompute": True, "microbatches": 3}),
-        ("vanilla", {"clip_norm": 0.05}),
-        ("gpipe", {"clip_norm": 0.05, "clip_scope": "global", "microbatches": 2}),
-        ("1f1b", {"clip_norm": 0.05, "clip_scope": "global", "microbatches": 2}),
-        ("auto", {"clip_norm": 0.05, "microbatches": 3}),
-        ("spectrain", {"scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)}),
-    ],
-)
-def test_settings(method, more):
-    Compared(tied(3), method, **more).run(batches(9, size=4))
-
-
-@pytest.mark.parametrize("method", ["vanilla", "lwp-w", "auto"])
-def test_optimizers_that_are_not_the_packages(method):
-    if method != "auto":  # it uses another law with these settings
-        lion = FOREIGN["Lion"]
-        Compared(tied(3), method, optimizer=(lion, lion)).run(batches(8, size=4))
-    pipe = st.Pipeline(tied(3), torch_sgd(), mse, method)
-    losses(pipe, batches(8, size=4))
-    assert alike(pipe.state_dict(), 3)
+def alike(state, n):
+    return torch.equal(state["0.0.weight"], state[f"{n - 1}.0.weight"])
 
 
 # Ownership
@@ -232,37 +152,7 @@ def test_embedding_and_head(sparse):
     close(dict(pipe.state_dict()), dict(whole.state_dict()))
 
 
-@pytest.mark.parametrize("method", ["gpipe", "spectrain", "pipedream", "auto", "lwp-w"])
-def test_narrow_weights_with_wide_masters(method):
-    torch.set_default_dtype(torch.float32)
-    stages = [stage.to(torch.bfloat16) for stage in tied(3)]
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(12, size=6)]
-    pipe = st.Pipeline(stages, sgd(), mse, method, master_dtype=torch.float32)
-    found = losses(pipe, data * 3)
-    assert torch.stack(found[-12:]).mean() < torch.stack(found[:12]).mean()
-    state = pipe.state_dict()
-    assert alike(state, 3) and state["2.0.weight"].dtype is torch.bfloat16
-    masters = pipe.masters()
-    first = pipe.get_submodule("0.0").weight
-    assert torch.equal(masters[first].bfloat16(), first)
-    assert pipe.get_submodule("2.0").weight not in masters
-
-
 # Visibility
-
-
-@pytest.mark.parametrize("method", ["sync", "vanilla", "spectrain", "pipedream", "auto"])
-def test_a_suspended_run_shows_the_true_weights(method):
-    pipe = st.Pipeline(tied(3), sgd(), mse, method)
-    weights = pipe._weights[0]
-    seen = 0
-    for result in pipe.run(batches(9, size=4)):
-        state = pipe.state_dict()
-        assert alike(state, 3)
-        true = weights.true_weights()[pipe.get_submodule("0.0").weight]
-        assert torch.equal(state["2.0.weight"], true)
-        seen += result.index > 0
-    assert seen
 
 
 def test_leaving_a_run_and_an_exception_in_it():
@@ -279,16 +169,6 @@ def test_leaving_a_run_and_an_exception_in_it():
     assert last.weight.grad is None
     losses(pipe, batches(4))
     assert torch.equal(first.weight, last.weight)
-
-
-@pytest.mark.parametrize("places", [(0, 1, 2, 3), (1, 2)])
-def test_a_recomputation_meets_the_copies_that_its_forward_had(places):
-    data, stages, found = batches(9), tied(4, places), []
-    for recompute in (False, True):
-        own = copy.deepcopy(nn.ModuleList(stages))  # copied together: they stay tied
-        pipe = st.Pipeline(own, sgd(), mse, "pipedream", recompute=recompute)
-        found.append(torch.stack(losses(pipe, data)))
-    assert torch.equal(*found)
 
 
 def test_changes_between_runs_are_the_copies_as_well():
@@ -358,20 +238,6 @@ def test_release_ties_them_again():
     other = st.Pipeline(alone, sgd(), mse, "spectrain")  # copied separately
     assert torch.equal(torch.stack(first), torch.stack(losses(other, data)))
     assert torch.equal(torch.stack(second), torch.stack(losses(other, data)))
-
-
-def test_a_pipeline_with_ties_needs_no_garbage_collection():
-    pipe = st.Pipeline(tied(3), sgd(), mse, "spectrain")
-    losses(pipe, batches(3))
-    pipe.evaluate(batches(3))
-    alive = weakref.ref(pipe._executor.connections._ties)
-    gc.collect()
-    gc.disable()
-    try:
-        del pipe
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_a_pipeline_of_stages_that_another_one_has():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bench_plan
 import pytest
+from helpers.layers import layers_of
 
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
-from spectrain_ext.planning import Layers, Link
+from spectrain_ext.planning import Link
 
 
 @pytest.mark.parametrize("processes", bench_plan.PROCESSES)
@@ -21,8 +20,8 @@ def test_every_configuration_can_be_cut_and_planned(processes):
         assert ends[-1] == len(bench_plan.MODELS[case.model])
         assert sum(case.replicas) == processes
         assert 384 % case.microbatches == 0
-        blocks = tuple(BlockProfile(0.001 * n) for n in bench_plan.MODELS[case.model])
-        layers = Layers((384, 384), (Profile(blocks), Profile(blocks)))
+        seconds = [0.001 * n for n in bench_plan.MODELS[case.model]]
+        layers = layers_of(seconds, 0, 0, 0, (384, 384))
         period, work = bench_plan.planned_of(case, layers, Link("", 1e9), 384, 2)
         assert work == pytest.approx(0.024)
         assert 0.0119 <= period <= 0.025

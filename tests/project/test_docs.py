@@ -2,9 +2,11 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import click
@@ -13,8 +15,6 @@ from helpers.ranks import run_script
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from spectrain_ext.cli.__main__ import main
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / "README.md", ROOT / "bench" / "README.md"),
@@ -22,6 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MAKEFILE = (ROOT / "Makefile").read_text()
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 # The first line of a program for several processes: its name and start command.
 STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
 # Imports of a block that no test can install.
@@ -38,36 +39,32 @@ class Block(NamedTuple):
     text: str
 
 
-def _blocks() -> Iterator[Block]:
-    def inside(tokens: list[Token]) -> Iterator[Token]:
-        for token in tokens:
-            yield token
-            yield from inside(token.children or [])
-
-    for page in PAGES:
-        for token in inside(MarkdownIt().parse(page.read_text())):
-            if token.type in ("fence", "code_block"):
-                assert token.map is not None
-                language = token.info.split()[0] if token.info.strip() else ""
-                yield Block(page, token.map[0] + 1, language, token.content)
-
-
-BLOCKS = list(_blocks())
-PYTHON = [block for block in BLOCKS if block.language == "python"]
-PROGRAMS = [block for block in PYTHON if STARTED.match(block.text)]
-
-
 def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def _inside(tokens: list[Token]) -> Iterator[Token]:
+    for token in tokens:
+        yield token
+        yield from _inside(token.children or [])
+
+
+BLOCKS = [
+    Block(page, (token.map or [0])[0] + 1, token.info.partition(" ")[0].strip(), token.content)
+    for page in PAGES
+    for token in _inside(MarkdownIt().parse(page.read_text()))
+    if token.type in ("fence", "code_block")
+]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+PROGRAMS = [block for block in PYTHON if STARTED.match(block.text)]
+PYTHON_PAGES = sorted({block.page for block in PYTHON})
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, marks=pytest.mark.processes if page.stem in SERVED else (), id=_name(page)
-        )
-        for page in sorted({block.page for block in PYTHON})
+        pytest.param(page, marks=[pytest.mark.processes] * (page.stem in SERVED), id=_name(page))
+        for page in PYTHON_PAGES
     ],
 )
 def test_the_blocks_of_a_page_run_one_after_another(
@@ -91,13 +88,10 @@ def test_the_blocks_of_a_page_run_one_after_another(
 @pytest.mark.processes
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: f"{_name(block.page)}:{block.line}")
 def test_the_programs_for_several_processes_run(program: Block, tmp_path: Path) -> None:
-    started = STARTED.match(program.text)
-    assert started is not None
-    name, command = started.groups()
+    name, command = re.findall(STARTED, program.text)[0]
     (tmp_path / name).write_text(program.text)
-    ranks = re.fullmatch(
-        rf"torchrun --nproc-per-node (\d)(?: --max-restarts \d)? {re.escape(name)}", command
-    )
+    pattern = rf"torchrun --nproc-per-node (\d)(?: --max-restarts \d)? {re.escape(name)}"
+    ranks = re.fullmatch(pattern, command)
     assert ranks is not None, command
     run_script(tmp_path / name, int(ranks[1]), folder=tmp_path)
 
@@ -118,6 +112,7 @@ def test_the_commands_exist(place: str, command: str) -> None:
         for target in (word for word in arguments if "=" not in word):
             assert re.search(rf"^{target}:|^\.PHONY:.*\b{target}\b", MAKEFILE, re.MULTILINE), place
         return
+    main = resolve_name(SCRIPTS["spectrain"])
     name, *options = arguments
     found = main.commands.get(name)
     assert found is not None, f"{place}: spectrain has no command {name!r}"

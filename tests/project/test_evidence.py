@@ -8,7 +8,7 @@ import pytest
 from report import RESULTS, __main__, documents, quality, races, tables
 
 from spectrain_ext.simulation import summarize
-from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.timelines import simulate_method
 
 
 def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
@@ -18,10 +18,7 @@ def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
 class TestMarks:
     @pytest.fixture(autouse=True)
     def _figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        found = {
-            "rows": lambda _: "a\nb",
-        }
-        monkeypatch.setattr(documents, "TABLES", found)
+        monkeypatch.setattr(documents, "TABLES", {"rows": lambda _: "a\nb"})
 
     def test_only_what_is_between_marks_changes(self) -> None:
         """A comment on its own line ends with the line; a table needs an empty line before it."""
@@ -119,14 +116,9 @@ class TestRaces:
         """The break-even table rests on this simulation of the schedule."""
         idle = sum(work) / max(work) - 1.0
         for microbatches in (8, 16, 40):
-            spans = simulate_method(
-                "1f1b",
-                8,
-                6,
-                microbatches=microbatches,
-                forward=[w / 3 / microbatches for w in work],
-                backward=[w / 3 * 2 / microbatches for w in work],
-            )
+            forward = [w / 3 / microbatches for w in work]
+            costs = {"forward": forward, "backward": [2 * seconds for seconds in forward]}
+            spans = simulate_method("1f1b", 8, 6, microbatches=microbatches, **costs)
             took = summarize(spans).period / max(work)
             assert took == pytest.approx(1.0 + idle / microbatches)
 
@@ -142,15 +134,8 @@ class TestRaces:
                 assert 1.0 + r.idle / (many - 1) > r.updates[share]
 
     def test_what_was_not_reached_has_a_bound(self) -> None:
-        row = {
-            "contender": "auto",
-            "stages": 8,
-            "microbatches": 8,
-            "delay": 1,
-            "losses": [1.0],
-            "updates": {"0.5": 1.125, "0.75": None, "1.0": None},
-            "time": 1.0,
-        }
+        row = {"contender": "auto", "stages": 8, "microbatches": 8, "delay": 1, "losses": [1.0]}
+        row |= {"updates": {"0.5": 1.125, "0.75": None, "1.0": None}, "time": 1.0}
         r = races.race("text", row, 1.25)
         assert [r.shown(share) for share in races.SHARES] == ["0.90", "> 1.07", "> 0.80"]
         assert [r.even(share, 7) for share in races.SHARES] == ["56", "at most 21", "not known"]

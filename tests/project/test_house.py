@@ -12,7 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers.house import CEILINGS, PACKAGE, ROOT, core_modules, counts
+from helpers.house import CEILINGS, PACKAGE, ROOT, core_modules, counts, inner_imports
 
 import spectrain_ext as st
 
@@ -205,6 +205,16 @@ def test_studies_use_no_more_behind_the_rooms_faces_than_is_listed() -> None:
                 if package == "spectrain_ext" and file and room != "cli":
                     found.add(below)
     assert found == BEHIND_FACES
+
+
+def test_tests_come_in_by_the_rooms_faces_or_say_why() -> None:
+    """So that a room can be rebuilt without them."""
+    silent = []
+    for path, modules in inner_imports().items():
+        first = path.read_text().partition("\n")[0]
+        if "inner" not in first:
+            silent.append(f"{path.relative_to(ROOT)} imports {', '.join(sorted(modules))}")
+    assert not silent, "\n".join(silent)
 
 
 @pytest.mark.processes

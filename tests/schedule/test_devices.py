@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 
 import pytest
+from helpers.schedules import classic, runs
 from hypothesis import given
 from hypothesis import strategies as some
 from oracle.schedules import counted, megatron
@@ -18,8 +19,6 @@ from spectrain_ext.schedule import (
     Rules,
     ScheduleError,
     WPipe,
-    flushes,
-    takes_window,
 )
 from spectrain_ext.simulation import (
     Durations,
@@ -42,24 +41,29 @@ def made(schedule, n, m):
     return [schedule(place) for place in places(schedule, n, m)]
 
 
-def orders(schedule, devices, n, m, minibatches):
-    found = device_order(made(schedule, n, m), devices, minibatches)
+def summary_of(schedule, chunks, n, m, minibatches):
+    """Simulate with as many stages per device, one forward and two for a backward."""
+    devices = [k % -(-n // chunks) for k in range(n)]
+    durations = Durations.of(n, forward=1, backward=2)
+    spans = simulate(made(schedule, n, m), durations, minibatches=minibatches, devices=devices)
+    return summarize(spans, devices)
+
+
+def summary_of_whole(name, p, m, minibatches, length):
+    """Simulate ``p`` devices with a stage each, that take so many times as long."""
+    durations = Durations.of(p, forward=length, backward=2 * length)
+    return summarize(simulate(streams(name, classic(p), m), durations, minibatches=minibatches))
+
+
+# The published order
+
+
+def orders(p, v, m, minibatches):
+    found = device_order(made(Interleaved(v), p * v, m), [*range(p)] * v, minibatches)
     return [
         [(SHORT[t.kind], k, t.minibatch, t.microbatch) for k, t in order if t.kind in SHORT]
         for order in found
     ]
-
-
-def run(schedule, chunks, n, m, minibatches, **durations):
-    """Spans, and the devices."""
-    devices = [k % -(-n // chunks) for k in range(n)]
-    durations = Durations.of(n, **{"forward": 1, "backward": 2, **durations})
-    return simulate(
-        made(schedule, n, m), durations, minibatches=minibatches, devices=devices
-    ), devices
-
-
-# The published order
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def run(schedule, chunks, n, m, minibatches, **durations):
     [(1, 3, 4), (2, 2, 2), (2, 2, 8), (3, 4, 6), (4, 2, 4), (4, 2, 12), (4, 3, 4), (8, 2, 16)],
 )
 def test_interleaved_is_the_order_of_megatron(p, v, m):
-    for d, order in enumerate(orders(Interleaved(v), [*range(p)] * v, p * v, m, 2)):
+    for d, order in enumerate(orders(p, v, m, 2)):
         expected = [(kind, c * p + d, j) for kind, c, j in megatron(p, d, v, m)]
         for i in range(2):
             assert [(kind, k, j) for kind, k, at, j in order if at == i] == expected
@@ -77,7 +81,7 @@ def test_interleaved_is_the_order_of_megatron(p, v, m):
 def test_every_stage_keeps_to_it_where_a_device_does_not_wait(p, v, m):
     """From three chunks and four devices on; the next test has the time."""
     differ = 0
-    for d, order in enumerate(orders(Interleaved(v), [*range(p)] * v, p * v, m, 1)):
+    for d, order in enumerate(orders(p, v, m, 1)):
         expected = [(kind, c * p + d, j) for kind, c, j in megatron(p, d, v, m)]
         found = [(kind, k, j) for kind, k, _, j in order]
         differ += found != expected
@@ -90,17 +94,13 @@ def test_every_stage_keeps_to_it_where_a_device_does_not_wait(p, v, m):
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 def test_the_published_bubble(p, v):
     """(P-1)/(v*M) of the work's time; section 2.2 of arXiv 2104.04473."""
-    for rounds in (1, 2, 4):
+    for rounds, minibatches in product((1, 2, 4), (1, 3)):
         m = p * rounds
-        for minibatches in (1, 3):
-            spans, devices = run(Interleaved(v), v, p * v, m, minibatches)
-            summary = summarize(spans, devices)
-            assert summary.makespan == minibatches * (v * m + p - 1) * 3
-            assert summary.bubbles == pytest.approx([(p - 1) / (v * m + p - 1)] * p)
+        summary = summary_of(Interleaved(v), v, p * v, m, minibatches)
+        assert summary.makespan == minibatches * (v * m + p - 1) * 3
+        assert summary.bubbles == pytest.approx([(p - 1) / (v * m + p - 1)] * p)
     # 1F1B on as many devices, with stages v times as long, waits v times as long
-    whole = streams("1f1b", [p - k for k in range(p)], m)
-    spans = simulate(whole, Durations.of(p, forward=v, backward=2 * v), minibatches=1)
-    assert summarize(spans).makespan == v * (m + p - 1) * 3
+    assert summary_of_whole("1f1b", p, m, 1, v).makespan == v * (m + p - 1) * 3
 
 
 # Schedules as values
@@ -137,35 +137,10 @@ def test_wpipe_is_never_idle_and_half_of_it_never_late(p):
     assert [max(count.delays) for count in found] == [1] * p + [0] * p
     assert found[0].delays == {0: m, 1: 19 * m}  # no delay in the first minibatch
     assert [count.versions for count in found] == [2] * p + [1] * p
-    assert [count.in_flight for count in found] == [n - k for k in range(n)]
-    spans, _ = run(WPipe(), 2, n, m, 30)
-    assert summarize(spans).period == 2 * m * 3  # a device's work
+    assert [count.in_flight for count in found] == classic(n)
+    assert summary_of(WPipe(), 2, n, m, 30).period == 2 * m * 3  # a device's work
     # PipeDream-2BW on as many devices keeps two versions of everything, and is equally fast
-    double = streams("1f1b-async", [p - k for k in range(p)], m)
-    twice = Durations.of(p, forward=2, backward=4)
-    assert summarize(simulate(double, twice, minibatches=30)).period == 2 * m * 3
-
-
-def test_the_two_groups_by_hand():
-    def words(k):
-        actions = (a for a in WPipe()(Place(k, 4, 1, 2)) if a.kind in {**SHORT, Kind.UPDATE: "u"})
-        named = {**SHORT, Kind.UPDATE: "u"}
-        return " ".join(f"{named[a.kind]}{a.minibatch}.{a.microbatch}" for a in islice(actions, 11))
-
-    assert words(0) == "F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 u0.0 F2.0 F2.1 B1.0 B1.1"
-    assert words(1) == "F0.0 F0.1 F1.0 B0.0 F1.1 B0.1 u0.0 F2.0 B1.0 F2.1 B1.1"
-    assert words(2) == "F0.0 F0.1 B0.0 B0.1 u0.0 F1.0 F1.1 B1.0 B1.1 u1.0 F2.0"
-    assert words(3) == "F0.0 B0.0 F0.1 B0.1 u0.0 F1.0 B1.0 F1.1 B1.1 u1.0 F2.0"
-
-
-def test_what_a_schedule_says_of_itself():
-    assert flushes(Interleaved()) and not flushes(Interleaved(flushes=False))
-    assert not flushes(WPipe())
-    assert [*map(takes_window, ("1f1b-async", "1f1b", WPipe(), Interleaved()))] == [
-        *(True, False, False, False)
-    ]
-    with pytest.raises(ValueError, match="chunks: expected at least 1 stage per device, got 0"):
-        Interleaved(0)
+    assert summary_of_whole("1f1b-async", p, m, 30, 2).period == 2 * m * 3
 
 
 # Any stages on any devices
@@ -173,29 +148,19 @@ def test_what_a_schedule_says_of_itself():
 
 @some.composite
 def settings(draw):
-    n = draw(some.integers(1, 7))
-    m = draw(some.integers(1, 4))
-    schedule = draw(some.sampled_from([*sorted(GENERATORS), Interleaved(3), WPipe()]))
-    if isinstance(schedule, str):
-        windows, least = [], 1
-        for _ in range(n):
-            least = draw(some.integers(least, least + 3))
-            windows.insert(0, least)
-    else:
-        windows = [schedule.window(k, n, m) for k in range(n)]
-    devices = draw(some.lists(some.integers(0, 3), min_size=n, max_size=n))
-    return schedule, windows, m, devices, draw(some.integers(1, 5))
+    run = draw(runs(7, most=5, names=[*sorted(GENERATORS), Interleaved(3), WPipe()]))
+    devices = some.lists(some.integers(0, 3), min_size=run.stages, max_size=run.stages)
+    return run, draw(devices)
 
 
 @given(settings())
 def test_devices_that_keep_to_their_orders_never_wait_for_ever(setting):
     """Each device does its turns in order, and waits for their inputs."""
-    schedule, windows, m, devices, minibatches = setting
-    n = len(windows)
-    order = device_order(streams(schedule, windows, m), devices, minibatches)
-    left = [list(turns) for turns in order]
+    run, devices = setting
+    n, m = run.stages, run.microbatches
+    left = [list(turns) for turns in device_order(run.streams(), devices, run.minibatches)]
     whole = [turn for turns in left for turn in turns if turn[1].kind is not Kind.BACKWARD_WEIGHTS]
-    assert Counter(k for k, _ in whole) == {k: minibatches * (2 * m + 1) for k in range(n)}
+    assert Counter(k for k, _ in whole) == dict.fromkeys(range(n), run.minibatches * (2 * m + 1))
     done, progress = set(), True
     while progress:
         progress = False
@@ -212,24 +177,21 @@ def test_devices_that_keep_to_their_orders_never_wait_for_ever(setting):
 
 @given(settings())
 def test_a_device_does_one_thing_at_a_time_in_its_order(setting):
-    schedule, windows, m, devices, minibatches = setting
-    n = len(windows)
+    run, devices = setting
+    n = run.stages
     durations = Durations.of(n, forward=1, backward=2, update=0.5, activation=0.25, gradient=0.25)
-    spans = list(
-        simulate(streams(schedule, windows, m), durations, minibatches=minibatches, devices=devices)
-    )
-    expected = device_order(streams(schedule, windows, m), devices, minibatches)
-    for d, order in enumerate(expected):
+
+    def simulated(on):
+        return list(simulate(run.streams(), durations, minibatches=run.minibatches, devices=on))
+
+    spans = simulated(devices)
+    for d, order in enumerate(device_order(run.streams(), devices, run.minibatches)):
         of = [s for s in spans if s.lane == "compute" and devices[s.stage] == d]
         assert [(s.stage, s.kind, s.minibatch) for s in of] == [
             (k, turn.kind, turn.minibatch) for k, turn in order
         ]
         assert all(a.end <= b.start for a, b in pairwise(of))
-    alone = simulate(streams(schedule, windows, m), durations, minibatches=minibatches)
-    apart = simulate(
-        streams(schedule, windows, m), durations, minibatches=minibatches, devices=range(n)
-    )
-    assert sorted(map(str, alone)) == sorted(map(str, apart))
+    assert sorted(map(str, simulated(None))) == sorted(map(str, simulated(range(n))))
 
 
 def test_orders_are_read_as_they_are_asked_for():

@@ -1,92 +1,75 @@
-"""Tests the generators: every stage's instructions in every schedule, and their consistency."""
+"""Tests the generators against the order that their definition writes out, and what they become."""
 
 from __future__ import annotations
 
-from itertools import islice
+import re
+from itertools import islice, product
 
 import pytest
+from helpers.schedules import classic, wide
+from oracle.schedules import flushing, order
 
 from spectrain_ext.schedule import (
     GENERATORS,
     Duties,
     Instruction,
+    Interleaved,
     Kind,
     Place,
+    WPipe,
+    bounded,
     find_generator,
+    flushes,
     put_off,
     tables,
+    takes_window,
 )
 
-SHORT = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "b",
-    Kind.BACKWARD_INPUT: "b",
-    Kind.BACKWARD_WEIGHTS: "w",
-    Kind.UPDATE: "u",
+LETTERS = {
+    **{Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "B"},
+    **{Kind.BACKWARD_WEIGHTS: "W", Kind.UPDATE: "U"},
+}
+CHUNKED = {
+    "interleaved": Interleaved(),
+    "interleaved-async": Interleaved(flushes=False),
+    "wpipe": WPipe(),
 }
 
 
-def drawn(schedule, place, count):
-    actions = (a for a in GENERATORS[schedule](place) if a.kind in SHORT)
-    words = []
-    for kind, i, j in islice(actions, count):
-        part = "" if kind is Kind.UPDATE or place.microbatches == 1 else f".{j}"
-        words.append(f"{SHORT[kind]}{i}{part}")
-    return " ".join(words)
+@pytest.mark.parametrize("name", [*GENERATORS, *CHUNKED])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_every_stage_does_what_the_definition_writes_out(name, n):
+    generate = find_generator(CHUNKED.get(name, name))
+    windows = {"classic": classic(n), "wide": wide(n), "all": [n] * n}
+    for (kind, m), count in product(product(windows, (1, 2, 3, 4, 8)), (1, 2, 5)):
+        for k, window in enumerate(windows[kind]):
+            if name == "1f1b":
+                expected = flushing(window, [m] * count)
+            elif name == "zb-h1" and kind != "all":
+                continue  # its window is the number of stages
+            else:
+                expected = order(name, k, n, window, m, [m] * count)
+            found = [
+                (LETTERS[what], i, None if what is Kind.UPDATE else j)
+                for what, i, j in bounded(generate(Place(k, n, window, m)), k, count)
+            ]
+            assert found == [*expected], (kind, m, count, k)
 
 
-def lower(instructions, place):
-    first, later = tables(place, Duties())
-    for kind, i, j in instructions:
-        yield from (Instruction(step, i, j) for step in (later if j else first)[kind])
-
-
-def finite(schedule, place, minibatches):
-    """All instructions of a run of some minibatches, up to its last update."""
-    found = []
-    for action in lower(GENERATORS[schedule](place), place):
-        if action.minibatch < minibatches:
-            found.append(action)
-        if action == (Kind.UPDATE, minibatches - 1, 0):
-            return found
-    raise AssertionError
-
-
-def test_one_minibatch_per_update():
-    assert drawn("1f1b-async", Place(1, 4, 3), 12) == "F0 F1 F2 b0 u0 F3 b1 u1 F4 b2 u2 F5"
-    assert drawn("1f1b-async", Place(3, 4, 1), 6) == "F0 b0 u0 F1 b1 u1"
-
-
-def test_microbatches_of_all_minibatches_are_one_row():
-    assert (
-        drawn("1f1b-async", Place(0, 3, 3, 2), 17)
-        == "F0.0 F0.1 F1.0 b0.0 F1.1 b0.1 u0 F2.0 b1.0 F2.1 b1.1 u1 F3.0 b2.0 F3.1 b2.1 u2"
-    )
-    assert drawn("1f1b-async", Place(2, 3, 1, 2), 8) == "F0.0 b0.0 F0.1 b0.1 u0 F1.0 b1.0 F1.1"
-
-
-def test_gpipe_and_1f1b_flush():
-    assert (
-        drawn("gpipe", Place(0, 4, 3, 3), 14)
-        == "F0.0 F0.1 F0.2 b0.0 b0.1 b0.2 u0 F1.0 F1.1 F1.2 b1.0 b1.1 b1.2 u1"
-    )
-    assert (
-        drawn("1f1b", Place(1, 3, 2, 3), 14)
-        == "F0.0 F0.1 b0.0 F0.2 b0.1 b0.2 u0 F1.0 F1.1 b1.0 F1.2 b1.1 b1.2 u1"
-    )
-    assert drawn("1f1b", Place(0, 8, 8, 2), 5) == "F0.0 F0.1 b0.0 b0.1 u0"
-    assert drawn("1f1b", Place(2, 3, 1, 2), 5) == "F0.0 b0.0 F0.1 b0.1 u0"
-
-
-def test_backwards_in_halves():
-    assert (
-        drawn("zb-h1", Place(1, 3, 3, 4), 14)
-        == "F0.0 F0.1 b0.0 F0.2 b0.1 w0.0 F0.3 b0.2 w0.1 b0.3 w0.2 w0.3 u0 F1.0"
-    )
-    assert drawn("zb-h1", Place(0, 3, 3, 2), 8) == "F0.0 F0.1 b0.0 w0.0 b0.1 w0.1 u0 F1.0"
-    assert drawn("zb-h1", Place(2, 3, 3, 1), 5) == "F0 b0 w0 u0 F1"
-    assert drawn("zb-h1", Place(2, 3, 1, 2), 7) == "F0.0 b0.0 w0.0 F0.1 b0.1 w0.1 u0"
-    assert drawn("zb-h1-async", Place(1, 3, 2), 9) == "F0 F1 b0 w0 u0 F2 b1 w1 u1"
+@pytest.mark.parametrize(("name", "n", "m"), [("1f1b-async", 4, 1), ("zb-h1", 3, 4)])
+def test_the_picture_in_the_documentation_is_true(name, n, m):
+    generate = find_generator(name)
+    rows = re.findall(r"^ +stage (\d) +(.*)$", generate.__doc__, re.MULTILINE)
+    assert len(rows) == n
+    for k, drawn in rows:
+        place = Place(int(k), n, n - int(k) if m == 1 else n, m)
+        turns = (turn for turn in generate(place) if turn.kind is not Kind.UPDATE)
+        words = drawn.split()
+        found = [
+            f"{LETTERS[kind].replace('B', 'b').replace('W', 'w')}{i if m == 1 else j}"
+            for kind, i, j in islice(turns, len(words))
+        ]
+        assert found == words
 
 
 def test_what_is_put_off():
@@ -97,74 +80,119 @@ def test_what_is_put_off():
         assert put_off("1f1b", Place(k, 4, 4 - k, 8)) == 1
 
 
-@pytest.mark.parametrize("schedule", GENERATORS)
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_the_actions_of_a_microbatch(schedule, parts):
-    def of(k, i, j):
-        actions = finite(schedule, Place(k, 3, 3 - k, parts), 4)
-        return [a.kind.value for a in actions if (a.minibatch, a.microbatch) == (i, j)]
-
-    forward = ["receive activation", "load forward weights", "forward"]
-    receive, send = ["receive gradient"], ["send gradient"]
-    backward, turn, rest = ["load backward weights"], "backward", []
-    if schedule.startswith("zb"):
-        rest = [*backward, "backward of the weights"]
-        backward, turn = ["load weights of the input's backward"], "backward of the input"
-    start = ["pull", *forward, "send activation", *receive, *backward, turn, *rest]
-    first = of(0, 2, 0)
-    assert [kind for kind in first if kind != "update"] == start
-    middle = [*forward, "send activation", *receive, *backward, turn, *send, *rest]
-    assert [kind for kind in of(1, 2, parts - 1) if kind != "update"] == middle
-    last = [kind for kind in of(2, 2, parts - 1) if kind != "update"]
-    assert last == [*forward, "loss", *backward, turn, *send, *rest]
-    for k in range(3):
-        updates = [
-            a for a in finite(schedule, Place(k, 3, 3 - k, parts), 4) if a.kind.value == "update"
-        ]
-        assert updates == [Instruction(Kind.UPDATE, i) for i in range(4)]
+def test_what_a_schedule_says_of_itself():
+    flushing = {name: flushes(name) for name in GENERATORS}
+    assert {name for name, says in flushing.items() if says} == {"gpipe", "1f1b", "zb-h1"}
+    assert {name: flushes(find_generator(name)) for name in GENERATORS} == flushing
+    assert flushes(Interleaved()) and not flushes(Interleaved(flushes=False))
+    assert not flushes(WPipe())
+    made = ("1f1b-async", "1f1b", WPipe(), Interleaved())
+    assert [*map(takes_window, made)] == [True, False, False, False]
+    with pytest.raises(ValueError, match="chunks: expected at least 1 stage per device, got 0"):
+        Interleaved(0)
+    with pytest.raises(ValueError, match="no 'zero-bubble'; there are 1f1b-async, gpipe, 1f1b"):
+        find_generator("zero-bubble")
 
 
-@pytest.mark.parametrize("schedule", GENERATORS)
+def test_streams_are_made_as_they_are_asked_for():
+    for name in GENERATORS:
+        assert next(find_generator(name)(Place(0, 2, 10**12))) == Instruction(Kind.FORWARD, 0)
+
+
+# What instructions become: loads, receives and sends around them
+
+
+def lowered(name, place, minibatches):
+    first, later = tables(place, Duties())
+    return [
+        Instruction(step, i, j)
+        for kind, i, j in bounded(find_generator(name)(place), place.stage, minibatches)
+        for step in (later if j else first)[kind]
+    ]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("stages", [1, 2, 5])
-def test_every_receive_has_its_send(schedule, parts, stages):
-    actions = [finite(schedule, Place(k, stages, stages - k, parts), 6) for k in range(stages)]
+def test_every_receive_has_its_send(name, parts, stages):
+    actions = [lowered(name, Place(k, stages, stages - k, parts), 6) for k in range(stages)]
 
     def of(k, kind):
         return [a[1:] for a in actions[k] if a.kind is kind]
 
     every = [(i, j) for i in range(6) for j in range(parts)]
+    halves = name.startswith("zb")
     for k in range(stages):
-        halves = schedule.startswith("zb")
         first = Kind.BACKWARD_INPUT if halves else Kind.BACKWARD
         assert of(k, Kind.FORWARD) == of(k, first) == every
         assert of(k, Kind.LOAD_FORWARD) == of(k, Kind.LOAD_BACKWARD) == every
         assert of(k, Kind.LOAD_BACKWARD_INPUT) == of(k, Kind.BACKWARD_WEIGHTS)
         assert of(k, Kind.BACKWARD_WEIGHTS) == (every if halves else [])
+        assert of(k, Kind.PULL) == [(i, 0) for i in range(6) if not k]
+        assert of(k, Kind.LOSS) == (every if k == stages - 1 else [])
     for k in range(stages - 1):
         assert of(k, Kind.SEND_ACTIVATION) == of(k + 1, Kind.RECEIVE_ACTIVATION) == every
         assert of(k + 1, Kind.SEND_GRADIENT) == of(k, Kind.RECEIVE_GRADIENT) == every
     assert of(0, Kind.SEND_GRADIENT) == of(stages - 1, Kind.SEND_ACTIVATION) == []
-    assert of(0, Kind.PULL) == [(i, 0) for i in range(6)]
-    assert of(stages - 1, Kind.LOSS) == every
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 7])
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_the_window_counts_microbatches(window, parts):
-    flying, peak = 0, 0
-    for kind, _, _ in finite("1f1b-async", Place(0, 4, window, parts), 12):
-        flying += (kind is Kind.FORWARD) - (kind is Kind.BACKWARD)
-        peak = max(peak, flying)
-    assert peak == window
+def words(place, duties=None):
+    """Return what each kind of instruction becomes for a minibatch's first microbatch."""
+    first, _ = tables(place, duties or Duties())
+    return {kind.value: [each.value for each in to] for kind, to in first.items()}
 
 
-def test_streams_are_made_as_they_are_asked_for():
-    for schedule in GENERATORS:
-        place = Place(0, 2, 10**12)
-        assert next(lower(find_generator(schedule)(place), place)).kind is Kind.PULL
+MIDDLE = Place(1, 3, 2, 2)
+EVERY = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
 
 
-def test_unknown_schedules():
-    with pytest.raises(ValueError, match="no 'zero-bubble'; there are 1f1b-async, gpipe, 1f1b"):
-        find_generator("zero-bubble")
+def test_what_belongs_to_an_instruction_comes_in_order():
+    plain, last = words(MIDDLE), words(Place(2, 3, 1, 2))
+    forward = ["receive activation", "load forward weights", "forward"]
+    assert (plain["forward"], last["forward"]) == (
+        [*forward, "send activation"],
+        [*forward, "loss"],
+    )
+    assert plain["backward"] == [
+        *("receive gradient", "load backward weights", "backward", "send gradient"),
+    ]
+    assert last["backward"] == ["load backward weights", "backward", "send gradient"]
+    found = words(MIDDLE, EVERY)
+    assert found["update"] == [
+        *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
+        *("divide gradients by the count", "check for non-finite numbers", "send norm"),
+        *("agree whether to update", "clip", "send weights to replicas", "update"),
+        *("average weights over replicas", "report to the caller"),
+    ]
+    assert found["forward"] == [
+        *("pull", "load forward weights", "receive activation", "send tied weights"),
+        *("receive tied weights", "forward", "send activation"),
+    ]
+    assert found["backward"] == [
+        *("load backward weights", "receive gradient", "load tied weights", "recompute"),
+        *("expect the gradients that are summed", "backward", "free tied weights"),
+        "send gradient",
+    ]
+    told = words(MIDDLE, EVERY._replace(tells_norm=False))
+    assert told["backward"][-2:] == ["check the gradient that goes back", "send gradient"]
+    assert "agree whether to update" not in told["update"]
+    assert "recompute" in found["backward of the input"]
+    assert "recompute" not in found["backward of the weights"]
+
+
+@pytest.mark.parametrize("field", Duties._fields)
+def test_each_duty_adds_its_own_instructions_and_moves_no_other(field):
+    plain, found = words(MIDDLE), words(MIDDLE, Duties(**{field: True}))
+    if field == "evaluates":
+        assert found["backward"] == [
+            "hear that the next stage is through",
+            "tell the previous stage that this one is through",
+        ]
+        assert found["forward"] == ["receive activation", "forward", "send activation"]
+        return
+    usual = {each for to in plain.values() for each in to}
+    added = {each for to in found.values() for each in to} - usual
+    assert bool(added) == (field != "blocks")
+    for kind, to in plain.items():
+        rest = [each for each in found[kind] if each not in added]
+        assert sorted(rest) == sorted(to) if field == "blocks" else rest == to

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from itertools import count
 
 import pytest
-from helpers.schedules import finite, named_windows
+from helpers.schedules import finite, runs, update
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -13,66 +14,152 @@ from spectrain_ext.schedule import Instruction, Kind, ScheduleError
 from spectrain_ext.simulation import streams, validate
 
 
-@some.composite
-def runs(draw):
-    name, windows = draw(named_windows(6))
-    return name, windows, draw(some.integers(1, 4)), draw(some.integers(0, 8))
-
-
-@given(runs())
+@given(runs(least=0))
 def test_what_the_generators_make_is_valid(run):
-    name, windows, microbatches, minibatches = run
-    endless = streams(name, windows, microbatches)
-    limits = windows if name == "1f1b-async" else None
-    found = validate(endless, minibatches=minibatches, microbatches=microbatches, windows=limits)
-    assert [count.updates for count in found] == [minibatches] * len(windows)
-    if minibatches:
-        assert validate(finite(name, windows, minibatches, microbatches)) == found
+    limits = run.windows if run.name == "1f1b-async" else None
+    sizes = {"minibatches": run.minibatches, "microbatches": run.microbatches}
+    found = validate(run.streams(), **sizes, windows=limits)
+    assert [count.updates for count in found] == [run.minibatches] * run.stages
+    if run.minibatches:
+        assert validate(run.finite()) == found
 
 
 @given(runs(), some.data())
-def test_an_action_that_is_missing_is_found(run, data):
-    name, windows, microbatches, minibatches = run
-    actions = finite(name, windows, minibatches + 1, microbatches)
-    k = data.draw(some.integers(0, len(windows) - 1))
+def test_an_action_that_is_missing_or_comes_twice_is_found(run, data):
+    actions = run.finite()
+    k = data.draw(some.integers(0, run.stages - 1))
     at = data.draw(some.integers(0, len(actions[k]) - 1))
-    del actions[k][at]
+    limits = {}
+    if data.draw(some.booleans()):
+        del actions[k][at]
+        limits = {"minibatches": run.minibatches, "microbatches": run.microbatches}
+    else:
+        actions[k].insert(data.draw(some.integers(0, len(actions[k]))), actions[k][at])
     with pytest.raises(ScheduleError):
-        validate(actions, minibatches=minibatches + 1, microbatches=microbatches)
-
-
-@given(runs(), some.data())
-def test_an_action_that_comes_twice_is_found(run, data):
-    name, windows, microbatches, minibatches = run
-    actions = finite(name, windows, minibatches + 1, microbatches)
-    k = data.draw(some.integers(0, len(windows) - 1))
-    at = data.draw(some.integers(0, len(actions[k]) - 1))
-    to = data.draw(some.integers(0, len(actions[k])))
-    actions[k].insert(to, actions[k][at])
-    with pytest.raises(ScheduleError):
-        validate(actions)
-
-
-def check(actions, *expected, **limits):
-    with pytest.raises(ScheduleError) as raised:
         validate(actions, **limits)
-    for text in expected:
-        assert text in str(raised.value)
-    return raised.value
 
 
-def test_a_missing_forward():
+def without(stage, minibatch):
+    """Two stages, of which one has no such minibatch."""
+    actions = finite("1f1b-async", [2, 1], 6)
+    actions[stage] = [a for a in actions[stage] if a.minibatch < minibatch]
+    return actions
+
+
+def reordered():
+    actions = finite("gpipe", [1, 1], 1, 2)
+    actions[1][:2] = reversed(actions[1][:2])
+    return actions
+
+
+TURN = [Instruction(Kind.BACKWARD, 2)]
+
+
+def backward_at(place):
+    """One stage of three minibatches, with another backward of the last one."""
+    (actions,) = finite("1f1b-async", [1], 3)
+    at = {"first": 0, "before": actions.index(update(2)), "last": len(actions)}[place]
+    return [actions[:at] + TURN + actions[at:]]
+
+
+def early_update():
+    (actions,) = finite("1f1b-async", [1], 3, 2)
+    actions.remove(update(0))
+    actions.insert(actions.index(Instruction(Kind.BACKWARD, 0, 1)), update(0))
+    return [actions]
+
+
+def swapped_update():
+    (actions,) = finite("1f1b-async", [1], 3, 2)
+    return [[update(1) if a == update(0) else a for a in actions]]
+
+
+BROKEN = [
+    (
+        *(lambda: without(0, 5), {}),
+        "stage 1, receive activation of minibatch 5.*stage 0 ends without sending it",
+    ),
+    (
+        *(lambda: without(1, 5), {}),
+        "stage 0, receive gradient of minibatch 5.*stage 1 ends without sending it",
+    ),
+    (
+        *(reordered, {}),
+        "stage 1, receive activation of minibatch 0, microbatch 1: "
+        "stage 0 sends minibatch 0, microbatch 0",
+    ),
+    (
+        *(lambda: streams("1f1b-async", [1, 2]), {"minibatches": 9}),
+        "stage 0, receive gradient of minibatch 0, microbatch 0: a deadlock: stage 1, which sends "
+        "it, waits at receive activation of minibatch 1, microbatch 0, which stage 0 sends later",
+    ),
+    # The stages after it wait as well: the error names the cause, not them.
+    (
+        *(lambda: streams("1f1b-async", [4, 4, 1, 2]), {"minibatches": 9}),
+        "stage 2, .*a deadlock",
+    ),
+    (
+        *(lambda: streams("1f1b-async", [3, 2]), {"minibatches": 9, "windows": [2, 2]}),
+        "stage 0, forward of minibatch 2, microbatch 0: the window allows 2",
+    ),
+    (
+        *(lambda: backward_at("first"), {}),
+        "stage 0, backward of minibatch 2.*expected its forward before it",
+    ),
+    (lambda: backward_at("before"), {}, "backward of minibatch 2.*found again"),
+    (lambda: backward_at("last"), {}, "found again: the minibatch has had its update"),
+    (
+        *(early_update, {}),
+        "stage 0, update of minibatch 0: expected backward of minibatch 0, microbatch 1",
+    ),
+    (
+        *(swapped_update, {}),
+        "stage 0, update of minibatch 1: expected update of minibatch 0 first",
+    ),
+    (
+        *(lambda: [finite("1f1b-async", [1], 3, 2)[0][:-1]], {}),
+        "stage 0, update of minibatch 2: missing at the end",
+    ),
+    (
+        *(lambda: finite("1f1b-async", [1], 3, 2), {"minibatches": 4}),
+        "update of minibatch 3: missing at the end",
+    ),
+    (
+        *(lambda: finite("gpipe", [1, 1], 3, 2), {"microbatches": 3}),
+        "expected forward of minibatch 0, microbatch 2 before it",
+    ),
+    (
+        *(lambda: finite("gpipe", [1, 1], 3, 2), {"microbatches": 1}),
+        "forward of minibatch 0, microbatch 1: expected microbatches 0 to 0 only",
+    ),
+    (
+        *(lambda: [(Instruction(Kind.FORWARD, i) for i in count())], {"minibatches": 2}),
+        "expected the update of minibatch 1 before it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "limits", "expected"), BROKEN)
+def test_what_is_broken_is_named(made, limits, expected):
+    with pytest.raises(ScheduleError, match=expected):
+        validate(made(), **limits)
+
+
+def test_with_one_minibatch_there_is_nothing_to_wait_for():
+    validate(streams("1f1b-async", [1, 2]), minibatches=1)
+
+
+def test_an_error_has_its_stage_and_instruction():
     actions = finite("1f1b-async", [3, 2, 1], 6)
     actions[1].remove(Instruction(Kind.FORWARD, 4))
-    error = check(
-        actions,
-        "stage 1, receive activation of minibatch 5, microbatch 0: stage 0 sends minibatch 4",
-    )
-    assert error.stage == 1
-    assert error.instruction == Instruction(Kind.RECEIVE_ACTIVATION, 5)
+    expected = "stage 1, receive activation of minibatch 5, microbatch 0: stage 0 sends minibatch 4"
+    with pytest.raises(ScheduleError, match=expected) as raised:
+        validate(actions)
+    error = raised.value
+    assert (error.stage, error.instruction) == (1, Instruction(Kind.RECEIVE_ACTIVATION, 5))
     copy = pickle.loads(pickle.dumps(error))
-    copied = str(copy), copy.instruction, copy.reason
-    assert copied == (str(error), error.instruction, error.reason)
+    copied = str(copy), copy.stage, copy.instruction, copy.reason
+    assert copied == (str(error), error.stage, error.instruction, error.reason)
 
 
 @pytest.mark.parametrize(
@@ -82,101 +169,19 @@ def test_what_is_no_computation_is_refused(kind):
     """Receives and sends follow from compute instructions and are not written by hand."""
     actions = finite("1f1b-async", [2, 1], 3)
     actions[1].insert(2, Instruction(kind, 0))
-    where = f"stage 1, {kind.value} of minibatch 0"
-    check(actions, where, "made of forwards, backwards and updates only, as forward(place, i, j)")
+    said = r"made of forwards, backwards and updates only, as forward\(place, i, j\)"
+    with pytest.raises(ScheduleError, match=rf"stage 1, {kind.value} of minibatch 0.*{said}"):
+        validate(actions)
 
 
-def test_a_microbatch_that_is_not_sent_on():
-    actions = finite("1f1b-async", [2, 1], 6)
-    actions[0] = [a for a in actions[0] if a.minibatch < 5]
-    check(actions, "stage 1, receive activation of minibatch 5", "stage 0 ends without sending it")
-
-
-def test_a_microbatch_that_is_not_received():
-    actions = finite("1f1b-async", [2, 1], 6)
-    actions[1] = [a for a in actions[1] if a.minibatch < 5]
-    check(actions, "stage 0, receive gradient of minibatch 5", "stage 1 ends without sending it")
-
-
-def test_another_order_at_the_other_end_of_an_edge():
-    actions = finite("gpipe", [1, 1], 1, 2)
-    actions[1][:2] = reversed(actions[1][:2])
-    check(
-        actions,
-        "stage 1, receive activation of minibatch 0, microbatch 1",
-        "stage 0 sends minibatch 0, microbatch 0",
-    )
-
-
-def test_a_deadlock_of_windows():
-    check(
-        streams("1f1b-async", [1, 2]),
-        "stage 0, receive gradient of minibatch 0, microbatch 0: a deadlock",
-        "stage 1, which sends it, waits at receive activation of minibatch 1, microbatch 0, which "
-        "stage 0 sends later",
-        minibatches=9,
-    )
-    # The stages after it wait as well: the error names the cause, not them.
-    error = check(streams("1f1b-async", [4, 4, 1, 2]), "a deadlock", minibatches=9)
-    assert error.stage == 2
-    # With one minibatch there is nothing to wait for.
-    validate(streams("1f1b-async", [1, 2]), minibatches=1)
-
-
-def test_a_window_that_is_exceeded():
-    check(
-        streams("1f1b-async", [3, 2]),
-        "stage 0, forward of minibatch 2, microbatch 0: the window allows 2",
-        minibatches=9,
-        windows=[2, 2],
-    )
-
-
-def test_backward_before_forward_and_twice():
-    actions = finite("1f1b-async", [1], 3)
-    turn = [Instruction(Kind.BACKWARD, 2)]
-    check([turn + actions[0]], "stage 0, backward of minibatch 2", "expected its forward before it")
-    at = actions[0].index(Instruction(Kind.UPDATE, 2))
-    check([actions[0][:at] + turn + actions[0][at:]], "backward of minibatch 2", "found again")
-    check([actions[0] + turn], "found again: the minibatch has had its update")
-
-
-def test_updates():
-    actions = finite("1f1b-async", [1], 3, 2)[0]
-    early = list(actions)
-    early.remove(Instruction(Kind.UPDATE, 0))
-    early.insert(early.index(Instruction(Kind.BACKWARD, 0, 1)), Instruction(Kind.UPDATE, 0))
-    check([early], "stage 0, update of minibatch 0: expected backward of minibatch 0, microbatch 1")
-    swapped = [a._replace(minibatch=1) if a == Instruction(Kind.UPDATE, 0) else a for a in actions]
-    check([swapped], "stage 0, update of minibatch 1: expected update of minibatch 0 first")
-    check([actions[:-1]], "stage 0, update of minibatch 2: missing at the end")
-    check([actions], "update of minibatch 3: missing at the end", minibatches=4)
-
-
-def test_the_number_of_microbatches():
-    actions = finite("gpipe", [1, 1], 3, 2)
-    check(actions, "expected forward of minibatch 0, microbatch 2 before it", microbatches=3)
-    check(
-        actions,
-        "forward of minibatch 0, microbatch 1: expected microbatches 0 to 0 only",
-        microbatches=1,
-    )
-
-
-def test_an_endless_stream_that_never_updates():
-    def idle():
-        i = 0
-        while True:
-            yield Instruction(Kind.FORWARD, i)
-            i += 1
-
-    check([idle()], "expected the update of minibatch 1 before it", minibatches=2)
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="windows: expected one per stage, 2, got 3"):
-        validate(streams("gpipe", [1, 1]), windows=[1, 1, 1], minibatches=1)
-    with pytest.raises(ValueError, match=r"windows\[1\]: expected at least 1 microbatch, got 0"):
-        streams("1f1b-async", [2, 0])
-    with pytest.raises(ValueError, match="microbatches: expected at least 1, got 0"):
-        streams("1f1b-async", [2, 1], 0)
+@pytest.mark.parametrize(
+    ("windows", "microbatches", "limits", "expected"),
+    [
+        ([1, 1], 1, [1, 1, 1], "windows: expected one per stage, 2, got 3"),
+        ([2, 0], 1, None, r"windows\[1\]: expected at least 1 microbatch, got 0"),
+        ([2, 1], 0, None, "microbatches: expected at least 1, got 0"),
+    ],
+)
+def test_arguments(windows, microbatches, limits, expected):
+    with pytest.raises(ValueError, match=expected):
+        validate(streams("gpipe", windows, microbatches), windows=limits, minibatches=1)

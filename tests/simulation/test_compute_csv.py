@@ -5,35 +5,22 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.schedules import finite, named_windows
+from helpers.schedules import classic, finite, runs
 from hypothesis import given
-from hypothesis import strategies as some
 
 from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.simulation import read_csv, streams, validate
 from spectrain_ext.simulation import write_csv as write
 
 
-@some.composite
-def runs(draw):
-    name, windows = draw(named_windows(5))
-    return name, windows, draw(some.integers(1, 6)), draw(some.integers(1, 4))
-
-
-@given(run=runs())
+@given(run=runs(5, most=6))
 def test_round_trip(run, tmp_path_factory):
-    name, windows, minibatches, microbatches = run
     path = tmp_path_factory.mktemp("csv") / "schedule.csv"
-    actions = finite(name, windows, minibatches, microbatches)
-    write(path, actions, microbatches=microbatches)
-    assert read_csv(path, microbatches=microbatches) == actions
+    sizes = {"microbatches": run.microbatches}
+    write(path, run.finite(), **sizes)
+    assert read_csv(path, **sizes) == run.finite()
     text = path.read_bytes()
-    write(
-        path,
-        streams(name, windows, microbatches),
-        microbatches=microbatches,
-        minibatches=minibatches,
-    )
+    write(path, run.streams(), **sizes, minibatches=run.minibatches)
     assert path.read_bytes() == text
 
 
@@ -82,7 +69,7 @@ def test_1f1b_as_torch_exports_it(n, tmp_path):
         for number in range(2 * n):
             cells[cells.index(f"{n - 1}F{number + 1}")] = f"{n - 1}F{number}"
         path.write_text("\n".join([*rows[:-1], ",".join(cells)]))
-    assert read_csv(path) == finite("1f1b", [n - k for k in range(n)], 1, 2 * n)
+    assert read_csv(path) == finite("1f1b", classic(n), 1, 2 * n)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -90,7 +77,7 @@ def test_torch_takes_ours(name, tmp_path):
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     n, m = 3, 5
     path = tmp_path / "schedule.csv"
-    write(path, streams(name, [n - k for k in range(n)], m), microbatches=m, minibatches=1)
+    write(path, streams(name, classic(n), m), microbatches=m, minibatches=1)
     loading = object.__new__(torch_schedules.PipelineScheduleMulti)
     loading.pipeline_order, loading._stages = {}, []
     loading.pp_group_size, loading._num_stages, loading._n_microbatches = n, n, m
@@ -102,19 +89,25 @@ def test_torch_takes_ours(name, tmp_path):
     ]
 
 
-def test_idle_cells_and_data_parallel_ones_are_left_out(tmp_path):
-    path = given_file(
-        tmp_path, "0UNSHARD,0F0,0WAIT_SEND_F0,,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n,1F0,1B0,,\n"
-    )
-    assert read_csv(path) == finite("gpipe", [1, 1], 1)
-
-
-def test_communication_is_left_out(tmp_path):
-    """Communication follows from the compute actions; the file's order belongs to its schedule."""
-    text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
-        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-    )
-    assert read_csv(given_file(tmp_path, text)) == finite("1f1b", [2, 1], 1, 2)
+@pytest.mark.parametrize(
+    ("text", "name", "windows", "microbatches"),
+    [
+        # idle cells, and those of data parallelism
+        (
+            "0UNSHARD,0F0,0WAIT_SEND_F0,,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n,1F0,1B0,,\n",
+            *("gpipe", [1, 1], 1),
+        ),
+        # Communication follows from the compute actions; its order belongs to the file's schedule.
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+            "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n",
+            *("1f1b", [2, 1], 2),
+        ),
+        ("", "1f1b", [], 1),
+    ],
+)
+def test_what_is_no_computation_is_left_out(tmp_path, text, name, windows, microbatches):
+    assert read_csv(given_file(tmp_path, text)) == finite(name, windows, 1, microbatches)
 
 
 def test_backwards_in_halves_are_exchanged_with_torch(tmp_path):
@@ -131,34 +124,41 @@ def test_backwards_in_halves_are_exchanged_with_torch(tmp_path):
     ]
 
 
-def test_schedules_that_cannot_be_run(tmp_path):
-    def check(text, expected):
-        with pytest.raises(ScheduleError) as raised:
-            read_csv(given_file(tmp_path, text))
-        assert expected in str(raised.value)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "stage 1, receive activation of minibatch 0"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "stage 0, receive gradient of minibatch 0"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", "stage 0, receive gradient of minibatch 0, microbatch 1"),
+        ("0B0,0F0\n", "backward of minibatch 0, microbatch 0: expected its forward"),
+        ("0F0,0W0,0I0\n", "backward of the weights of minibatch 0, microbatch 0: expected"),
+        ("0F0,0I0,0I0,0W0\n", "backward of the input of minibatch 0, microbatch 0: expected"),
+        ("0F0,0I0,0B0\n", "backward of minibatch 0, microbatch 0: expected backward of the w"),
+        ("0F0,0F0,0B0\n", "stage 0, forward of minibatch 0, microbatch 0: expected once"),
+    ],
+)
+def test_schedules_that_cannot_be_run(tmp_path, text, expected):
+    with pytest.raises(ScheduleError, match=expected):
+        read_csv(given_file(tmp_path, text))
 
-    check("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "stage 1, receive activation of minibatch 0")
-    check("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "stage 0, receive gradient of minibatch 0")
-    check("0F0,0F1,0B0,0B1\n1F0,1B0\n", "stage 0, receive gradient of minibatch 0, microbatch 1")
-    check("0B0,0F0\n", "stage 0, backward of minibatch 0, microbatch 0: expected its forward")
-    check("0F0,0W0,0I0\n", "backward of the weights of minibatch 0, microbatch 0: expected")
-    check("0F0,0I0,0I0,0W0\n", "backward of the input of minibatch 0, microbatch 0: expected")
-    check("0F0,0I0,0B0\n", "backward of minibatch 0, microbatch 0: expected backward of the w")
-    check("0F0,0F0,0B0\n", "stage 0, forward of minibatch 0, microbatch 0: expected once")
+
+@pytest.mark.parametrize(
+    ("text", "microbatches", "expected"),
+    [
+        ("0F0,0X1\n", None, "row 0, column 1: expected a forward or a backward, got '0X1'"),
+        ("0F0,0B\n", None, "row 0, column 1: expected a forward or a backward, got '0B'"),
+        ("0F0,hello\n", None, "row 0, column 1: expected a cell like 0F0, got 'hello'"),
+        ("0F0,2F0\n1F0\n", None, "row 0, column 1: expected stage 0 only, as in 0F0, got '2F0'"),
+        ("0F0,0B0\n", 0, "microbatches: expected at least 1, got 0"),
+    ],
+)
+def test_files_that_are_not_understood(tmp_path, text, microbatches, expected):
+    with pytest.raises(ValueError, match=expected):
+        read_csv(given_file(tmp_path, text), microbatches=microbatches)
 
 
-def test_files_that_are_not_understood(tmp_path):
-    def check(text, expected, **arguments):
-        with pytest.raises(ValueError, match=expected):
-            read_csv(given_file(tmp_path, text), **arguments)
-
-    check("0F0,0X1\n", "row 0, column 1: expected a forward or a backward, got '0X1'")
-    check("0F0,0B\n", "row 0, column 1: expected a forward or a backward, got '0B'")
-    check("0F0,hello\n", "row 0, column 1: expected a cell like 0F0, got 'hello'")
-    check("0F0,2F0\n1F0\n", "row 0, column 1: expected stage 0 only, as in 0F0, got '2F0'")
-    check("0F0,0B0\n", "microbatches: expected at least 1, got 0", microbatches=0)
-    assert read_csv(given_file(tmp_path, "")) == []
-    path = given_file(tmp_path, "")
+def test_another_encoding_is_an_error(tmp_path):
+    path = tmp_path / "schedule.csv"
     path.write_text("0F0,0B0\n", encoding="utf-16")
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: expected text in UTF-8: "):
         read_csv(path)

@@ -1,4 +1,4 @@
-"""Tests VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
+"""Tests VGG, ResNet and Inception-v4: the published architectures, at any width."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,6 +11,8 @@ from studies.models.vision import inception_v4, resnet, vgg
 
 Build = Callable[..., list[nn.Module]]
 
+LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
+
 # parameters of torchvision's models with 1,000 classes, from its documentation
 SIZES = {
     ("vgg", 16): 138_365_992,
@@ -21,8 +23,6 @@ SIZES = {
     ("resnet", 101): 44_549_160,
     ("resnet", 152): 60_192_808,
 }
-
-
 # without the 7x7 convolution of the stem, and without 48 of 49 positions before the head
 SMALLER = {"vgg": 48 * 512 * 4096, "resnet": 64 * 3 * (7 * 7 - 3 * 3)}
 
@@ -61,59 +61,6 @@ def test_torchvisions_weights_give_torchvisions_outputs(name: str, depth: int, s
         torch.testing.assert_close(ours(images), theirs(images))
 
 
-_LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
-SMALL = [
-    pytest.param(vgg, 11, {"depth": 11, "width": 4}, id="vgg"),
-    pytest.param(resnet, 10, {"width": 4}, id="resnet"),
-    pytest.param(resnet, 18, {"depth": 50, "width": 2}, id="bottleneck"),
-    pytest.param(inception_v4, 21, {"width": 1}, id="inception", marks=_LIBRARY),
-]
-
-
-@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
-def test_every_cut_computes_the_same(
-    build: Build, layers: int, arguments: dict[str, object]
-) -> None:
-    images = torch.randn(2, 3, 32, 32)
-    whole = nn.Sequential(*build(1, **arguments, seed=3)).eval()
-    with torch.no_grad():
-        expected = whole(images)
-    assert expected.shape == (2, 10)
-    for stages in (2, 3, layers):
-        cut = build(stages, **arguments, seed=3)
-        assert len(cut) == stages
-        assert all(any(True for _ in stage.parameters()) for stage in cut)
-        with torch.no_grad():
-            assert torch.equal(nn.Sequential(*cut).eval()(images), expected)
-    with pytest.raises(ValueError, match=f"between 1 and the {layers} layers, got {layers + 1}"):
-        build(layers + 1, **arguments)
-
-
-@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
-def test_the_seed_decides_and_the_global_state_does_not(
-    build: Build, layers: int, arguments: dict[str, object]
-) -> None:
-    def weights(seed: int) -> torch.Tensor:
-        model = nn.Sequential(*build(2, **arguments, seed=seed))
-        return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-    state = torch.random.get_rng_state()
-    first = weights(5)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    torch.manual_seed(9)
-    assert torch.equal(weights(5), first)
-    assert not torch.equal(weights(6), first)
-
-
-@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
-def test_every_parameter_gets_a_gradient(
-    build: Build, layers: int, arguments: dict[str, object]
-) -> None:
-    model = nn.Sequential(*build(4, **arguments))
-    model(torch.randn(4, 3, 32, 32)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
 @pytest.mark.parametrize("width", [4, 16])
 def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int) -> None:
     """A standard deviation of 0.01 would leave almost nothing of a narrow model's signal."""
@@ -125,17 +72,13 @@ def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int) -> None:
     assert head(features).std().item() == pytest.approx(gain, rel=0.5)
 
 
-def test_small_images_keep_their_resolution() -> None:
-    images = torch.randn(1, 3, 32, 32)
-    assert resnet(10, width=4)[0](images).shape == (1, 4, 32, 32)
-
-
-def test_small_images_have_the_papers_depths() -> None:
+def test_small_images_keep_their_resolution_and_have_the_papers_depths() -> None:
     """For CIFAR-10: 6n + 2 layers, 0.27 million parameters at 20, 1.7 million at 110."""
     for depth, blocks, millions in ((8, 3, 0.08), (20, 9, 0.27), (110, 54, 1.73)):
         stages = resnet(blocks + 2, depth=depth, width=16)
         count = sum(p.numel() for stage in stages for p in stage.parameters())
         assert count / 1e6 == pytest.approx(millions, abs=0.005)
+    assert stages[0](torch.randn(1, 3, 32, 32)).shape == (1, 16, 32, 32)
     with pytest.raises(ValueError, match=r"or 6n \+ 2, got 21"):
         resnet(2, depth=21)
 
@@ -146,7 +89,7 @@ def test_another_depth_is_an_error(build: Build) -> None:
         build(2, depth=17)
 
 
-@_LIBRARY
+@LIBRARY
 def test_width_32_of_inception_is_the_librarys_own() -> None:
     from pytorchcv.models.inceptionv4 import inceptionv4
 
@@ -166,7 +109,7 @@ def test_width_32_of_inception_is_the_librarys_own() -> None:
         torch.testing.assert_close(ours(images), theirs(images))
 
 
-@_LIBRARY
+@LIBRARY
 def test_all_of_inception_is_narrowed_alike() -> None:
     full = [p.shape for m in inception_v4(4, width=32) for p in m.parameters() if p.dim() == 4]
     narrow = [p.shape for m in inception_v4(4, width=4) for p in m.parameters() if p.dim() == 4]

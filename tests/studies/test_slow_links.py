@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from helpers.cli_programs import called, text_of
 
 from studies import slow_links, study
 from studies.__main__ import main
@@ -28,14 +28,11 @@ def _train(cell: Cell, lr: float, seed: int, make: object) -> Curve:
     return Curve(tuple(points), 1.0)
 
 
-@pytest.fixture
-def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reaches_the_loss_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "train", _train)
     monkeypatch.setattr(study, "maker_in", lambda settings, folder: None)
-
-
-@pytest.mark.usefixtures("_fake")
-def test_what_reaches_the_loss_first(tmp_path: Path) -> None:
+    shown = {"1f1b": (8, 64), "zb-h1": (8,), "pipedream-2bw": (8,), "auto": (8, 32)}
+    monkeypatch.setattr(slow_links, "SHOWN", {**shown, "vanilla": (8,)})
     data = tmp_path / "text.txt"
     data.write_text("text")
     found: dict[Way, float] = {}
@@ -72,26 +69,27 @@ def test_bytes_of_a_token_at_the_benchmarks_sizes() -> None:
     assert Way("muon", "sync", 1, "bfloat16", 10).token_bytes == 322
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "token_bytes", "seconds"), [(64, 2048, 100.475), (32, 322, 19.889)]
-)
-def test_seconds_per_step_are_near_those_that_were_published(
-    microbatches: int, token_bytes: int, seconds: float
-) -> None:
+def test_seconds_per_step_are_near_those_that_were_published() -> None:
     """Of 1F1B: the two records of PluralisResearch/ProtocolNanoGPT, commit 0551bc3."""
-    found = seconds_per_step("1f1b", microbatches, token_bytes)
-    assert found == pytest.approx(seconds, rel=0.05)
+    for microbatches, token_bytes, seconds in ((64, 2048, 100.475), (32, 322, 19.889)):
+        found = seconds_per_step("1f1b", microbatches, token_bytes)
+        assert found == pytest.approx(seconds, rel=0.05)
 
 
-def test_wrong_data_is_an_error_of_the_command(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    for options, said in (
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ((), "'--data-dir': --data text is read from files"),
-        (("--data-dir", tmp_path / "empty.txt"), "its 0 characters are too few"),
-        (("--data-dir", tmp_path / "none"), "none"),
-    ):
-        asked = ["slow-links", "--out", tmp_path / "out", *options]
-        refused = CliRunner().invoke(main, [*map(str, asked)])
-        assert isinstance(refused.exception, SystemExit) and refused.exit_code in (1, 2)
-        assert said in " ".join(refused.output.split())
-    assert not (tmp_path / "out").exists()
+        (("--data-dir", "empty.txt"), "its 0 characters are too few"),
+        (("--data-dir", "none"), "none"),
+    ],
+)
+def test_wrong_data_is_an_error_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    refused = called(main, "slow-links", "--out", "out", *options)
+    assert isinstance(refused.exception, SystemExit) and refused.exit_code in (1, 2)
+    assert said in text_of(refused)
+    assert not Path("out").exists()

@@ -1,4 +1,4 @@
-"""Tests simulated times of methods: closed forms for equal stages, and real stages."""
+"""Tests simulated times of methods: closed forms, real stages, timelines on one axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from spectrain_ext.method import find_method
 from studies import times
 from studies.builtin import maker_of
 from studies.settings import settle
-from studies.times import Work, measured_work, minibatch_time, relative_times
+from studies.times import (
+    Work,
+    draw_methods_together,
+    measured_work,
+    minibatch_time,
+    relative_times,
+)
 
 pytest.importorskip("sklearn")
 
@@ -62,3 +68,15 @@ def test_stages_are_measured(tmp_path):
     assert len(work.forward) == len(work.backward) == 3
     assert all(0 < seconds < 1 for seconds in (*work.forward, *work.backward))
     assert work.slowest < sum(work.forward) + sum(work.backward)
+
+
+def test_methods_are_drawn_together(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "t.svg"
+    methods = [(find_method("sync"), "#000000"), (find_method("auto"), "#009E73")]
+    draw_methods_together(picture, methods, 4)
+    text = picture.read_text()
+    # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
+    for said in ("sync", "auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
+        assert said in text, said
+    assert "#009e73" in text.lower()

@@ -1,7 +1,7 @@
-"""Tests workloads: models cut for every method, optimizers, learning rates, methods."""
+"""Tests workloads: presets, models cut for every method, optimizers, learning rates, methods."""
 
-import dataclasses
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,125 +31,70 @@ from studies.settings import (
 )
 from studies.workload import mean_loss
 
-SETTINGS = TrainSettings(
-    data="digits",
-    data_dir=None,
-    model="residual-mlp",
-    methods=DEFAULT_METHODS,
-    seeds=(0,),
-    stages=4,
-    devices=("cpu",) * 4,
-    epochs=1,
-    batch_size=8,
-    microbatches=1,
-    clip_norm=None,
-    width=8,
-    depth=None,
-    context=8,
-    train_samples=None,
-    test_samples=None,
-    augment=False,
-    optimizer="sgd",
-    lr=0.1,
-    momentum=0.75,
-    weight_decay=0.01,
-    nesterov=False,
-    lr_schedule="constant",
-    warmup=0,
-    threads=1,
+SIZES = {"stages": 4, "width": 8, "lr": 0.1, "momentum": 0.75, "weight_decay": 0.01}
+SETTINGS = replace(settle({"methods": ["sync"], **SIZES}), context=8, microbatches=1)
+
+
+def settings_with(**changes: Any) -> TrainSettings:
+    return replace(SETTINGS, **changes)
+
+
+def split_of(data: str) -> Split:
+    inputs, targets = {
+        "digits": (torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64)),
+        "cifar10": (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)),
+        "text": (torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)),
+    }[data]
+    return Split("name", "features", inputs, targets, inputs, targets, classes=10)
+
+
+LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        pytest.param(data, model, id=f"{data}-{model}", marks=[LIBRARY] * (model == "inception-v4"))
+        for data in DATA_SETS
+        for model in models_for(data)
+    ],
 )
-
-
-def _with(**changes: Any) -> TrainSettings:
-    return dataclasses.replace(SETTINGS, **changes)
-
-
-def _split(kind: Any) -> Split:
-    inputs = {
-        "features": torch.zeros(2, 64),
-        "images": torch.zeros(2, 3, 32, 32, dtype=torch.uint8),
-        "text": torch.zeros(2, 8, dtype=torch.int64),
-    }[kind]
-    targets = inputs if kind == "text" else torch.zeros(2, dtype=torch.int64)
-    return Split("name", kind, inputs, targets, inputs, targets, classes=10)
-
-
-def _sizes(data: str) -> tuple[int, int]:
-    split = _split(KINDS[data])
-    return split.features, split.classes
-
-
-KINDS = {"digits": "features", "cifar10": "images", "text": "text"}
-_LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
-PAIRS = [
-    pytest.param(data, model, id=f"{data}-{model}", marks=[_LIBRARY] * (model == "inception-v4"))
-    for data in DATA_SETS
-    for model in models_for(data)
-]
-
-
-# Presets
-
-
-@pytest.mark.parametrize(("data", "model"), PAIRS)
-def test_every_pair_has_sizes_that_make_a_model(data: str, model: str) -> None:
+def test_presets_make_a_model_whose_weights_do_not_depend_on_the_cut(data: str, model: str) -> None:
+    assert DEFAULT_MODEL[data] in models_for(data)
+    split = split_of(data)
+    sizes = split.features, split.classes
     for quick in (False, True):
         found = preset(data, model, quick=quick)
-        settings = _with(
-            **{"data": data, "model": model, "stages": 8, "context": found.get("context", 1)},
-            # any width makes an MLP or a convolution
-            **{"width": found["width"] if data == "text" else 4, "depth": found.get("depth")},
-        )
-        stages = build_stages(settings, 8, 0, *_sizes(data))
-        assert len(stages) == 8
         usual = {"gpt": "adamw", "speedrun": "muon", "inception-v4": "adam" if quick else "sgd"}
         assert found["optimizer"] == usual.get(model, "sgd")
         assert found["seeds"] == 1 if quick else found["seeds"] > 1
         assert ("context" in found) == (data == "text")
-    assert DEFAULT_MODEL[data] in models_for(data)
-
-
-# Models
-
-
-@pytest.mark.parametrize(("data", "model"), PAIRS)
-def test_the_weights_do_not_depend_on_the_cut(data: str, model: str) -> None:
-    settings = _with(data=data, model=model, stages=5)
-
-    def weights(stages: int) -> torch.Tensor:
-        cut = build_stages(settings, stages, 3, *_sizes(data))
-        assert len(cut) == stages
-        return nn.utils.parameters_to_vector(nn.Sequential(*cut).parameters()).detach()
-
-    whole = weights(1)
-    assert torch.equal(weights(5), whole)
-    assert torch.equal(weights(2), whole)
-    split = _split(KINDS[data])
-    outputs = nn.Sequential(*build_stages(settings, 2, 0, *_sizes(data))).eval()(
-        split.train_inputs if data == "text" else split.train_inputs.float()
-    )
+        settings = settings_with(
+            **{"data": data, "model": model, "stages": 8, "context": found.get("context", 1)},
+            # any width makes an MLP or a convolution
+            **{"width": found["width"] if data == "text" else 4, "depth": found.get("depth")},
+        )
+        assert len(build_stages(settings, 8, 0, *sizes)) == 8
+    settings = settings_with(data=data, model=model, stages=5)
+    cuts = [nn.Sequential(*build_stages(settings, stages, 3, *sizes)) for stages in (1, 2, 5)]
+    whole, *others = [nn.utils.parameters_to_vector(cut.parameters()) for cut in cuts]
+    assert all(torch.equal(other, whole) for other in others)
+    outputs = cuts[1].eval()(split.train_inputs)
     assert outputs.shape == (*split.train_targets.shape, 10)
     assert mean_loss(outputs, split.train_targets).dim() == 0
 
 
 def test_more_than_eight_stages_make_the_mlp_deeper_for_every_method() -> None:
-    settings = _with(stages=11)
-    deep = build_stages(settings, 11, 0, *_sizes("digits"))
-    uncut = build_stages(settings, 1, 0, *_sizes("digits"))
-    assert len(list(nn.Sequential(*uncut).parameters())) == len(
-        list(nn.Sequential(*deep).parameters())
-    )
+    deep, uncut = (build_stages(settings_with(stages=11), n, 0, 64, 10) for n in (11, 1))
+    assert len(nn.Sequential(*deep).state_dict()) == len(uncut[0].state_dict())
 
 
 def test_mean_loss_is_per_target() -> None:
     logits, targets = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
-    expected = (
-        -sum(logits[b, t].log_softmax(0)[targets[b, t]] for b in range(3) for t in range(5)) / 15
-    )
-    torch.testing.assert_close(mean_loss(logits, targets), expected)
+    each = [-logits[b, t].log_softmax(0)[targets[b, t]] for b in range(3) for t in range(5)]
+    torch.testing.assert_close(mean_loss(logits, targets), torch.stack(each).mean())
     torch.testing.assert_close(
-        mean_loss(logits[:, 0], targets[:, 0]),
-        nn.functional.cross_entropy(logits[:, 0], targets[:, 0]),
+        mean_loss(logits[:, 0], targets[:, 0]), torch.stack(each[::5]).mean()
     )
 
 
@@ -157,61 +102,28 @@ def test_mean_loss_is_per_target() -> None:
 
 
 def test_settings_reach_the_optimizer() -> None:
-    parameters = [nn.Parameter(torch.zeros(2))]
-    sgd = make_optimizer(_with(nesterov=True), find_method("vanilla"), parameters)
-    assert isinstance(sgd, st.optim.SGD)
-    wanted = {"lr": 0.1, "momentum": 0.75, "weight_decay": 0.01, "nesterov": True}
-    assert {key: sgd.param_groups[0][key] for key in wanted} == wanted
     kinds = {"adam": st.optim.Adam, "adamw": st.optim.AdamW, "nadam": st.optim.NAdam}
-    for name, kind in kinds.items():
-        adam = make_optimizer(_with(optimizer=name), find_method("vanilla"), parameters)
-        assert type(adam) is kind
-        assert adam.param_groups[0]["lr"] == 0.1
-        assert adam.param_groups[0]["weight_decay"] == 0.01
-
-
-def test_averaged_momentum_makes_the_updates_of_summed_momentum() -> None:
-    paths = []
-    for name in ("spectrain", "spectrain-smoothed"):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        optimizer = make_optimizer(_with(), find_method(name), [weight])
-        assert optimizer.param_groups[0].get("smoothed", False) == (name == "spectrain-smoothed")
-        for _ in range(5):
-            weight.grad = torch.randn(3, dtype=torch.float64)
-            optimizer.step()
-        paths.append(weight.detach())
-    torch.testing.assert_close(paths[0], paths[1])
+    wanted = {"lr": 0.1, "weight_decay": 0.01}
+    for name, kind in {"sgd": st.optim.SGD, **kinds}.items():
+        settings = settings_with(optimizer=name, nesterov=True)
+        made = make_optimizer(settings, find_method("vanilla"), [nn.Parameter(torch.zeros(2))])
+        assert type(made) is kind
+        more = {"momentum": 0.75, "nesterov": True} if name == "sgd" else {}
+        expected = {**wanted, **more}
+        assert {key: made.param_groups[0][key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("cosine", 0), ("cosine", 4)])
 def test_the_learning_rate_rises_then_stays_or_falls(schedule: str, warmup: int) -> None:
-    settings = _with(lr_schedule=schedule, warmup=warmup)
-    make = make_scheduler(settings, updates=20)
-    assert make is not None
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = make_optimizer(settings, find_method("vanilla"), [parameter])
-    scheduler = make(optimizer)
-    rates = []
-    for _ in range(21):
-        rates.append(optimizer.param_groups[0]["lr"] / settings.lr)
-        parameter.grad = torch.ones(1)
-        optimizer.step()
-        scheduler.step()
-    assert rates[:warmup] == pytest.approx([(n + 1) / (warmup + 1) for n in range(warmup)])
-    assert rates[warmup] == pytest.approx(1.0)
-    if schedule == "constant":
-        assert rates[warmup:] == pytest.approx([1.0] * len(rates[warmup:]))
-    else:
-        middle = (20 + warmup) // 2
-        assert rates[middle] == pytest.approx(0.5)
-        assert rates[middle - 3] == pytest.approx(0.5 + 0.5 * math.sin(math.pi * 3 / (20 - warmup)))
-        assert rates[20] == pytest.approx(0.0, abs=1e-9)
-        assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-
-
-def test_a_constant_rate_needs_no_scheduler() -> None:
     assert make_scheduler(SETTINGS, updates=5) is None
+    make = make_scheduler(settings_with(lr_schedule=schedule, warmup=warmup), updates=20)
+    assert make is not None
+    (factor,) = make(st.optim.SGD([torch.zeros(1)], 0.1)).lr_lambdas
+    rates = [factor(update) for update in range(21)]
+    assert rates[:warmup] == pytest.approx([(n + 1) / (warmup + 1) for n in range(warmup)])
+    falling = [0.5 + 0.5 * math.cos(math.pi * n / (20 - warmup)) for n in range(21 - warmup)]
+    stays = schedule == "constant"
+    assert rates[warmup:] == pytest.approx([1.0] * len(falling) if stays else falling)
 
 
 # Methods
@@ -229,30 +141,34 @@ def test_a_comparison_is_settled_without_a_command_line() -> None:
     assert (settings.seeds, settings.methods, settings.lr) == ((0, 1), ("sync",), 0.3)
     assert (settings.model, settings.stages, settings.epochs) == ("residual-mlp", 8, 1)
     assert settle({}).methods == DEFAULT_METHODS
-    with pytest.raises(OptionError, match="varies images, and --data digits has none") as caught:
-        settle({"augment": True})
-    assert caught.value.option == "augment"
     images = {"data": "cifar10", "data_dir": Path(), "model": "inception-v4"}
     assert settle(images).width == 32
-    with pytest.raises(OptionError, match="has the one that it has") as caught:
-        settle({**images, "depth": 3})
-    assert caught.value.option == "depth"
+    for asked, option, said in (
+        ({"augment": True}, "augment", "varies images, and --data digits has none"),
+        ({**images, "depth": 3}, "depth", "has the one that it has"),
+    ):
+        with pytest.raises(OptionError, match=said) as caught:
+            settle(asked)
+        assert caught.value.option == option
 
 
-def test_microbatches_that_methods_have() -> None:
-    settings = _with(microbatches="auto")
+def test_stages_and_microbatches_that_methods_have() -> None:
+    settings = settings_with(microbatches="auto")
     usual = {name: microbatches_in(find_method(name), settings) for name in methods()}
     assert {name for name, parts in usual.items() if parts == 4} == {
         *("auto", "gpipe", "1f1b", "pipedream-2bw", "error-feedback", "zb-h1", "zb-h1-async"),
         *("interleaved", "interleaved-async"),
     }
     assert {name for name, parts in usual.items() if parts == 2} == {"wpipe"}
-    assert set(usual.values()) == {1, 2, 4}
-    assert microbatches_in(find_method("vanilla"), _with(microbatches=3)) == 3
+    assert microbatches_in(find_method("vanilla"), settings_with(microbatches=3)) == 3
+    # of the uncut model on one device
+    assert [stages_of(find_method(name), SETTINGS) for name in ("xgrad", "spectrain")] == [1, 4]
+    kept, left_out = fitting(settings_with(methods=("xgrad", "vanilla")), leave_out=False)
+    assert (kept.methods, left_out) == (("xgrad", "vanilla"), {})
 
 
 def test_what_does_not_fit_is_named_or_left_out() -> None:
-    settings = _with(methods=("sync", "pipedream-2bw", "spectrain"), momentum=0.0, microbatches=1)
+    settings = settings_with(methods=("sync", "pipedream-2bw", "spectrain"), momentum=0.0)
     kept, left_out = fitting(settings, leave_out=True)
     assert kept.methods == ("sync",)
     assert list(left_out) == ["pipedream-2bw", "spectrain"]
@@ -261,27 +177,17 @@ def test_what_does_not_fit_is_named_or_left_out() -> None:
     with pytest.raises(ValueError, match=r"^method pipedream-2bw: .*microbatches"):
         fitting(settings, leave_out=False)
     with pytest.raises(ValueError, match=r"^method spectrain: .*momentum"):
-        fitting(_with(methods=("spectrain",), momentum=0.0), leave_out=True)
-
-
-def test_a_method_for_one_device_trains_the_uncut_model() -> None:
-    assert stages_of(find_method("xgrad"), SETTINGS) == 1
-    assert stages_of(find_method("spectrain"), SETTINGS) == 4
-    kept, left_out = fitting(_with(methods=("xgrad", "vanilla")), leave_out=False)
-    assert kept.methods == ("xgrad", "vanilla")
-    assert not left_out
+        fitting(settings_with(methods=("spectrain",), momentum=0.0), leave_out=True)
 
 
 def test_settings_reach_the_pipeline() -> None:
     """Observed from outside: a maximum norm of almost 0 keeps the weights constant."""
     moved = []
     for clip_norm in (None, 1e-12):
-        torch.manual_seed(0)
-        settings = _with(clip_norm=clip_norm, weight_decay=0.0, microbatches=2)
-        layer = nn.Linear(3, 5)
+        settings = settings_with(clip_norm=clip_norm, weight_decay=0.0, microbatches=2)
+        layer, method = nn.Linear(3, 5), find_method("vanilla")
         before = layer.weight.detach().clone()
-        method = find_method("vanilla")
-        workload = builtin(_split("features"), settings, method, 1, 0)
+        workload = builtin(split_of("digits"), settings, method, 1, 0)
         pipe = build_pipeline(settings, method, workload, [layer])
         list(pipe.run([(torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))]))
         pipe.release()

@@ -1,143 +1,247 @@
-"""Tests weight versions kept and buffers needed by a schedule, without any memory."""
+"""Tests a stage's weights: their memory, the version each forward and backward gets, its cost."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import Counter
+from functools import partial
+from itertools import pairwise
 
 import pytest
+import torch
+from helpers.pipeline_cases import (  # noqa: F401
+    Compared,
+    batches,
+    float64,
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
-from spectrain_ext.method import find_method, places_of, rules_at
-from spectrain_ext.schedule import Entries, Place, count_stage, find_generator
-from spectrain_ext.weights.storage import Content
-from spectrain_ext.weights.versions import Versions
+import spectrain_ext as st
 
-
-def counts(name, n, m=1, window=None, master=False):
-    """Return the rules of every stage, and their values in a long run."""
-    method = find_method(name)
-    places = places_of(method, n, m, window)
-    all_rules = [rules_at(method, place) for place in places]
-    return [
-        (rules, count_stage(method.schedule, places[0], place, rules, master))
-        for place, rules in zip(places, all_rules, strict=True)
-    ]
-
-
-def kept(*args, master=False, **more):
-    """Return the buffers apart from the working one, the master, and the previous version."""
-    return [
-        count.versions - 1 - (master or rules.predicts) - rules.keeps_before
-        for rules, count in counts(*args, master=master, **more)
-    ]
+ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 
 
-@pytest.mark.parametrize("name", ["sync", "vanilla", "spectrain", "spectrain-local", "pipeoptim"])
-def test_methods_that_keep_nothing(name):
-    assert kept(name, 4) == [0, 0, 0, 0]
+class Layouts(nn.Module):
+    """Adds the sum of parameters of many layouts and two dtypes."""
+
+    def __init__(self, last):
+        super().__init__()
+        made = [
+            torch.randn(3, 5),
+            torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+            torch.randn(7, 2).t(),
+            torch.randn(4, dtype=torch.bfloat16),
+            torch.randn(()),
+            torch.randn(0, 3),
+            torch.randn(5, dtype=torch.bfloat16),
+            last,
+        ]
+        self.each = nn.ParameterList(nn.Parameter(p) for p in made)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x):
+        return x + sum(p.sum() for p in self.each).to(x.dtype) + self.frozen.sum()
 
 
-def test_stashes():
-    """The working buffer holds one of N-k versions in flight."""
-    assert kept("pipedream", 4) == [3, 2, 1, 0]
-    assert kept("pipedream", 4, window="wide") == [6, 4, 2, 0]
-    assert kept("spectrain-stash", 4) == [3, 2, 1, 0]
-    assert kept("pipedream", 4, m=4) == [1, 1, 1, 0]
+def storages(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def test_two_versions_of_2bw():
-    assert kept("pipedream-2bw", 4, m=4) == [1, 1, 1, 1]
-    assert kept("pipedream-2bw", 2, m=6) == [1, 1]
+def test_parameters_are_views_of_flat_buffers_until_their_release():
+    module = Layouts(torch.randn(4, 6)[:, ::2])
+    params, pointer = list(module.each), module.frozen.data_ptr()
+    before = [(p.detach().clone(), p.stride()) for p in params]
+    pipe = st.Pipeline([module], sgd(), mse, "vanilla", master_dtype=torch.float32)
+    assert len(storages(params)) == 2  # one for each dtype
+    masters = pipe.masters()
+    assert len(masters) == 2 and {master.dtype for master in masters.values()} == {torch.float32}
+    ranges = []
+    for p, (value, stride) in zip(params, before, strict=True):
+        assert torch.equal(p, value) and p.is_leaf
+        assert p.stride() == (stride if p is not params[-1] else (3, 1))  # it was not dense
+        if p.numel():
+            assert p.data_ptr() % ALIGNMENT == 0
+            ranges.append((p.data_ptr(), p.data_ptr() + p.nbytes))
+    assert all(a[1] <= b[0] for a, b in pairwise(sorted(ranges)))
+    losses(pipe, batches(1))
+    state = [pipe.optimizers[0].state[p]["momentum_buffer"] for p in params]
+    assert len(storages(state)) == 2
+    after = [p.detach().clone() for p in params]
+    pipe.release()
+    assert pipe.weight_version_bytes == 0
+    assert module.frozen.data_ptr() == pointer
+    for p, value, (old, _) in zip(params, after, before, strict=True):
+        assert torch.equal(p, value) and p.untyped_storage().nbytes() == p.nbytes
+        assert not p.numel() or not torch.equal(p, old)
 
 
-def test_vertical_sync_costs_every_stage_as_much_as_the_first():
-    assert kept("pipedream-vertical-sync", 4) == [3, 3, 3, 3]
+class Notes(nn.Linear):
+    """Notes its weights in every forward and every backward."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.forwards, self.backwards = [], []
+
+    def forward(self, x):
+        self.forwards.append(self.weight.detach().clone())
+        out = super().forward(x)
+        out.register_hook(lambda _: self.backwards.append(self.weight.detach().clone()))
+        return out
 
 
-def test_xpipe_keeps_the_weights_of_its_minibatch():
-    assert kept("xpipe", 4, m=4) == [1, 1, 1, 0]
-    assert kept("xpipe", 4) == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("pipedream", {}),
+        ("pipedream", {"window": "wide"}),
+        ("pipedream", {"microbatches": 2}),
+        ("pipedream-vertical-sync", {}),
+        ("pipedream-2bw", {"microbatches": 3}),
+        ("spectrain-stash", {}),
+    ],
+)
+def test_a_stashed_version_comes_back_bit_for_bit(method, more):
+    stages = [Notes() for _ in range(3)]
+    losses(st.Pipeline(stages, sgd(), mse, method, **{"microbatches": 1, **more}), batches(12))
+    for stage in stages:
+        assert all(map(torch.equal, stage.forwards, stage.backwards))
+        assert not torch.equal(stage.forwards[-1], stage.forwards[-2 * more.get("microbatches", 1)])
 
 
-def test_a_master_of_another_dtype_makes_the_newest_version_a_copy_as_well():
-    assert kept("pipedream", 3, master=True) == [2, 1, 0]
-    assert kept("pipedream-2bw", 3, m=3, master=True) == [1, 1, 0]
+def test_a_minibatch_keeps_the_weights_of_its_first_forward():
+    """Under xpipe an update comes between the forwards of one minibatch."""
+    stages = [Notes() for _ in range(4)]
+    losses(st.Pipeline(stages, sgd(), mse, "xpipe", microbatches=2), batches(12, size=4))
+    for stage in stages:
+        firsts, seconds = stage.forwards[::2], stage.forwards[1::2]
+        assert all(map(torch.equal, firsts, seconds))
 
 
-def test_microbatches_in_flight():
-    def flying(*args, **more):
-        return [count.in_flight for _, count in counts(*args, **more)]
-
-    assert flying("spectrain", 4) == [4, 3, 2, 1]
-    assert flying("spectrain", 4, m=3) == [4, 3, 2, 1]
-    assert flying("vanilla", 4, window="wide") == [7, 5, 3, 1]
-    assert flying("gpipe", 4, m=3) == [3, 3, 3, 3]
-    assert flying("1f1b", 4, m=3) == [3, 3, 2, 1]
+# Predictions that a step writes in the same pass
 
 
-@pytest.mark.parametrize("name", ["pipedream", "second-order", "xpipe", "lwp-w"])
-@pytest.mark.parametrize("m", [1, 2, 3])
-def test_the_count_does_not_depend_on_how_long_one_counts(name, m):
-    method = find_method(name)
-    places = places_of(method, 5, m)
-    longer = places[0]._replace(window=60)  # length only: these methods do not use stage 0
-    for place, (rules, expected) in zip(places, counts(name, 5, m), strict=True):
-        found = count_stage(method.schedule, longer, place, rules, False)
-        assert (found.versions, found.in_flight) == (expected.versions, expected.in_flight)
+class Counting(st.optim.SGD):
+    """Counts steps that also write a prediction, and predictions that are written alone."""
+
+    def __init__(self, params, counts):
+        super().__init__(params, lr=0.05, momentum=0.9)
+        self.counts, self.asked = counts, False
+
+    def write_with_next_step(self, views, *law):
+        self.asked = views is not None
+        super().write_with_next_step(views, *law)
+
+    def write_prediction(self, *args):
+        self.counts["alone"] += 1
+        super().write_prediction(*args)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.counts["with a step"] += self.asked
+        self.asked = False
 
 
-class Books:
-    """Buffers without memory, by number."""
-
-    same_dtype = True
-
-    def __init__(self, master):
-        self.pool = [SimpleNamespace(content=None)]
-        self.home = self.true = self.pool[0]
-        self.master = SimpleNamespace(content=None) if master else None
-
-    def new_buffer(self):
-        self.pool.append(SimpleNamespace(content=None))
-        return self.pool[-1]
+def counted(method, hook=None, dtype=torch.float64, **more):
+    """Train 12 minibatches; return each stage's (steps with a prediction, predictions alone)."""
+    made = [Counter() for _ in range(3)]
+    numbers, stages = iter(made), [stage.to(dtype) for stage in tanh_stages(3)]
+    more.setdefault("microbatches", 1)
+    pipe = st.Pipeline(stages, lambda p: Counting(p, next(numbers)), mse, method, **more)
+    for optimizer in pipe.optimizers if hook else ():
+        optimizer.register_step_post_hook(hook)
+    losses(pipe, [(x.to(dtype), y.to(dtype)) for x, y in batches(12)])
+    return [(each["with a step"], each["alone"]) for each in made]
 
 
-def versions(name, place, entry=None):
-    method = find_method(name)
-    rules = rules_at(method, place)
-    books = Books(rules.predicts)
-    entries = Entries(find_generator(method.schedule)(entry or place))
-    return Versions(rules, place, entries, books, lambda: (0.1,)), books
+def halve(optimizer, *_):
+    optimizer.param_groups[0]["lr"] /= 2
 
 
-def load(found, content):
-    if found.find(content) is None:
-        found.room(content)
+WIDE = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
+EVERY_FOURTH = {"scheduler": lambda optimizer: StepLR(optimizer, 4, 0.5)}
 
 
-def update(found, books):
-    books.true = found.begin_update(None).kept or books.true
+@pytest.mark.parametrize(
+    ("method", "more", "expected"),
+    [
+        # Stage 0 fills the pipeline with one prediction; its last two steps have no next forward.
+        ("spectrain", {}, [(10, 1), (11, 1), (12, 1)]),
+        ("xpipe", {}, [(10, 1), (11, 1), (12, 1)]),
+        # Before the third forward of stage 0 there is an update, but no step of its own.
+        ("spectrain-local", {}, [(10, 2), (11, 1), (0, 0)]),
+        ("spectrain-stash", {}, [(10, 1), (11, 1), (0, 0)]),
+        ("lwp-v", {}, [(10, 1), (11, 1), (0, 0)]),
+        # These laws need the step's gradient.
+        ("second-order", {}, [(12, 0)] * 3),
+        ("auto", EVERY_FOURTH, [(12, 0)] * 3),
+        ("lwp-w", {}, [(0, 0)] * 3),
+        ("vanilla", {}, [(0, 0)] * 3),
+        ("vanilla", WIDE, [(10, 0), (11, 0), (12, 0)]),  # rounds, where a master is wider
+        ("xpipe", {"microbatches": 2}, [(11, 13), (0, 23), (12, 1)]),
+        # A rate that has just changed is met by a load; the next step still expects a change.
+        ("spectrain", EVERY_FOURTH, [(8, 5), (9, 5), (10, 5)]),
+        ("spectrain", {"hook": halve}, [(10, 10), (11, 11), (12, 12)]),
+    ],
+)
+def test_a_step_writes_the_next_forwards_weights_where_it_can(method, more, expected):
+    assert counted(method, **more) == expected
 
 
-def test_pipedream_step_by_step():
-    found, books = versions("pipedream", Place(0, 2, 2))
-    held = lambda: [buffer.content for buffer in books.pool]  # noqa: E731
-    load(found, found.for_forward(0, 0))
-    load(found, found.for_forward(1, 0))
-    load(found, found.for_backward(0, 0))
-    assert held() == [Content(0)]
-    update(found, books)  # minibatch 1 needs version 0 again: the step writes elsewhere
-    assert held() == [Content(0), Content(1)]
-    load(found, found.for_forward(2, 0))
-    load(found, found.for_backward(1, 0))
-    assert held() == [Content(0), Content(1)]
-    update(found, books)  # version 1, which minibatch 2 needs again; version 0 is not needed
-    assert held() == [Content(2), Content(1)]
-    assert books.true is books.pool[0]
+def test_a_failed_step_leaves_no_order_behind():
+    counts = Counter()
+    make = partial(Counting, counts=counts)
+    pipe = st.Pipeline(tanh_stages(3), make, mse, "spectrain", microbatches=1)
+
+    def fail(*_):
+        raise ArithmeticError
+
+    handle = pipe.optimizers[0].register_step_pre_hook(fail)
+    with pytest.raises(st.StageError, match="stage 0"):
+        losses(pipe, batches(4))
+    handle.remove()
+    counts.clear()
+    losses(pipe, batches(1))
+    assert counts["with a step"] == 1  # the last stage's
 
 
-def test_entries():
-    entries = Entries(find_generator("1f1b-async")(Place(0, 3, 3, 2)))
-    found = [entries.take(i, j) for i in range(4) for j in range(2)]
-    assert found == [0, 0, 0, 0, 1, 1, 2, 2]
-    entries = Entries(find_generator("1f1b-async")(Place(0, 3, 3, 2)))
-    assert [entries.take(i, 0) for i in range(4)] == [0, 0, 1, 2]
-    assert entries.following == 2
+def test_a_hook_that_changes_the_learning_rate_in_a_step():
+    def hooked(make):
+        def made(params):
+            optimizer = make(params)
+            optimizer.register_step_post_hook(halve)
+            return optimizer
+
+        return made
+
+    makes = hooked(sgd()), hooked(torch_sgd())
+    Compared(tanh_stages(3), "spectrain", optimizer=makes).run(batches(8))
+
+
+def test_a_parameter_without_a_gradient_is_predicted_too():
+    class Sometimes(nn.Module):
+        """Uses its second layer in every other forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.calls, self.one, self.two = 0, nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            self.calls += 1
+            x = self.one(x)
+            return self.two(x) if self.calls % 2 else x
+
+    Compared([*tanh_stages(1), Sometimes(), *tanh_stages(1)], "spectrain").run(batches(8))
+
+
+def test_a_graph_from_before_a_run_does_not_meet_the_new_weights_unnoticed():
+    stages = tanh_stages(2)
+    pipe = st.Pipeline(stages, sgd(), mse)
+    out = stages[0](torch.ones(1, 5, requires_grad=True)).sum()
+    losses(pipe, batches(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()

@@ -1,0 +1,192 @@
+"""Draws few rows that together have every required pair of values: a covering array."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Value = tuple[str, Any]  # of an axis
+Row = dict[str, Any]
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+class Axes:
+    """Axes of a test's settings, the pairs of values that exist, and rows that cover them.
+
+    Args:
+        values: each axis with its values.
+        groups: each further axis with its source, and a group for every value of that.
+        required: which pairs of axes and groups have to be covered.
+        excluded: pairs of ({values} of an axis, {values} of another) that do not exist.
+        sensible: whether a whole row exists, beyond pairs.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Iterable[Any]],
+        groups: Mapping[str, tuple[str, Mapping[Any, Any]]],
+        required: Iterable[tuple[str, str]],
+        excluded: Iterable[tuple[tuple[str, Iterable[Any]], tuple[str, Iterable[Any]]]],
+        sensible: Callable[[Row], bool] = lambda row: True,
+    ) -> None:
+        self.values = {axis: tuple(options) for axis, options in values.items()}
+        self.groups, self.sensible = groups, sensible
+        self._excluded: set[tuple[Value, Value]] = set()
+        for (a, some), (b, others) in excluded:
+            for x, y in itertools.product(some, others):
+                self._excluded |= {((a, x), (b, y)), ((b, y), (a, x))}
+        self.required = dict.fromkeys(
+            (one, other)
+            for a, b in required
+            for one, other in itertools.product(self._all(a), self._all(b))
+            if any(self._fit(x, [y]) for x in self._below(one) for y in self._below(other))
+        )
+
+    def covering(self, seed: int = 0) -> list[Row]:
+        """Return the rows, which are the same everywhere."""
+        draw, rows = random.Random(seed), []
+        wanted = dict(self.required)
+        for pair in self.required:
+            if pair in wanted:
+                rows.append(self._row(pair, wanted, draw))
+                for found in self.pairs(rows[-1]):
+                    wanted.pop(found, None)
+        return rows
+
+    def drawn(self, seed: object, **fixed: Any) -> Row:
+        """Return a random row with these values."""
+        draw, row = random.Random(f"{seed} {fixed}"), None
+        while row is None:
+            row = self._filled(list(fixed.items()), {}, draw)
+        return row
+
+    def pairs(self, row: Row) -> set[tuple[Value, Value]]:
+        """Return the required pairs that a row has."""
+        labels = [label for value in row.items() for label in self._labels(value)]
+        return {pair for pair in itertools.permutations(labels, 2) if pair in self.required}
+
+    def _row(
+        self, pair: tuple[Value, Value], wanted: Mapping[tuple[Value, Value], None], draw: Any
+    ) -> Row:
+        starts = [
+            [x, y] for x, y in itertools.product(*map(self._below, pair)) if self._fit(x, [y])
+        ]
+        for attempt in range(1000):
+            row = self._filled(draw.choice(starts), {} if attempt > 5 else wanted, draw)
+            if row is not None:
+                return row
+        raise AssertionError(f"no row has {pair}; exclude it")
+
+    def _filled(
+        self, start: list[Value], wanted: Mapping[tuple[Value, Value], None], draw: Any
+    ) -> Row | None:
+        """Add to these values those that cover most, or return None if they do not fit."""
+        fixed = list(start)
+        rest = [axis for axis in self.values if axis not in dict(fixed)]
+        draw.shuffle(rest)
+        for axis in rest:
+            options = [(axis, v) for v in self.values[axis] if self._fit((axis, v), fixed)]
+            if not options:
+                return None
+            draw.shuffle(options)
+            known = [label for value in fixed for label in self._labels(value)]
+
+            def gain(value: Value, known: list[Value] = known) -> int:
+                return sum(
+                    (label, other) in wanted or (other, label) in wanted
+                    for label in self._labels(value)
+                    for other in known
+                )
+
+            fixed.append(max(options, key=gain))
+        row = dict(fixed)
+        row = {axis: row[axis] for axis in self.values}
+        return row if self.sensible(row) else None
+
+    def _fit(self, value: Value, fixed: Iterable[Value]) -> bool:
+        return not any((value, other) in self._excluded for other in fixed)
+
+    def _labels(self, value: Value) -> list[Value]:
+        """Return an axis' value and its groups."""
+        axis, x = value
+        return [
+            value, *((name, of[x]) for name, (source, of) in self.groups.items() if source == axis)
+        ]  # fmt: skip
+
+    def _below(self, label: Value) -> list[Value]:
+        """Return the axis' values of a label, which may be a group."""
+        name, x = label
+        if name not in self.groups:
+            return [label]
+        axis, of = self.groups[name]
+        return [(axis, v) for v in self.values[axis] if of[v] == x]
+
+    def _all(self, name: str) -> list[Value]:
+        """Return all labels of an axis or a group."""
+        found = self.groups[name][1].values() if name in self.groups else self.values[name]
+        return [(name, x) for x in dict.fromkeys(found)]
+
+
+def covering(
+    axes: Mapping[str, Sequence[Any]], makes_sense: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
+    """Return rows with one value of every axis, which contain each possible pair of values.
+
+    A pair is possible if some row with it makes sense. Greedy, from a fixed seed: all processes
+    that share the tests must choose the same.
+    """
+    names, draw, rows = list(axes), random.Random(0), list[Row]()
+    every = [
+        dict(zip(names, at, strict=True))
+        for at in itertools.product(*(range(len(axes[name])) for name in names))
+    ]
+    every = [at for at in every if makes_sense(_values(axes, at))]
+    wanted = dict.fromkeys(pair for at in every for pair in _pairs(at))
+    while wanted:
+        tried = draw.sample(every, min(60, len(every)))
+        best = max(tried, key=lambda at: sum(pair in wanted for pair in _pairs(at)))
+        if not any(pair in wanted for pair in _pairs(best)):
+            first = next(iter(wanted))
+            best = next(at for at in every if first in _pairs(at))
+        rows.append(_values(axes, best))
+        for pair in _pairs(best):
+            wanted.pop(pair, None)
+    return rows
+
+
+def _values(axes: Mapping[str, Sequence[Any]], at: Mapping[str, int]) -> Row:
+    return {name: axes[name][index] for name, index in at.items()}
+
+
+def _pairs(at: Mapping[str, int]) -> list[Pair]:
+    return list(itertools.combinations(at.items(), 2))
+
+
+def walks(
+    events: Sequence[str], allowed: Sequence[Callable[[str], bool]], length: int
+) -> list[list[str]]:
+    """Return a sequence of events for each rule of what is allowed in it.
+
+    Together they contain every pair of events in a row, as far as rules and length permit.
+    """
+    draw, seen, found = random.Random(0), set[tuple[str, str]](), list[list[str]]()
+
+    def left(event: str, mine: Sequence[str]) -> int:
+        return sum((event, other) not in seen for other in mine)
+
+    for rule in allowed:
+        mine = [event for event in events if rule(event)]
+        walk = [max(mine, key=lambda event, mine=mine: left(event, mine))]
+        while len(walk) < length:
+            new = [event for event in mine if (walk[-1], event) not in seen]
+            most = max(left(event, mine) for event in new or mine)
+            walk.append(draw.choice([e for e in new or mine if left(e, mine) == most]))
+            seen.add((walk[-2], walk[-1]))
+        found.append(walk)
+    return found
+
+
+def neighbours(sequences: Iterable[Sequence[str]]) -> set[tuple[str, str]]:
+    return {pair for sequence in sequences for pair in itertools.pairwise(sequence)}

@@ -1,0 +1,88 @@
+"""Tests that every call of an operator equals its definition to the bit and changes nothing else.
+
+The products of options are in helpers/ops_calls.py: rules, ways to call (functions, plans, groups,
+torch.ops), types, layouts, sizes, numbers, laws, a step's options and numbers of threads. Every
+pair of options that can be combined occurs.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as hs
+import pytest
+import torch
+from helpers.ops_calls import PRODUCTS, World
+from helpers.ops_covering import Options, allowed, covering_array, pairs_of, required_pairs
+from hypothesis import assume, given, settings
+
+_ROWS = {name: covering_array(*product[1:]) for name, product in PRODUCTS.items()}
+_EVERY = [(name, i) for name, rows in _ROWS.items() for i in range(len(rows))]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Only calls of operators take more, see `World.check`; the fixture of all tests resets it."""
+    torch.set_num_threads(1)
+
+
+def _check(name: str, options: Options, seed: int, device: str = "cpu") -> None:
+    PRODUCTS[name][0](World(options, seed, device), options)
+
+
+@devices
+@pytest.mark.parametrize(("name", "row"), _EVERY)
+def test_every_pair_of_options(name: str, row: int, device: str) -> None:
+    _check(name, _ROWS[name][row], row, device)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_required_pair_is_left_out(name: str) -> None:
+    """Excluded pairs are listed beside the factors; each of the others is in a row above."""
+    _, factors, excluded = PRODUCTS[name]
+    drawn = {pair for row in _ROWS[name] for pair in pairs_of(row)}
+    assert drawn == set(required_pairs(factors, excluded))
+    assert all(allowed(row, excluded) for row in _ROWS[name])
+
+
+@hs.composite
+def _options(draw: hs.DrawFn, name: str, fixed: Options | None = None) -> Options:
+    """Draw any combination that is not excluded, factor by factor."""
+    _, factors, excluded = PRODUCTS[name]
+    options: Options = {key: (fixed or {})[key] for key in factors if key in (fixed or {})}
+    for key in factors:
+        if key not in options:
+            values = [x for x in factors[key] if allowed({**options, key: x}, excluded)]
+            assume(values)
+            options[key] = draw(hs.sampled_from(values), label=key)
+    assume(allowed(options, excluded))
+    return {key: options[key] for key in factors}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@given(data=hs.data(), seed=hs.integers(0, 2**32 - 1))
+def test_any_combination(name: str, data: hs.DataObject, seed: int) -> None:
+    _check(name, data.draw(_options(name), label="options"), seed)
+
+
+_OF_WORLDS = ("way", "dtypes", "layout", "sizes", "values", "threads")
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(data=hs.data(), seed=hs.integers(0, 2**32 - 1))
+def test_calls_of_one_plan_in_any_order(data: hs.DataObject, seed: int) -> None:
+    """With other numbers, other gradients and both rules of moments on the same tensors."""
+    drawn = [("way", ["plan", "groups"]), ("sizes", ["vectors", "many"]), ("threads", [1, 2])]
+    start: Options = {key: data.draw(hs.sampled_from(values), label=key) for key, values in drawn}
+    start = data.draw(_options("step", {**start, "predictions": "two passes", "values": "normal"}))
+    world = World(start, seed)
+    fixed = {key: start[key] for key in _OF_WORLDS}
+    for name in data.draw(hs.lists(hs.sampled_from(list(PRODUCTS)), min_size=2, max_size=6)):
+        PRODUCTS[name][0](world, data.draw(_options(name, fixed)))
+
+
+@devices
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_more_bytes_than_a_cache_holds(name: str, device: str) -> None:
+    rows = [row for row in _ROWS[name] if row["sizes"] == "parallel"][:4]
+    for seed, row in enumerate(rows):
+        _check(name, {**row, "sizes": "streamed", "values": "normal"}, seed, device)

@@ -1,0 +1,221 @@
+"""Tests that a Plan refuses calls that cannot be, names the argument, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.bad_input import raises
+from torch import Tensor
+
+import spectrain_ext as st
+from spectrain_ext import laws
+
+_S, _A = laws.Sgd(0.1, 0.9), laws.Adam(0.1, step=1)
+_STILL = laws.Sgd(0.1, 0.0)
+_DECAYED = laws.Sgd(0.1, 0.9, weight_decay=0.1)
+_FRACTION, _SECOND = laws.Geometric(1.5), laws.SecondOrder(1)
+#: A call of a plan, its error, and the message.
+Row = tuple[Callable[[Any], object], type[Exception] | tuple[type[Exception], ...], str]
+_NUMBERS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+_ONE: dict[str, Any] = {"lr": 0.1, "steps": 1.0}
+
+
+def _lists() -> list[list[Tensor]]:
+    return [[torch.rand(3), torch.rand(3)] for _ in range(6)]
+
+
+def _refused(row: Row, plan: st.Plan, lists: object) -> None:
+    call, error, says = row
+    raises(error, says, lambda: call(plan), lists)
+
+
+_TWO_GROUPS: list[Row] = [
+    # Numbers for another count of groups, or of another rule.
+    *[
+        (call, ValueError, rf"groups: expected the numbers of 2 groups, got {n}")
+        for n in (0, 1, 3)
+        for call in (
+            lambda p, n=n: p.sgd_step_([_S] * n),
+            lambda p, n=n: p.adam_step_([_A] * n),
+            lambda p, n=n: p.predict_([_S] * n, steps=1.0),
+            lambda p, n=n: p.predict([_A] * n, steps=1.0),
+            lambda p, n=n: p.stash_predict_([_A] * n, steps=1.0),
+        )
+    ],
+    (lambda p: p.sgd_step_([_S, _A]), TypeError, r"groups\[1\]: expected Sgd, got Adam"),
+    (lambda p: p.adam_step_([_A, _S]), TypeError, r"groups\[1\]: expected Adam, got Sgd"),
+    (lambda p: p.predict([_A, _S], steps=1.0), TypeError, r"groups\[1\]: expected Adam"),
+    (lambda p: p.stash_predict_([_S, _A], steps=1.0), TypeError, r"groups\[1\]: expected Sgd"),
+    # What is no list of numbers.
+    *[
+        (call, TypeError, "groups")
+        for bad in (_S, 3, "sgd", [3, 4])
+        for call in (
+            lambda p, bad=bad: p.sgd_step_(bad),
+            lambda p, bad=bad: p.adam_step_(bad),
+            lambda p, bad=bad: p.predict_(bad, steps=1.0),
+        )
+    ],
+    # Numbers that are missing or given twice.
+    (lambda p: p.sgd_step_(), TypeError, "^lr: "),
+    (lambda p: p.sgd_step_(lr=0.1), TypeError, "^momentum: "),
+    (lambda p: p.adam_step_(), TypeError, "^lr: adam_step_ needs it, or groups"),
+    (lambda p: p.adam_step_(lr=0.1), TypeError, "^step: adam_step_ needs it, or groups"),
+    (lambda p: p.predict(steps=1.0), TypeError, "^groups"),
+    (lambda p: p.predict_(None, steps=1.0), TypeError, "^groups"),
+    *[
+        (call, TypeError, f"^{name}: groups are given")
+        for name in ("lr", "weight_decay", "nesterov")
+        for call in (
+            lambda p, name=name: p.sgd_step_([_S] * 2, **{name: 0.1}),
+            lambda p, name=name: p.predict([_S] * 2, steps=1.0, **{name: 0.1}),
+            lambda p, name=name: p.stash_predict_([_S] * 2, steps=1.0, **{name: 0.1}),
+        )
+    ],
+    (lambda p: p.adam_step_([_A] * 2, eps=1e-3), TypeError, "^eps: groups are given"),
+    (lambda p: p.adam_step_(lr=0.1, step=1, momentum=0.9), TypeError, "unexpected.*'momentum'"),
+    (lambda p: p.adam_step_([_A] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
+    (lambda p: p.sgd_step_([_S] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
+    # Horizons and laws.
+    *[
+        (call, ValueError, f"expected one for each of 2 groups, got {len(laws_)}")
+        for laws_ in ((), (1.0,), (1.0, 2.0, 3.0))
+        for call in (
+            lambda p, laws_=laws_: p.sgd_step_([_S] * 2, predict=[laws_]),
+            lambda p, laws_=laws_: p.predict(lr=0.1, steps=laws_),
+        )
+    ],
+    (lambda p: p.sgd_step_([_S] * 2, predict=[(1.0, -1)]), ValueError, r"predict\[0\]\[1\]"),
+    (lambda p: p.predict(lr=0.1, steps=(1.0, "x")), TypeError, r"steps\[1\]"),
+    (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
+    (lambda p: p.sgd_step_([_S, _DECAYED], predict=[_FRACTION]), ValueError, "^steps: .*whole"),
+    (lambda p: p.predict_([_S, _DECAYED], steps=_SECOND), ValueError, "^steps: .*gradient"),
+    *[
+        (call, ValueError, name)
+        for value in (-1.0, -0.001, math.nan, math.inf)
+        for name in ("lr", "steps")
+        for call in (
+            lambda p, more={**_ONE, name: value}: p.predict_(**more),
+            lambda p, more={**_ONE, name: value}: p.predict(**more),
+            lambda p, more={**_ONE, name: value}: p.stash_predict_(**more),
+        )
+    ],
+    (lambda p: p.extrapolate(steps=-1.0), ValueError, "^steps"),
+    (lambda p: p.extrapolate(steps=math.nan), ValueError, "^steps"),
+    (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
+    (lambda p: p.sgd_step_(predict=[-1.0], **_NUMBERS), ValueError, "predict"),
+    (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
+    (lambda p: p.sgd_step_(predict=[1.0, 1.0], **_NUMBERS), ValueError, "predict: .*1 outs, got 2"),
+    (lambda p: p.sgd_step_(predict=[1.0, None], **_NUMBERS), ValueError, "predict: .*1 outs"),
+    (lambda p: p.adam_step_([_A] * 2, predict=[1.0, None]), ValueError, "predict: .*1 outs"),
+    (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), ValueError, "first_step: .* 2 tensors"),
+    # Momentum.
+    (lambda p: p.sgd_step_([_S, _STILL]), ValueError, "^momentum: .*in all groups, or in none"),
+    (lambda p: p.predict_([_S, _STILL], steps=1.0), ValueError, "^momentum: .*momentum > 0"),
+    (lambda p: p.stash_predict_([_STILL] * 2, steps=1.0), ValueError, "^momentum: .*momentum > 0"),
+    (lambda p: p.sgd_step_([_STILL] * 2, predict=[1.0]), ValueError, "predict: .*momentum > 0"),
+    (lambda p: p.sgd_step_(lr=0.1, momentum=0.0, predict=[1.0]), ValueError, "momentum > 0"),
+    # Outputs.
+    *[
+        (call, error, "^out: expected an index")
+        for out, error in ((1, ValueError), (-1, ValueError), (1.5, TypeError), ("0", TypeError),
+                           (True, TypeError), ([0], TypeError))
+        for call in (
+            lambda p, out=out: p.predict(out=out, **_ONE),
+            lambda p, out=out: p.predict([_S] * 2, steps=1.0, out=out),
+            lambda p, out=out: p.extrapolate(steps=1.0, out=out),
+            lambda p, out=out: p.write_out(out=out),
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", _TWO_GROUPS, ids=lambda row: row[2])
+def test_arguments_that_cannot_be(row: Row) -> None:
+    w, g, m, u, kept, out = lists = _lists()
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, stashed=kept, outs=[out], groups=[0, 1])
+    _refused(row, plan, lists)
+
+
+_NO_STASH = "stashed|momentum_buffers"
+_BARE: list[Row] = [
+    (lambda p: p.predict_(**_ONE), ValueError, "momentum_buffers"),
+    (lambda p: p.predict_([_S], steps=1.0), ValueError, "momentum_buffers"),
+    (lambda p: p.predict_([_A], steps=1.0), ValueError, "exp_avgs"),
+    (lambda p: p.stash_predict_(**_ONE), ValueError, _NO_STASH),
+    (lambda p: p.stash_predict_([_S], steps=1.0), ValueError, _NO_STASH),
+    (lambda p: p.sgd_step_(**_NUMBERS), ValueError, "momentum_buffers"),
+    (lambda p: p.sgd_step_([_S]), ValueError, "momentum_buffers"),
+    (lambda p: p.adam_step_([_A]), ValueError, "exp_avgs"),
+    (lambda p: p.stash(), ValueError, "stashed"),
+    (lambda p: p.restore_(), ValueError, "stashed"),
+    (lambda p: p.swap_(), ValueError, "stashed"),
+    (lambda p: p.extrapolate(steps=1.0), ValueError, "previous|stashed|out"),
+    (lambda p: p.write_out(out=3), ValueError, "^out"),
+    *[
+        (call, ValueError, rf"^{name}: the plan has no outs to write .*Plan\(..., outs=\[...\]\)")
+        for name, call in (
+            ("out", lambda p: p.predict(**_ONE)),
+            ("out", lambda p: p.write_out()),
+            ("out", lambda p: p.extrapolate(steps=1.0)),
+            ("predict", lambda p: p.sgd_step_(predict=[1.0], **_NUMBERS)),
+            ("predict", lambda p: p.adam_step_([_A], predict=[1.0])),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize("row", _BARE, ids=lambda row: row[2])
+def test_lists_that_are_missing(row: Row) -> None:
+    w = torch.rand(4)
+    _refused(row, st.Plan(w, grads=torch.ones(4)), w)
+
+
+def test_moments_and_gradients_that_are_missing() -> None:
+    w, m, u = lists = [torch.rand(4) for _ in range(3)]
+    one = st.Plan(w, exp_avgs=m, grads=torch.ones(4), stashed=torch.zeros(4))
+    for call in (
+        lambda: one.adam_step_([_A]),
+        lambda: one.predict_([_A], steps=1.0),
+        lambda: one.stash_predict_([_A], steps=1.0),
+    ):
+        raises(ValueError, "exp_avg_sqs", call, lists)
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u)
+    raises(ValueError, "grads", lambda: plan.adam_step_([_A]), lists)
+    both = {"momentum_buffers": m, "exp_avgs": u}
+    raises(ValueError, "exp_avgs: momentum_buffers are given", lambda: st.Plan(w, **both), lists)
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "names"),
+    [
+        ([0], ValueError, "groups: expected one entry per tensor, 2, got 1"),
+        ([0, 0, 0], ValueError, "groups: expected one entry per tensor, 2, got 3"),
+        ([], ValueError, "groups: expected one entry per tensor"),
+        ([0, -1], ValueError, r"groups\[1\]"),
+        ([0, 70_000], ValueError, r"groups\[1\]"),
+        ([0, 1.5], TypeError, r"groups\[1\]"),
+        ([0, None], TypeError, r"groups\[1\]"),
+        ([0, True], TypeError, r"groups\[1\]"),
+        ([0, "1"], TypeError, r"groups\[1\]"),
+        ("01", TypeError, "groups"),
+        (3, TypeError, "groups"),
+    ],
+    ids=str,
+)
+def test_groups_that_cannot_be(groups: Any, error: type[Exception], names: str) -> None:
+    w = [torch.zeros(3), torch.zeros(3)]
+    raises(error, "^" + names, lambda: st.Plan(w, groups=groups), w)
+
+
+def test_pickle_and_copies() -> None:
+    plan = st.Plan(torch.zeros(3), stashed=torch.zeros(3))
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="Plan"):
+            copied(plan)

@@ -1,0 +1,265 @@
+"""Tests that saving, loading, copying, binding and predicting change no later step, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from helpers.covering import Row, covering, neighbours, walks
+from helpers.optim_cases import (
+    BF16,
+    EVERY,
+    F16,
+    F32,
+    F64,
+    assert_bits,
+    bits,
+    buffers_for,
+    flat_views,
+    give_gradients,
+    made,
+    make_params,
+    refuses,
+    state_of,
+    through_a_file,
+    twins,
+    values,
+)
+from torch import nn
+
+import spectrain_ext as st
+
+MATRICES = ("Muon", "SOAP")
+
+
+def makes_sense(row: Row) -> bool:
+    if row["name"] in MATRICES and (row["flag"] or row["dtype"] == F16):
+        return False
+    if row["name"] in ("NAdam", "SGD") and row["flag"] == "fused" and row["name"] == "NAdam":
+        return False
+    if row["name"] not in ("SGD", *MATRICES) and row["dtype"] == F16 and not row["state"]:
+        return False  # a second moment would be 0
+    return row["state"] is None or row["dtype"] in (BF16, F16)
+
+
+CASES = covering(
+    {
+        "name": tuple(EVERY),
+        "dtype": (F64, F32, BF16, F16),
+        "state": (None, F32),  # dtype of momenta
+        "flag": (None, "foreach", "fused"),
+        "master": (False, True),
+        "law": (0, 2.5, st.laws.Geometric(3), (1, 0)),
+    },
+    makes_sense,
+)
+
+
+class Pair:
+    """An optimizer that is disturbed between steps, and one of the same weights that is not."""
+
+    def __init__(self, case: Row) -> None:
+        self.case, self.steps = case, 0
+        self.flags = {} if case["flag"] is None else {case["flag"]: True}
+        self.params = make_params(case["dtype"])
+        self.twins = twins(self.params)
+        self.reference = self.optimizer_of(self.twins)
+        self.optimizer = self.optimizer_of(self.params, **self.flags)
+        self.master: Any = None
+        self.buffers: Any = None
+
+    def optimizer_of(self, params: list[nn.Parameter], **options: Any) -> Any:
+        options = {"momentum_dtype": self.case["state"], **options}
+        if self.case["name"] in MATRICES:
+            return made(self.case["name"], params, **options)
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05, "weight_decay": 0.1}]
+        return made(self.case["name"], groups, **options)
+
+    @property
+    def bound(self) -> bool:
+        return self.buffers is not None
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [p if self.master is None else self.master[p] for p in self.params]
+
+    # Events.
+
+    def read(self) -> None:
+        saved, whole = self.optimizer.state_dict()["state"], ("step", "mu_product")
+        assert repr(self.optimizer).startswith(self.case["name"])
+        tensors = [
+            tensor
+            for entry in saved.values()
+            for key, tensor in entry.items()
+            if self.bound or key in whole
+        ]
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+        kept = bits(tensors)
+        give_gradients(self.params)
+        self.step_and_return()
+        assert_bits(tensors, kept)
+
+    def step_and_return(self) -> None:
+        """Step, and load the state and the weights from before it."""
+        weights, saved = bits(self.weights), copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer.step()
+        for w, old in zip(self.weights, weights, strict=True):
+            w.detach().copy_(old)
+        self.optimizer.load_state_dict(saved)
+
+    def bind(self) -> None:
+        if self.bound:
+            self.unbind()
+        wide = self.case["state"]
+        self.buffers = buffers_for(self.optimizer, wide)
+        if self.case["master"]:
+            self.master = flat_views(self.params)
+            for p, view in self.master.items():
+                view.copy_(p.detach())
+        self.outs = flat_views(self.params)
+        self.optimizer.bind(self.master, self.buffers)
+        assert self.optimizer.is_bound_to(self.buffers)
+
+    def unbind(self) -> None:
+        if not self.bound:
+            refuses(self.optimizer.unbind, RuntimeError, "not bound")
+            return
+        weights = bits(self.weights)
+        self.optimizer.unbind()
+        for views in (*self.buffers.values(), self.master or {}):
+            for view in views.values():
+                view.fill_(float("nan"))
+        self.own(weights)
+
+    def own(self, weights: list[torch.Tensor]) -> None:
+        """Go on with unbound parameters."""
+        self.master = self.buffers = None
+        for p, w in zip(self.params, weights, strict=True):
+            p.detach().copy_(w)
+
+    def elsewhere(self) -> None:
+        """The owner updates the weights in other tensors from now on."""
+        if self.bound:
+            old, self.master = self.weights, flat_views(self.params)
+            for view, w in zip(self.master.values(), old, strict=True):
+                view.copy_(w.detach())
+            self.optimizer.update_in(self.master)
+
+    def continue_in(self, optimizer: Any, weights: list[torch.Tensor]) -> None:
+        self.optimizer = optimizer
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.case["name"] in MATRICES:  # matrices come first
+            shapes = [p.shape for p in self.twins]
+            self.params.sort(key=lambda p: shapes.index(p.shape))
+        with pytest.raises(RuntimeError, match="not bound"):
+            optimizer.unbind()
+        self.own(weights)
+
+    def saved(self) -> None:
+        weights, params = bits(self.weights), make_params(self.case["dtype"])
+        dtype = None if self.steps else self.case["state"]  # that of saved state stays
+        other = self.optimizer_of(params, lr=9.0, momentum_dtype=dtype, **self.flags)
+        other.load_state_dict(through_a_file(self.optimizer.state_dict()))
+        self.continue_in(other, weights)
+
+    def through_torch(self) -> None:
+        weights, params = bits(self.weights), twins(self.params)
+        name, exact = self.case["name"], self.case["dtype"] in (F32, F64)
+        if name in MATRICES or not exact or (name == "NAdam" and self.case["dtype"] == F64):
+            return  # torch casts state to the parameter's dtype, also NAdam's product
+        theirs = getattr(torch.optim, name)([{"params": params[:2]}, {"params": params[2:]}], lr=9)
+        theirs.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.optimizer.load_state_dict(theirs.state_dict())
+        assert_bits(self.weights, weights)
+
+    def deepcopied(self) -> None:
+        self.continue_in(copy.deepcopy(self.optimizer), bits(self.weights))
+
+    def pickled(self) -> None:
+        self.continue_in(pickle.loads(pickle.dumps(self.optimizer)), bits(self.weights))
+
+    def moved(self) -> None:
+        for p in self.params if not self.bound else ():
+            p.data = p.data.clone()
+
+    def refused(self) -> None:
+        """Calls that raise and change nothing; an ordered prediction stays ordered."""
+        optimizer, group = self.optimizer, self.optimizer.param_groups[-1]
+        kept = self.weights, values(state_of(optimizer, self.params))
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][-1]["lr"] = float("nan")
+        refuses(lambda: optimizer.load_state_dict(saved), ValueError, "lr", *kept)
+        if self.bound:
+            optimizer.write_with_next_step(self.outs, self.case["law"])
+        give_gradients(self.params)
+        rate, group["lr"] = group["lr"], -1.0
+        refuses(optimizer.step, ValueError, "lr", *kept)
+        group["lr"] = rate
+
+    # A step and its check.
+
+    def step(self, event: str) -> None:
+        none = [(), (1, 5), (0,), (0, 1, 2, 3, 4, 5)][self.steps % 4]
+        self.steps += 1
+        give_gradients(self.params, self.twins, none=none)
+        if self.bound and event != "refused":
+            self.optimizer.write_with_next_step(self.outs, self.case["law"])
+        self.optimizer.step()
+        self.reference.step()
+        assert_bits(self.weights, self.twins)
+        found, expected = (
+            state_of(*each)
+            for each in ((self.optimizer, self.params), (self.reference, self.twins))
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert_bits((ours[key] for key in theirs), theirs.values())
+        with self.reference.predicted(self.case["law"]):
+            predicted = bits(self.twins)
+        if not self.bound:
+            with self.optimizer.predicted(self.case["law"]):
+                assert_bits(self.params, predicted)
+        else:
+            assert_bits([self.outs[p] for p in self.params], predicted)
+            for view in self.outs.values():
+                view.fill_(7)
+            self.optimizer.write_prediction(self.outs, self.case["law"])
+            assert_bits([self.outs[p] for p in self.params], predicted)
+        assert_bits(self.weights, self.twins)
+
+
+EVENTS = {
+    "none": lambda pair: None,
+    "read": Pair.read,
+    "bound": Pair.bind,
+    "unbound": Pair.unbind,
+    "elsewhere": Pair.elsewhere,
+    "saved": Pair.saved,
+    "through torch": Pair.through_torch,
+    "deepcopied": Pair.deepcopied,
+    "pickled": Pair.pickled,
+    "moved": Pair.moved,
+    "refused": Pair.refused,
+}
+PROGRAMS = walks([*EVENTS], [lambda event: True] * len(CASES), 12)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_what_changes_no_later_step(number: int) -> None:
+    case, program = CASES[number], PROGRAMS[number]
+    pair = Pair(case)
+    for done, event in enumerate(program):
+        try:
+            EVENTS[event](pair)
+            pair.step(event)
+        except Exception as error:
+            error.add_note(f"{case}\nafter {program[:done]}: {event}")
+            raise
+
+
+def test_every_event_follows_every_other() -> None:
+    assert {(a, b) for a in EVENTS for b in EVENTS} == neighbours(PROGRAMS)

@@ -1,0 +1,429 @@
+"""Tests the steps, state and predictions of SGD, Adam, AdamW and NAdam against torch in float64.
+
+Each case has its own options, dtypes and places of weights, and goes through a list of events. The
+definition starts each step from the values that our optimizer has stored, so that the next ones may
+differ by one rounding only. torch's own 16-bit steps round after every operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.covering import Row, covering, neighbours, walks
+from helpers.optim_cases import BF16, F16, F32, F64, assert_bits, bits, flat_views, make_params
+from oracle.laws import predict, rows_of
+from oracle.sgd import AveragingSGD
+from torch import Tensor, nn
+
+import spectrain_ext as st
+
+Geometric, Linear, SecondOrder = st.laws.Geometric, st.laws.Linear, st.laws.SecondOrder
+HOMES = ("its own", "in place", "master", "wide master")
+SHARED = {
+    "dtype": (F64, F32, BF16, F16, "mixed"),
+    "state": (None, F32),  # dtype of momenta
+    "home": HOMES,
+    "maximize": (False, True),
+    "weight_decay": (0.0, 0.05),
+    "decoupled_weight_decay": (False, True),
+}
+SGD = {
+    **SHARED,
+    "name": ("SGD",),
+    "momentum": (0.9, 0.0),
+    "dampening": (0.0, 0.3),
+    "nesterov": (False, True),
+    "smoothed": (False, True),
+}
+ADAM = {
+    **SHARED,
+    "name": ("Adam", "AdamW", "NAdam"),
+    "betas": ((0.9, 0.999), (0.0, 0.5)),
+    "eps": (1e-8, 1e-3),
+    "momentum_decay": (4e-3, 0.1),
+    "default": (F32, F64),  # dtype of torch's step counts
+}
+NOT_OPTIONS = ("name", "dtype", "state", "home", "default")
+# What the second parameter group has instead.
+SECOND = {
+    "SGD": {"lr": 0.2, "weight_decay": 0.1, "momentum": 0.8},
+    "Adam": {"lr": 0.05, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-4},
+}
+LAWS = (
+    *(0, 1, 2.5, Linear(3), Geometric(2), SecondOrder(2, 1)),
+    *((0, Geometric(3), 1), (SecondOrder(1), 1.5, 0)),  # for each group
+)
+
+
+def makes_sense(row: Row) -> bool:
+    narrow = row["dtype"] in (BF16, F16, "mixed")
+    if row["home"] == "wide master" and (row["dtype"] == "mixed" or not narrow):
+        return False
+    if row["home"] != "its own" and (row["dtype"] == "mixed" or row["state"] is not None):
+        return False  # buffers have the dtype of the weights
+    if row["state"] is not None and row["dtype"] not in (BF16, F16):
+        return False
+    if row["name"] != "SGD":
+        # A second moment would be 0 in float16.
+        wide = row["state"] is not None or row["home"] == "wide master"
+        unused = row["name"] != "NAdam" and row["momentum_decay"] != 4e-3
+        decoupled = row["name"] == "AdamW" and not row["decoupled_weight_decay"]
+        return (row["dtype"] != F16 or wide) and row["dtype"] != "mixed" and not unused | decoupled
+    if row["nesterov"] | row["smoothed"] and not (row["momentum"] and row["dampening"] == 0):
+        return False
+    return not (row["decoupled_weight_decay"] and row["dampening"])  # not in the oracle
+
+
+CASES = covering(SGD, makes_sense) + covering(ADAM, makes_sense)
+
+
+class How(NamedTuple):
+    """How a step is made."""
+
+    none: tuple[int, ...] = ()  # parameters without a gradient
+    scale: float | None = None  # of the gradients
+    skipped: bool = False
+    strange: bool = False  # gradients of other layouts
+    under: str = "cpu"  # torch's default device
+
+
+class Life:
+    """One of our optimizers, and torch's in float64 with the same events."""
+
+    def __init__(self, case: Row, device: str) -> None:
+        self.case, self.made, self.bound = case, 0, case["home"] != "its own"
+        mixed = (F64, F32, BF16, F16, F32, BF16)
+        dtypes = mixed if case["dtype"] == "mixed" else (case["dtype"],) * 6
+        rows = zip(make_params(F64, device), dtypes, strict=True)
+        self.params = [nn.Parameter(p.detach().to(dtype)) for p, dtype in rows]
+        self.of = {p: self.twin(p) for p in self.params}
+        name, options = case["name"], {k: v for k, v in case.items() if k not in NOT_OPTIONS}
+        self.is_extra = name == "SGD" and (options["smoothed"] or options["decoupled_weight_decay"])
+        self.negates = self.is_extra and options["maximize"]
+        kind = AveragingSGD if self.is_extra else getattr(torch.optim, name)
+        second = {**options, **SECOND["SGD" if name == "SGD" else "Adam"]}
+        groups = [{"params": self.params[:2], **options}, {"params": self.params[2:5], **second}]
+        own = getattr(st.optim, name)
+        self.optimizer = own(groups, lr=0.05, momentum_dtype=case["state"])
+        self.definition = kind(
+            [{**group, "params": [self.of[p] for p in group["params"]]} for group in groups],
+            lr=0.05,
+        )
+        self.later = {"params": self.params[5:], **options, "lr": 0.01}
+        self.master: dict[Tensor, Tensor] | None = None
+        if self.bound:
+            self.add_group()
+            self.bind()
+
+    @staticmethod
+    def twin(p: Tensor) -> nn.Parameter:
+        return nn.Parameter(doubled(p))
+
+    def bind(self) -> None:
+        wide = F32 if self.case["home"] == "wide master" else None
+        if self.case["home"] != "in place":
+            self.master = flat_views(self.params, wide)
+            for p, view in self.master.items():
+                view.copy_(p.detach())
+        self.buffers = {k: flat_views(self.params, wide) for k in self.optimizer.buffer_keys}
+        self.outs = flat_views(self.params)
+        self.optimizer.bind(self.master, self.buffers)
+
+    @property
+    def now(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def weight(self, p: Tensor) -> Tensor:
+        return (p if self.master is None else self.master[p]).detach()
+
+    # Events.
+
+    def add_group(self) -> None:
+        if len(self.optimizer.param_groups) == 2:
+            self.optimizer.add_param_group(dict(self.later))
+            own = [self.of[p] for p in self.later["params"]]
+            self.definition.add_param_group({**self.later, "params": own})
+
+    def set(self, group: int, **options: Any) -> None:
+        for optimizer in (self.optimizer, self.definition):
+            optimizer.param_groups[group].update(options)
+
+    def move(self) -> None:
+        for p in self.now:
+            p.data = p.data.clone()
+
+    def cast(self) -> None:
+        """As ``module.to``, which changes the parameters and not the state."""
+        for p in self.now:
+            dtype = {F64: F32, F32: BF16, BF16: F64, F16: F32}[p.dtype]
+            p.data = p.data.to(dtype)
+            twin = self.of[p]
+            twin.data = doubled(p)
+            for key, buffer in self.entry(p).items():
+                if key in self.optimizer.buffer_keys:
+                    keeps = dtype == buffer.dtype or (buffer.dtype == F32 and dtype.itemsize == 2)
+                    wanted = self.case["state"] if dtype.itemsize == 2 else None
+                    settled = buffer.to(buffer.dtype if keeps else wanted or dtype)
+                    self.definition.state[twin][key] = doubled(settled)
+
+    def exchange(self) -> None:
+        """The caller replaces a parameter by a new one, which has no state."""
+        group = self.optimizer.param_groups[0]["params"]
+        new = nn.Parameter(group[0].detach().clone())
+        self.of[new] = self.twin(new)
+        group[0] = new
+        self.definition.param_groups[0]["params"][0] = self.of[new]
+
+    def entry(self, p: Tensor) -> dict[str, Any]:
+        return self.optimizer.state.get(p) or {}
+
+    def change_state(self, how: str) -> None:
+        """The caller changes a parameter's state."""
+        p = self.now[3]
+        entry, twin = self.entry(p), self.definition.state.get(self.of[p]) or {}
+        buffers = [key for key in self.optimizer.buffer_keys if key in entry]
+        if how == "cleared":
+            entry.clear()
+            twin.clear()
+        elif how == "deleted":
+            self.optimizer.state.pop(p, None)
+            self.definition.state.pop(self.of[p], None)
+        elif how == "count" and "step" in entry:
+            entry["step"], twin["step"] = 17, torch.tensor(17.0, dtype=twin["step"].dtype)
+        elif how == "count in place" and "step" in entry:
+            entry["step"].fill_(5.0)
+            twin["step"].fill_(5.0)
+        for key in buffers if how in ("replaced", "rebound", "in place") else ():
+            value = torch.rand_like(entry[key])
+            twin[key] = doubled(value)
+            if how == "replaced":  # by one of another layout
+                entry[key] = value.flatten().repeat_interleave(2)[::2].view(value.shape)
+            elif how == "rebound" and not self.bound:
+                entry[key].data = value.clone(memory_format=torch.preserve_format)
+            else:
+                entry[key].copy_(value)
+
+    # A step and its check.
+
+    def next_law(self) -> Any:
+        """Return the next law that can be predicted by; None if no prediction is possible."""
+        groups = self.optimizer.param_groups
+        law = LAWS[self.made // 2 % len(LAWS)]  # twice, so that calls may be reused
+        self.made += 1
+        if not all(group.get("momentum", 1.0) for group in groups):
+            return None
+        laws = law[: len(groups)] if isinstance(law, tuple) else (law,) * len(groups)
+        wide = self.case["dtype"] in (F64, F32) or self.case["home"] == "wide master"
+        if not (self.bound and wide and self.case.get("betas", (0.9,))[0]):
+            laws = tuple(
+                Linear(each.delay + each.lead) if isinstance(each, SecondOrder) else each
+                for each in laws
+            )
+        return laws if isinstance(law, tuple) else laws[0]
+
+    def step(self, how: How) -> None:
+        now, optimizer, law = self.now, self.optimizer, self.next_law()
+        self.give_gradients(how)
+        given, before = [p.grad for p in now], rows_of(self.definition, [self.of[p] for p in now])
+        kept, weights = [None if g is None else g.clone() for g in given], bits(now)
+        versions = [p._version for p in now]
+        if self.bound:
+            optimizer.write_with_next_step(self.outs, law or 0)
+        optimizer.grad_scale = None if how.scale is None else torch.tensor(how.scale)
+        optimizer.found_inf = torch.tensor(float(how.skipped))
+        with torch.device(how.under):
+            optimizer.step()
+        for p, g, old in zip(now, given, kept, strict=True):
+            assert p.grad is g
+            assert g is None or torch.equal(g, old)
+        if self.master is not None or how.skipped:
+            assert_bits(now, weights)
+        moved = [p._version > version for p, version in zip(now, versions, strict=True)]
+        assert moved == [g is not None and not self.bound and not how.skipped for g in given]
+        if how.skipped:
+            optimizer.write_with_next_step(None)
+        else:
+            self.definition.step()
+            self.check()
+            self.check_predictions(law, before)
+
+    def give_gradients(self, how: How) -> None:
+        for i, p in enumerate(self.now):
+            grad = torch.randn_like(p) * 0.3
+            if how.strange and p.dim():
+                grad = torch._neg_view(grad) if i % 2 else other_layout(grad)
+            p.grad = grad * how.scale if how.scale else grad
+            self.of[p].grad = -grad.double() if self.negates else grad.double()
+            if i in how.none:
+                p.grad = self.of[p].grad = None
+
+    def check(self) -> None:
+        """Compare with the definition, and let it go on from the stored values."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                twin, weight = self.of[p], self.weight(p)
+                close(weight, twin, weight.dtype, least=0.1)
+                twin.data = doubled(weight)
+                if group.get("momentum") != 0.0 or type(self.definition) is torch.optim.SGD:
+                    self.check_state(p, self.definition.state.get(twin) or {}, weight.dtype)
+
+    def check_state(self, p: Tensor, theirs: dict[str, Any], dtype: torch.dtype) -> None:
+        entry = self.entry(p)
+        assert list(entry) == list(theirs)
+        for key, value in entry.items():
+            if key in self.optimizer.buffer_keys:
+                assert value.stride() == p.stride()
+                assert not self.bound or value is self.buffers[key][p]
+                close(value, theirs[key], dtype, least=0.0 if key == "exp_avg_sq" else 0.1)
+                theirs[key] = doubled(value)
+            else:
+                assert value.device.type == "cpu"
+                assert value.dtype == theirs[key].dtype
+                assert torch.equal(value, theirs[key].cpu())
+
+    def check_predictions(self, law: Any, before: Any) -> None:
+        now, optimizer = self.now, self.optimizer
+        kept, versions = bits(now), [p._version for p in now]
+        if law is None and not self.bound:
+            with pytest.raises(ValueError, match="momentum 0"):
+                optimizer.predict_(0)
+        elif not self.bound:
+            with optimizer.predicted(law):
+                found = bits(now)
+            assert_bits(now, kept)
+            self.check_predicted(law, before, found)
+        else:
+            found = [self.outs[p].clone() for p in now]
+            if not isinstance(law, SecondOrder | tuple):
+                for view in self.outs.values():
+                    view.fill_(7)
+                optimizer.write_prediction(self.outs, law or 0)
+                assert_bits([self.outs[p] for p in now], found)
+            assert [p._version for p in now] == versions
+            self.check_predicted(law or 0, before, found)
+
+    def check_predicted(self, law: Any, before: Any, found: list[Tensor]) -> None:
+        groups = self.optimizer.param_groups
+        rows = rows_of(self.definition, [self.of[p] for p in self.now])
+        laws = law if isinstance(law, tuple) else [law] * len(groups)
+        each = [own for own, group in zip(laws, groups, strict=True) for _ in group["params"]]
+        loose = 1e8 if self.case["name"] == "NAdam" else 10.0  # mu_product is in float32
+        for i, (p, value) in enumerate(zip(self.now, found, strict=True)):
+            expected = continued(each[i], before, rows)[i]
+            assert value.dtype == p.dtype
+            close(value, expected, self.weight(p).dtype, loose, least=0.1)
+            if torch.equal(expected, self.of[p]):
+                assert torch.equal(value, self.weight(p).to(p.dtype))
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(F64, copy=True)
+
+
+def continued(law: Any, before: Any, rows: Any) -> list[Tensor]:
+    """Return the definition's predictions; of a fraction of updates, between two whole ones."""
+    versions = [before, rows]
+    if isinstance(law, Geometric):
+        return predict("geometric", versions, 1, int(law.steps))
+    if isinstance(law, SecondOrder):
+        return predict("second-order", versions, 1, int(law.delay), int(law.lead))
+    steps = law.steps if isinstance(law, Linear) else law
+    low = math.floor(steps)
+    least, most = (predict("linear", versions, 1, n) for n in (low, low + 1))
+    return [a + (steps - low) * (b - a) for a, b in zip(least, most, strict=True)]
+
+
+def other_layout(grad: Tensor) -> Tensor:
+    return grad.flatten().repeat_interleave(2)[::2].view(grad.shape)
+
+
+def close(
+    value: Tensor, exact: Tensor, weights: torch.dtype, loose: float = 1.0, least: float = 0.0
+) -> None:
+    """Assert that a value is the exact one, rounded once after arithmetic in the weights' kind.
+
+    Terms as large as the largest value, or as `least`, may have cancelled.
+    """
+    arithmetic = 1e-13 if weights == F64 else 1e-6
+    info, exact = torch.finfo(value.dtype), exact.detach()
+    size = max(least, float(exact.abs().max()) if exact.numel() else 0.0)
+    torch.testing.assert_close(
+        value.detach().double(),
+        exact,
+        rtol=info.eps / 2 + 10 * arithmetic * loose,
+        atol=info.tiny * info.eps + size * arithmetic * loose,
+    )
+
+
+EVENTS: dict[str, Callable[[Life], How | None]] = {
+    "step": lambda life: None,
+    "again": lambda life: None,
+    "some have no gradient": lambda life: How(none=(0, 3)),
+    "others have none": lambda life: How(none=(1, 2, 5)),
+    "none has a gradient": lambda life: How(none=(0, 1, 2, 3, 4, 5)),
+    "scaled": lambda life: How(scale=4.0),
+    "skipped": lambda life: How(scale=2.0, skipped=True),
+    "other layouts": lambda life: How(strange=True),
+    "other device": lambda life: How(under="meta"),
+    "rate": lambda life: life.set(0, lr=0.02 * (1 + life.made % 3)),
+    "rate in a tensor": lambda life: life.set(1, lr=torch.tensor(0.03, dtype=F64)),
+    "decay": lambda life: life.set(1, weight_decay=0.02 * (life.made % 3)),
+    "momentum": lambda life: (
+        life.set(1, betas=(0.5, 0.8), eps=1e-3)
+        if "betas" in life.case
+        else life.set(1, momentum=0.7 if life.made % 2 or life.is_extra else 0.0)
+    ),
+    "replaced": lambda life: life.change_state("replaced"),
+    "rebound": lambda life: life.change_state("rebound"),
+    "in place": lambda life: life.change_state("in place"),
+    "deleted": lambda life: life.change_state("deleted"),
+    "cleared": lambda life: life.change_state("cleared"),
+    "count": lambda life: life.change_state("count"),
+    "count in place": lambda life: life.change_state("count in place"),
+}
+UNBOUND: dict[str, Callable[[Life], How | None]] = {
+    "new group": Life.add_group,
+    "moved": Life.move,
+    "cast": Life.cast,
+    "exchanged": Life.exchange,
+}
+
+
+def allowed(case: Row) -> Callable[[str], bool]:
+    def is_allowed(event: str) -> bool:
+        if event.startswith("count") and case["name"] == "NAdam":
+            return False  # the oracle has the product of its momenta from the count
+        return event in EVENTS or case["home"] == "its own"
+
+    return is_allowed
+
+
+PROGRAMS = walks([*EVENTS, *UNBOUND], list(map(allowed, CASES)), 18)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_step_and_prediction_is_torchs(number: int, device: str) -> None:
+    case = CASES[number]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(case.get("default", default))
+    try:
+        life = Life(case, device)
+        for done, event in enumerate(PROGRAMS[number]):
+            try:
+                life.step({**EVENTS, **UNBOUND}[event](life) or How())
+            except Exception as error:
+                error.add_note(f"{case}\nafter {PROGRAMS[number][:done]}: {event}")
+                raise
+    finally:
+        torch.set_default_dtype(default)
+
+
+def test_every_event_follows_every_other() -> None:
+    wanted = {(a, b) for a in EVENTS for b in EVENTS}
+    wanted |= {(a, b) for a in UNBOUND for b in EVENTS} | {(b, a) for a in UNBOUND for b in EVENTS}
+    assert wanted <= neighbours(PROGRAMS)

@@ -1,0 +1,268 @@
+"""Tests the optimizers in training loops, next to torch's: schedulers, scalers, hooks, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers.optim_cases import (
+    OF_TORCH,
+    assert_bits,
+    assert_same,
+    assert_same_state,
+    bits,
+    every_optimizer,
+    every_rival,
+    give_gradients,
+    made,
+    make_params,
+    pair_of,
+    state_of,
+    trained,
+)
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import spectrain_ext as st
+
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda opt: lr_scheduler.StepLR(opt, step_size=3, gamma=0.5),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
+    # These two change the momentum as well.
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=15),
+    "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, base_lr=0.01, max_lr=0.2, step_size_up=5),
+}
+FLAGS = [(name, flag) for name in OF_TORCH for flag in ("foreach", "fused")]
+FLAGS.remove(("NAdam", "fused"))
+
+
+@every_rival
+def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
+    _, optimizer, reference = pair_of(name, make_params())
+    assert isinstance(optimizer, getattr(torch.optim, name))
+    assert isinstance(optimizer, st.optim.PredictingOptimizer)
+    assert optimizer.defaults == reference.defaults
+    assert optimizer.state_dict() == reference.state_dict()
+    assert repr(optimizer) == repr(reference)
+    model = nn.Linear(3, 2)
+    named = made(name, model.named_parameters())
+    assert named.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+
+
+@every_rival
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_real_training_with_a_scheduler_matches_torch(
+    name: str, kind: str, set_to_none: bool
+) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
+    model = model.to(memory_format=torch.channels_last)
+    nets, runs, key = (model, copy.deepcopy(model)), [], "momentum" if name == "SGD" else "betas"
+    for net, module in zip(nets, (st.optim, torch.optim), strict=True):
+        options = {**OF_TORCH[name], "weight_decay": 1e-3}
+        if set_to_none:  # also as a tensor, which schedulers fill
+            options["lr"] = torch.tensor(options["lr"], dtype=torch.float64)
+        optimizer = getattr(module, name)(net.parameters(), **options)
+        runs.append((net, optimizer, SCHEDULERS[kind](optimizer)))
+    before = runs[0][1].defaults[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            x, target = torch.randn(6, 1, 6, 6).double(), torch.randint(3, (6,))
+            for net, optimizer, scheduler in runs:
+                optimizer.zero_grad(set_to_none=set_to_none)
+                nn.functional.cross_entropy(net(x), target).backward()
+                optimizer.step()
+                scheduler.step()
+            ours, theirs = (optimizer.param_groups[0] for _, optimizer, _ in runs)
+            assert (ours["lr"], ours[key]) == (theirs["lr"], theirs[key])
+    assert (ours[key] != before) == (kind in ("one cycle", "cyclic"))
+    assert_same(nets[0].parameters(), nets[1].parameters())
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str) -> None:
+    (q,), optimizer, reference = pair_of(name, [p := nn.Parameter(torch.linspace(-1, 1, 8))])
+    optimizer = made(name, [p], **{flag: True})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in "12"]
+    for step in range(8):
+        factor = float("inf") if step in (0, 4) else 1.0 + step
+        for param, opt, scaler in ((p, optimizer, scalers[0]), (q, reference, scalers[1])):
+            opt.zero_grad()
+            scaler.scale((param**2 * factor).sum()).backward()
+            if step == 5:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_([param], 0.5)
+            scaler.step(opt)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_same([p], [q])
+    assert name == "SGD" or optimizer.state[p]["step"] == 6
+
+
+def test_a_skipped_first_step_leaves_no_state() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)
+    for found in (1.0, 0.0):
+        p.grad = torch.ones(4)
+        optimizer.found_inf = torch.tensor(found)
+        optimizer.step()
+        assert bool(optimizer.state[p]) is (found == 0.0)
+    # the first gradient enters undampened
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones(4))
+
+
+@every_optimizer
+def test_a_scaled_step_and_a_skipped_one(name: str) -> None:
+    ours, optimizer = trained(name, steps=0)
+    theirs, reference = copy.deepcopy((ours, optimizer))
+    for step in range(4):
+        give_gradients(ours, theirs)
+        for p in ours:
+            p.grad.mul_(4)
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.found_inf = torch.tensor(float(step == 2))
+        before = bits(ours)
+        optimizer.step()
+        if step == 2:
+            assert_bits(ours, before)
+        else:
+            reference.step()
+    assert_bits(ours, theirs)
+
+
+@every_rival
+def test_hooks_and_closures(name: str) -> None:
+    p = nn.Parameter(torch.ones(3).double())
+    (q,), optimizer, reference = pair_of(name, [p])
+    calls: list[str] = []
+
+    def clip(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("pre")
+        nn.utils.clip_grad_norm_(opt.param_groups[0]["params"], 1.0)
+
+    def closure(param: nn.Parameter, opt: torch.optim.Optimizer) -> Tensor:
+        opt.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    def step() -> None:
+        with torch.no_grad():
+            loss = optimizer.step(lambda: closure(p, optimizer))
+            assert_same([loss], [reference.step(lambda: closure(q, reference))])
+
+    for handles in range(4):  # each kind of hook alone makes the step call it
+        kept = [
+            (
+                opt.register_step_pre_hook(clip)
+                if handles in (0, 3)
+                else opt.register_step_post_hook(lambda *_: calls.append("post"))
+            )
+            for opt in (optimizer, reference)
+            if handles != 2
+        ]
+        if handles == 2:
+            kept.append(register_optimizer_step_post_hook(lambda *_: calls.append("every")))
+        step()
+        for handle in kept:
+            handle.remove()
+    step()
+    assert calls == ["pre", "pre", "post", "post", "every", "every", "pre", "pre"]
+    assert_same([p], [q])
+
+
+def test_a_profiler_sees_the_step() -> None:
+    _, optimizer = trained()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        optimizer.step()
+    assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}
+
+
+@every_rival
+def test_backward_after_an_in_between_step_raises(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = made(name, model.parameters())
+    early = model(torch.randn(3, 4)).sum()
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.*with create_graph")
+def test_gradients_that_carry_a_graph() -> None:
+    p = nn.Parameter(torch.randn(5).double())
+    (q,), optimizer, reference = pair_of("SGD", [p])
+    for param, opt in ((p, optimizer), (q, reference)):
+        (param**3).sum().backward(create_graph=True)
+        opt.step()
+        param.grad = None
+    assert_same([p], [q])
+
+
+def test_a_module_and_its_optimizer_are_copied_together() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    model_copy(torch.randn(4, 3)).sum().backward()
+    kept = bits(model_copy.parameters())
+    optimizer_copy.step()
+    assert not torch.equal(model_copy.weight, kept[0])
+
+
+@every_rival
+def test_no_gradient_no_change_and_no_state(name: str) -> None:
+    params, optimizer = trained(name, steps=0)
+    kept = bits(params)
+    optimizer.step()
+    assert_bits(params, kept)
+    assert not optimizer.state
+
+
+@every_optimizer
+def test_memory_is_freed_without_the_collector(name: str) -> None:
+    params, optimizer = trained(name)
+    give_gradients(params)
+    grad = weakref.ref(params[0].grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert grad() is None
+    with optimizer.predicted(1.0):
+        pass
+    buffer = weakref.ref(optimizer.state[params[0]][optimizer.buffer_keys[-1]])
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert buffer() is None
+    finally:
+        gc.enable()
+
+
+@every_rival
+def test_numbers_in_tensors_and_lists_are_read_at_each_step(name: str) -> None:
+    """What changes in place is no other object than at the step before."""
+    ours = make_params()
+    theirs, optimizer, reference = pair_of(name, ours)
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    betas = [0.5, 0.8]
+    group, other = optimizer.param_groups[0], reference.param_groups[0]
+    group.update({"lr": rate} if name == "SGD" else {"lr": rate, "betas": betas})
+    for step in range(4):
+        rate.fill_(0.1 * (step + 1))
+        betas[0] = 0.5 + 0.1 * step
+        other["lr"] = rate.item()
+        if name != "SGD":
+            other["betas"] = tuple(betas)
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same_state(state_of(optimizer, ours), state_of(reference, theirs))

@@ -1,0 +1,272 @@
+"""Tests whole trainings, and loaders that give a process a part of its samples: inner, because
+``share_of`` speaks among ranks only."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+import itertools
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.pipeline_cases import batches, every_method, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
+
+import spectrain_ext as st
+from spectrain_ext.pipeline import loops
+
+
+@every_method
+def test_fit_is_one_run_over_all_epochs(method):
+    data, pipes = batches(5, size=4, last=3), []
+    for _ in range(2):
+        torch.manual_seed(2)
+        pipes.append(st.Pipeline(tanh_stages(3), sgd(), mse, method))
+    one, other = pipes
+    seen = []
+    means = one.fit(data, epochs=3, callbacks=[seen.append, lambda result: seen.append(None)])
+    found = losses(other, data * 3)
+    assert seen[1::2] == [None] * 15
+    assert [(r.index, r.loss) for r in seen[::2]] == list(enumerate(found))
+    assert means == [sum(map(float, found[i : i + 5])) / 5 for i in (0, 5, 10)]
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def test_fit_goes_through_the_batches_anew():
+    told, given = [], []
+
+    class Sampler(DistributedSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+            super().set_epoch(epoch)
+
+    inputs = torch.randn(12, 5)
+    sampler = Sampler(range(12), num_replicas=1, rank=0, shuffle=True)
+    loader = DataLoader(TensorDataset(inputs, inputs), 4, sampler=sampler)
+    stage = nn.Linear(5, 5)
+    stage.register_forward_pre_hook(lambda _, args: given.append(args[0].detach().clone()))
+    assert len(st.Pipeline([stage], sgd(), mse, "vanilla").fit(loader, 2)) == 2
+    assert told == [0, 1]
+    assert not torch.equal(torch.cat(given[:3]), torch.cat(given[3:]))
+
+
+class Shard(IterableDataset):  # as in Accelerate and transformers
+    num_processes, process_index = 3, 0
+
+    def __iter__(self):
+        return iter([torch.ones(2, 5).unbind()] * 12)
+
+
+class Dispatcher(DataLoader):
+    state = SimpleNamespace(num_processes=3, process_index=0)
+
+
+def shards():
+    """Yield loaders that shard the samples, and the name of the sharding object."""
+    plain = TensorDataset(torch.randn(12, 5))
+    halves = DistributedSampler(plain, num_replicas=2, rank=0)
+    yield DataLoader(plain, 4, sampler=halves), ("DistributedSampler", "num_replicas", 2)
+    nested = BatchSampler(BatchSampler(halves, 2, False), 2, False)
+    yield DataLoader(plain, batch_sampler=nested), ("DistributedSampler", "num_replicas", 2)
+    part = ("Shard", "num_processes", 3)
+    yield SimpleNamespace(base_dataloader=DataLoader(Shard())), part
+    yield Dispatcher(plain), ("Dispatcher", "num_processes", 3)
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.data_loader import BatchSamplerShard
+
+        sampler = BatchSamplerShard(BatchSampler(range(12), 4, False), **vars(Dispatcher.state))
+        part = ("BatchSamplerShard", "num_processes", 3)
+        yield DataLoader(plain, batch_sampler=sampler), part
+    yield DataLoader(plain, sampler=DistributedSampler(plain, 1, 0)), None
+    yield DataLoader(SimpleNamespace(num_processes=4), 4, sampler=range(12)), None  # its workers
+
+
+def test_what_takes_a_part_of_the_samples_is_found():
+    for loader, expected in shards():
+        assert loops.share_of(loader) == expected
+    data = TensorDataset(torch.randn(12, 5), torch.randn(12, 5))
+    half = DataLoader(data, 3, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)  # one per process, made by hand
+    assert len(list(pipe.run(half))) == 2
+
+
+class Once:
+    def __init__(self, data):
+        self.left = iter(data)
+
+    def __iter__(self):
+        yield from self.left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (lambda data: (iter(data), 2), ValueError, "batches: a list_iterator can be gone through"),
+        (lambda data: (Once(data), 2), ValueError, "batches: they were exhausted after epoch 0"),
+        (lambda data: ([],), ValueError, "batches: expected at least one to train on, got none"),
+        (lambda data: (data, 0), ValueError, "epochs: expected"),
+        (lambda data: (data, 1.5), TypeError, "epochs: expected"),
+        (lambda data: (data, True), TypeError, "epochs: expected"),
+        (lambda data: (data, 1, [print, 3]), TypeError, r"callbacks\[1\]: expected a .*, got int"),
+        (lambda data: (data, 1, print), TypeError, "callbacks: expected a list of functions, got"),
+    ],
+)
+def test_what_fit_refuses(arguments, error, said):
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    with pytest.raises(error, match=said):
+        pipe.fit(*arguments(data))
+    assert len(pipe.fit(iter(data))) == 1
+
+
+def test_a_callback_that_raises_leaves_the_loop():
+    pipe, data = st.Pipeline(tanh_stages(3), sgd(), mse), batches(9)
+
+    def enough(result):
+        if result.index == 2:
+            raise StopAsyncIteration("enough")
+
+    with pytest.raises(StopAsyncIteration, match="enough"):
+        pipe.fit(data, 2, [enough])
+    pipe.evaluate(data)
+
+
+def test_fit_asks_for_losses_in_time(monkeypatch):
+    monkeypatch.setattr("spectrain_ext.pipeline.loops._FETCHED_AT_ONCE", 2)
+    pipe, data = st.Pipeline(tanh_stages(1), sgd(lr=0.0, momentum=0.0), mse, "sync"), batches(7)
+    (mean,) = pipe.fit(data)
+    assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)
+
+
+def test_a_loss_that_is_no_number_is_logged(caplog):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    (loss,) = pipe.fit([(x, y * torch.nan) for x, y in batches(3)])
+    assert loss != loss
+    assert "fit: the mean loss of epoch 0 is nan" in caplog.text
+
+
+def test_progress_in_lines(monkeypatch, capsys):
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(lr=0.0), mse), batches(3)
+    first, _, last = losses(pipe, data)
+    monkeypatch.setattr("spectrain_ext.extras.perf_counter", itertools.count(20, 20).__next__)
+    assert pipe.fit(data, 2, progress=True) == pipe.fit(data, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "1/6  epoch 1/2",
+        f"2/6  epoch 1/2  loss {first:.4g}  0.05/s  0:01:20 left",
+    ]
+    assert lines[-1].startswith(f"6/6  epoch 2/2  loss {last:.4g}  ") and len(lines) == 7
+    pipe.fit(iter(DataLoader(Shard(), 4)), progress=True)
+    assert capsys.readouterr().err.splitlines()[1].startswith("2 minibatches  loss ")
+    pipe.rank = 1  # as in a pipeline over several processes
+    pipe.fit(data, progress=True)
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    pipe.fit(data, progress=True)
+    last = terminal.getvalue().rpartition("━")[2]
+    assert re.fullmatch(r"(\x1b\[[0-9;]*m)* 3/3  loss [0-9.]+  [0-9.e+]+/s *\n.*", last, re.DOTALL)
+    assert "\x1b[?25l" in terminal.getvalue()  # the cursor is hidden, and is there again at the end
+    assert terminal.getvalue().endswith("\x1b[?25h")
+    with pytest.raises(ZeroDivisionError):
+        pipe.fit(data, 1, [lambda result: 1 / 0], progress=True)
+    assert terminal.getvalue().endswith("\x1b[?25h")
+
+
+def test_a_run_that_nobody_began_is_told(tmp_path):
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    manager = st.checkpoint.CheckpointManager(tmp_path, pipe)
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        manager.run(data)
+    with pytest.warns(UserWarning, match=r"nothing was trained; iterate over it, or call fit\(\)"):
+        pipe.run(data)
+    with pytest.warns(UserWarning, match="nothing was trained") as told:
+        run = pipe.run(data)
+        del run
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = pipe.run(data)
+        next(run)
+        run.close()
+        for _ in pipe.run(data):
+            break
+        pipe.fit(data)
+        del run
+        gc.collect()
+
+
+# Modules that are left in evaluation mode
+
+
+class First(nn.Module):
+    def forward(self, pair):
+        return pair[0]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return x + self.last(self.drop(self.first(x)))
+
+
+def block():
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Sequential(block().eval(), nn.Linear(5, 5)), "0"),  # as from_pretrained's
+        (lambda: nn.Sequential(Residual().eval()), "0"),
+        (lambda: nn.Sequential(nn.LSTM(5, 5, 2, dropout=0.1).eval(), First()), "0"),
+        # on purpose: fixed statistics, and a frozen part
+        (lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval()), None),
+        (lambda: nn.Sequential(block().requires_grad_(False).eval(), nn.Linear(5, 5)), None),
+    ],
+)
+def test_a_part_of_a_stage_in_evaluation_mode_is_warned_of_if_it_trains(make, name):
+    pipe = st.Pipeline([nn.Linear(5, 5), make()], sgd(), mse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.fit(batches(2))
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (name is not None)
+    assert name is None or f"run: stages[1]: {name!r} is in evaluation mode" in said[0]
+
+
+def test_a_stage_in_evaluation_mode_is_warned_of_once():
+    model = Residual().eval()
+    pipe = st.Pipeline(st.partition(model, 2, torch.randn(4, 5)), sgd(), mse)
+    model.train()  # does not reach the traced stages
+    with pytest.warns(UserWarning, match=r"run: stages\[0\] is in evaluation mode.*train\(\) of"):
+        pipe.fit(batches(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.fit(batches(2))
+        pipe.train()
+        losses(pipe, batches(2))
+        pipe.evaluate(batches(2))

@@ -1,0 +1,329 @@
+"""Tests methods and workloads of one's own: trained, drawn, studied, resumed like any other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from helpers.cli_programs import called, spectrain, text_of
+
+from spectrain_ext.method import find_method, methods
+from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.planning import Layers, write_layers
+from studies import workload
+from studies.__main__ import main as studies
+from studies.contenders import STUDIES, contender
+from studies.settings import choose_methods, method_of, settle
+from studies.study import cells_of, run_file
+from studies.workload import epochs_of, own, stages_in
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+FAST = ("--batch-size", 256, "--epochs", 1, "--seeds", 1, "--stages", 2, "--width", 8)
+MODULE = """
+from dataclasses import replace
+import torch
+from torch import nn
+import spectrain_ext as st
+from studies import Workload
+
+ahead = 1
+mine = st.Method(
+    "mine", "as far as asked", forward_horizon=lambda place: ahead * (place.window - 1),
+    backward="stash",
+)
+
+def made():
+    return replace(mine, name="made")
+
+def late():
+    raise RuntimeError("not today")
+
+class Cautious:
+    def sgd(self, numbers):
+        return numbers.term()._replace(momentum=0.5 * numbers.lr)
+
+    adam = sgd
+
+cautious = replace(mine, name="cautious", correction=lambda place: Cautious())
+value = replace(mine, name="value", correction=Cautious())
+thing = replace(mine, name="thing", correction=lambda place: "thing")
+fails = replace(mine, name="fails", correction=lambda place: 1 // 0)
+taken = st.spectrain()
+again = replace(mine)
+path = replace(mine, name="../mine")
+number = 3
+
+calls = []
+
+def line(seed, stages, method, epochs, lr=0.1, width=4, unknown="default"):
+    calls.append((seed, stages, method, epochs, lr, width, unknown))
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 3, generator=draw)
+    y = x.sum(1, keepdim=True)
+    return Workload(
+        model=nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1)),
+        optimizer=lambda parameters: st.optim.SGD(parameters, lr=lr, momentum=0.5),
+        loss=nn.functional.mse_loss,
+        train=list(zip(x.split(4), y.split(4))),
+        test=[(x, y)],
+        judged="loss",
+    )
+
+def no_rate():
+    return line(0, 1, "sync", 1)
+
+def needs(wheel):
+    pass
+
+def wrong():
+    return 3
+
+def uncut():
+    return replace(line(0, 1, "sync", 1), model=nn.Linear(3, 1))
+
+def broken(lr=0.1):
+    raise RuntimeError("not today")
+"""
+
+
+def forget(name: str) -> None:
+    """Import the module again where it is asked for."""
+    sys.modules.pop(name, None)
+    for cached in (method_of, workload.parameters_of, workload.source_of_workload):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Write a module into the working directory; return its name, which differs between tests."""
+    name = f"own_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield name
+    forget(name)
+
+
+def run(*arguments: object) -> Result:
+    command = studies if arguments[0] in ("train", "study") else spectrain
+    return called(command, *arguments)
+
+
+def succeeded(*arguments: object) -> str:
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return text_of(done)
+
+
+def document_in(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
+    return found
+
+
+def losses_in(folder: str) -> dict[str, list[float]]:
+    return {m["method"]: m["seeds"][0]["train_losses"] for m in document_in(folder)["methods"]}
+
+
+# Methods
+
+
+def test_a_method_trains_resumes_and_is_named(module: str) -> None:
+    asked = ("train", *FAST, "--out", "out", "-m", f"sync,{module}:mine,spectrain-stash")
+    succeeded(*asked, "-m", f"{module}:made")
+    losses = losses_in("out")
+    assert list(losses) == ["sync", "mine", "spectrain-stash", "made"]
+    # with one microbatch the delay is window - 1: the same row
+    assert losses["mine"] == losses["made"] == losses["spectrain-stash"] != losses["sync"]
+    assert document_in("out")["settings"]["methods"][1] == f"{module}:mine"
+    assert "3 of 3 runs were finished before" in succeeded(*asked)
+    # another file is another method
+    Path(f"{module}.py").write_text(MODULE.replace("ahead = 1", "ahead = 3"))
+    forget(module)
+    assert "2 of 3 runs were finished before" in succeeded(*asked)
+    assert losses_in("out")["mine"] != losses["mine"]
+
+
+def test_a_timeline_of_a_method_and_its_place_among_all(module: str) -> None:
+    said = succeeded("timeline", "-m", f"{module}:mine", "-o", "t.json", "--minibatches", "3")
+    assert said.startswith("mine, 4 stages: ")
+    assert choose_methods([f"{module}:mine", "all"]) == (*methods(), f"{module}:mine")
+    assert method_of("auto") is find_method("auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cautious", ""),
+        ("value", "correction of 'value': expected a function of a Place, got <"),
+        ("thing", "at stage 0 of 2: expected one of spectrain_ext.corrections, or an object with"),
+        ("fails", "ZeroDivisionError: integer division or modulo by zero ({}.py, line "),
+    ],
+)
+def test_a_correction_of_ones_own(module: str, name: str, said: str) -> None:
+    blocks = Profile(tuple(BlockProfile(0.01, 1000, 4000, 2000) for _ in range(4)))
+    write_layers("profile.json", Layers((8, 8), (blocks, blocks)))
+    for command in (
+        ("train", *FAST, "--out", "out"),
+        ("timeline", "--stages", 2, "-o", "t.json"),
+        ("plan", "--profile", "profile.json", "--devices", 2, "--batch", 8),
+    ):
+        done = run(*command, "-m", f"{module}:{name}")
+        assert done.exit_code == bool(said), done.output
+        assert said.format(module) in text_of(done)
+        assert isinstance(done.exception, SystemExit | None), done.exception
+
+
+def test_a_study_finds_a_method_by_its_module(module: str) -> None:
+    (cell,) = cells_of(STUDIES["digits"], None, [2], ["1"], [f"{module}:mine"])
+    assert contender(cell.contender).method.name == "mine"
+    path = run_file(Path(), cell, 0.1, 0).path
+    assert ":" not in path.name
+    Path(f"{module}.py").write_text(f"{MODULE}\n# changed\n")
+    assert run_file(Path(), cell, 0.1, 0).path != path
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("{}_none:mine", "there is no module '{}_none' in "),
+        ("{}:nothing", "module '{}' has no 'nothing'"),
+        ("{}:", "module '{}' has no ''"),
+        (":mine", "module '' cannot be imported: ValueError"),
+        ("{}:number", "'{}:number' is of type int, expected a spectrain_ext.Method"),
+        ("{}:late", "'{}:late', called, failed: RuntimeError: not today ({}.py, line "),
+        ("{}:taken", "has the name 'spectrain', which is a method of spectrain_ext"),
+        ("{}:path", "has the name '../mine', which is to be the name of files"),
+        ("{}_bad:mine", "module '{}_bad' cannot be imported: AttributeError"),
+        ("{}_bad:mine", "({}_bad.py, line 3)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "timeline"])
+def test_what_is_no_method(module: str, asked: str, said: str, command: str) -> None:
+    Path(f"{module}_bad.py").write_text("import torch\n\ntorch.nothing\n")
+    done = run(command, "-m", asked.format(module), "--out", "out.svg")
+    assert done.exit_code == (2 if command == "train" else 1)
+    assert said.format(module, module) in text_of(done)
+    assert not Path("out.svg").exists()
+
+
+# Workloads
+
+EXAMPLE = "examples.own_workload:digits_mlp"
+
+
+def test_the_example_is_studied_and_prints_the_table(tmp_path: Path) -> None:
+    asked = ("--stages", 2, "--microbatches", 1, "-m", "vanilla", "--seeds", 2, "--updates", 8)
+    said = succeeded("study", "--workload", EXAMPLE, *asked, "--out", tmp_path)
+    assert "gap %" in said and "lr" in said
+    document = json.loads((tmp_path / "frontier.json").read_text())
+    assert [row["contender"] for row in document["rows"]] == ["sync", "vanilla"]
+    assert all(len(row["losses"]) == 2 for row in document["rows"])
+    assert document["updates"] == 8
+    assert document["command"].startswith(f"python -m studies study --workload {EXAMPLE}")
+    # the search starts at the function's default, in factors of two
+    rates = [row["lr"] / 0.05 for row in document["rows"]]
+    assert all(rate in {2.0**power for power in range(-8, 9)} for rate in rates)
+    succeeded("study", "--workload", EXAMPLE, *asked, "--out", tmp_path)
+    again = json.loads((tmp_path / "frontier.json").read_text())
+    assert [row["losses"] for row in again["rows"]] == [r["losses"] for r in document["rows"]]
+
+
+def test_the_function_is_called_with_what_it_has_parameters_for(module: str) -> None:
+    asked = {"workload": f"{module}:line", "stages": 2, "methods": ["sync"]}
+    settings = settle({**asked, "width": 6, "lr": 0.25, "epochs": 3})
+    made = own(settings, find_method("spectrain"), 2, 7)
+    assert sys.modules[module].calls[-1] == (7, 2, "spectrain", 3, 0.25, 6, "default")
+    assert [len(list(stage.parameters())) for stage in stages_in(made, 2)] == [2, 2]
+    assert len(list(epochs_of(made.train, 3))) == 3 * 6
+    assert len(made.about["workload_sha256"]) == 64
+    # the weights are the seed's, and the random state stays
+    state = torch.random.get_rng_state()
+    first, again, other = (
+        own(settings, find_method("sync"), stages, seed).model[0].weight
+        for stages, seed in ((1, 5), (2, 5), (2, 6))
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_has_no_classes_is_judged_by_its_loss(module: str) -> None:
+    asked = ("train", "--workload", f"{module}:line", "--stages", 2, "-m", "sync,vanilla")
+    asked += ("--seeds", 2, "--epochs", 12, "--out", "out")
+    succeeded(*asked)
+    document = document_in("out")
+    assert [method["test_accuracy"] for method in document["methods"]] == [None, None]
+    assert all(method["test_loss"] < 1.0 for method in document["methods"])
+    assert document["settings"]["workload"] == f"{module}:line"
+    assert "4 of 4 runs were finished before" in succeeded(*asked)
+    # other code is another workload
+    Path(f"{module}.py").write_text(f"{MODULE}\n# changed\n")
+    workload.source_of_workload.cache_clear()
+    assert "finished before" not in succeeded(*asked)
+
+
+# Errors
+
+FOR_TRAIN, FOR_STUDY = ("train", "--workload"), ("study", "--workload")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "expected"),
+    [
+        ((*FOR_TRAIN, "no_function"), "workload", "expected module:function"),
+        ((*FOR_TRAIN, "{}_none:line"), "workload", "there is no module"),
+        ((*FOR_TRAIN, "{}:nothing"), "workload", "has no 'nothing'"),
+        ((*FOR_TRAIN, "{}:number"), "workload", "is of type int, expected a function"),
+        ((*FOR_TRAIN, "{}:wrong"), "workload", "returned a int, expected a studies."),
+        ((*FOR_TRAIN, "{}:uncut"), "workload", "returned a model of type Linear"),
+        ((*FOR_TRAIN, "{}:needs"), "workload", "a parameter 'wheel' without a default"),
+        ((*FOR_TRAIN, "{}:no_rate", "--lr", "1"), "lr", "has no parameter 'lr'"),
+        ((*FOR_TRAIN, "{}:line", "--depth", "3"), "depth", "has no parameter 'depth'"),
+        ((*FOR_TRAIN, "{}:line", "--data", "digits"), "data", "of the built-in"),
+        ((*FOR_TRAIN, "{}:line", "--model", "gpt"), "model", "of the built-in"),
+        (("train", "-m", "{}:mine,{}:again"), "method", "are both called 'mine'; expected another"),
+        ((*FOR_STUDY, "{}:no_rate"), "workload", "expected a parameter 'lr' with a"),
+        ((*FOR_STUDY, "{}:line", "--data", "text"), "data", "of the built-in"),
+        (("study", "--epochs", "3"), "epochs", "is of --workload"),
+        ((*FOR_STUDY, "{}:line", "-m", "nesterov-async"), "method", "the optimizer"),
+    ],
+)
+def test_an_error_names_the_option(
+    module: str, arguments: tuple[str, ...], option: str, expected: str
+) -> None:
+    done = run(*(argument.format(module, module) for argument in arguments), "--out", "out")
+    assert done.exit_code == 2, done.output
+    assert f"Invalid value for '--{option}': " in text_of(done)
+    assert expected in text_of(done)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("{}:line", "--stages", "4"), "stages must be between 1 and the 3 layers"),
+        (("{}:broken",), "RuntimeError: not today ({}.py, line "),
+    ],
+)
+@pytest.mark.parametrize("command", [FOR_TRAIN, FOR_STUDY])
+def test_what_fails_is_told_before_training(
+    module: str, command: tuple[str, ...], arguments: tuple[str, ...], expected: str
+) -> None:
+    done = run(*command, *(argument.format(module) for argument in arguments), "--out", "out")
+    assert done.exit_code == 1, done.output
+    assert expected.format(module) in text_of(done)
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_the_functions_options_are_those_of_the_command_and_a_test_has_targets() -> None:
+    known = {str(option.name) for option in studies.commands["train"].params}
+    assert set(workload.OFFERED) <= known
+    with pytest.raises(ValueError, match="test: expected minibatches with targets, got none"):
+        workload.tested(torch.nn.Linear(1, 1), [])
