@@ -74,7 +74,7 @@ def test_the_same_bits_over_a_slow_link_that_loses_packets(link):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n == 3 else pytest.mark.nightly) for n in range(60)],
+    [pytest.param(n, marks=[] if n == 3 else pytest.mark.nightly) for n in range(20)],
 )
 def test_one_end_for_all_over_a_slow_link_that_loses_packets(link, seed):
     """The last rank is far from the others and from the store."""

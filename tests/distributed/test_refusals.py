@@ -16,7 +16,6 @@ from spectrain_ext.method import recipe_clip
 from spectrain_ext.partitioning import cut_at
 
 pytestmark = pytest.mark.processes
-SAME = "; all must have the same"
 
 
 def make(rank, stage=None, optimizer=sgd, method="vanilla", **more):
@@ -29,10 +28,10 @@ def in_chunks(rank, parts=None, **more):
     return make(rank, stages(4)[rank::2] if parts is None else parts, **more)
 
 
-def with_hidden(rank, whole, known):
+def hidden(rank, whole, known):
     """Make a pipeline whose optimizer gets the matrices of ``known`` stages."""
-    hidden = [p for part in known for p in part.parameters() if p.dim() == 2]
-    return make(rank, whole[rank], partial(st.optim.Muon, hidden=hidden))
+    matrices = [p for part in known for p in part.parameters() if p.dim() == 2]
+    return make(rank, whole[rank], partial(st.optim.Muon, hidden=matrices))
 
 
 def frozen(rank, where):
@@ -46,12 +45,12 @@ def of_a_cut(rank, method, order):
     return make(rank, mine, method=method)
 
 
-def tied_to(rank, name, at=1, more=None):
-    """Tie the weight of the stage at ``at`` to a parameter of stage 0."""
-    stage = nn.Linear(5, 5, bias=more != "no bias")
-    if rank == at:
+def tied_to(rank, name, bias=True, **more):
+    """Tie the weight of stage 1 to a parameter of stage 0."""
+    stage = nn.Linear(5, 5, bias=bias)
+    if rank == 1:
         stage.tied_parameters = {"weight": (0, name)}
-    return make(rank, stage, **(more if isinstance(more, dict) else {}))
+    return make(rank, stage, **more)
 
 
 def narrow_tie(rank):
@@ -71,148 +70,122 @@ def replicas(rank, counts, by=None, **more):
     return make(rank, part, replicas=counts, **{"microbatches": 4, **more})
 
 
-def other_rate(rank):
-    return lambda params: st.optim.SGD(params, lr=0.03 if rank else 0.04)
-
-
 def averages(rank, counts=2, **more):
     given = {"averaging": st.averaging.Elastic(0.5), "optimizer": averaging, **more}
     return make(rank, stages(1)[0], replicas=counts, **{"microbatches": 4, **given})
 
 
-def rates(rank):
-    return in_chunks(rank, method=st.hybrid("sync", st.pipemare(updates=10 + rank)))
+def differ(build=make, **given):
+    """Return a call whose arguments, two each, differ between the ranks."""
+    return lambda rank: build(rank, **{name: pair[rank] for name, pair in given.items()})
 
 
-def horizon(rank):
-    return replace(st.spectrain(), forward_horizon=lambda place: place.stage + rank)
+def alike(build, *args, **given):
+    return lambda rank: build(rank, *args, **given)
 
 
-def law(rank):
-    return st.spectrain(law=("linear", "geometric")[rank])
-
-
-def gap(rank):
-    return replace(st.hybrid(gap=0.1 + rank), name="hybrid")
-
-
-def clip(rank):
-    return st.second_order(clip=(recipe_clip, lambda place: 0.1)[rank])
-
-
+CUT = "is tied to '{}' of stages[0], which there is not"
+REPLICAS = "stage: the replicas of stage {} must start from the same weights and options; "
+HORIZONS = [
+    replace(st.spectrain(), forward_horizon=lambda place, rank=rank: place.stage + rank)
+    for rank in (0, 1)
+]
 #: Calls by number of ranks, and what an error says; nothing: there is none.
 ROWS = {
-    1: [(lambda r: in_chunks(r, [*stages(2)]), "stage: got 2 for the only rank")],
+    1: [(lambda r: in_chunks(r, stages(2)), "stage: got 2 for the only rank")],
     2: [
+        (differ(method=("vanilla", "spectrain")), "method: rank 0 has 'vanilla' and rank 1 has 's"),
         (
-            lambda r: make(r, method=("vanilla", "spectrain")[r]),
-            f"method: rank 0 has 'vanilla' and rank 1 has 'spectrain'{SAME}",
+            differ(method=HORIZONS),
+            "method: forward_horizon of 'spectrain': rank 1 has [1, 2] and rank 0 has [0, 1]; all",
         ),
         (
-            lambda r: make(r, method=horizon(r)),
-            "method: forward_horizon of 'spectrain': rank 1 has [1, 2] and rank 0 has [0, 1]",
-        ),
-        (
-            lambda r: make(r, method=law(r)),
+            differ(method=[st.spectrain(law=law) for law in ("linear", "geometric")]),
             "law of 'spectrain': rank 0 has ['linear', 'linear']",
         ),
-        (rates, "method: rates of 'pipemare', phase 1: rank 0 has [0.33"),
         (
-            lambda r: make(r, method=gap(r)),
-            f"method: then of 'hybrid': rank 0 has [1000, 0.1] and rank 1 has [1000, 1.1]{SAME}",
-        ),
-        (lambda r: make(r, method=clip(r)), "rank 0 has [0.403"),
-        (lambda r: make(r, microbatches=r + 1), "rank 1 has 2 and rank 0 has 1"),
-        (
-            lambda r: make(r, count=(len, None)[r]),
-            f"count: rank 0 has 'given' and rank 1 has 'none'{SAME}",
+            differ(in_chunks, method=[st.hybrid("sync", st.pipemare(updates=n)) for n in (10, 11)]),
+            "method: rates of 'pipemare', phase 1: rank 0 has [0.33",
         ),
         (
-            lambda r: make(r, codec=st.codecs.Int8(block=64 + r)),
+            differ(method=[replace(st.hybrid(gap=gap), name="hybrid") for gap in (0.1, 1.1)]),
+            "method: then of 'hybrid': rank 0 has [1000, 0.1] and rank 1 has [1000, 1.1]; all",
+        ),
+        (
+            differ(method=[st.second_order(clip=c) for c in (recipe_clip, lambda place: 0.1)]),
+            "rank 0 has [0.403",
+        ),
+        (differ(microbatches=(1, 2)), "rank 1 has 2 and rank 0 has 1"),
+        (differ(count=(len, None)), "count: rank 0 has 'given' and rank 1 has 'none'; all must"),
+        (
+            differ(codec=[st.codecs.Int8(block=n) for n in (64, 65)]),
             "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64,",
         ),
         (
-            lambda r: make(r, optimizer=(sgd, lambda params: None)[r]),
+            differ(optimizer=(sgd, lambda params: None)),
             "first cause: rank 1, meeting: TypeError: optimizer: for stages[1] it made a",
         ),
-        (
-            lambda r: with_hidden(r, stages(2), stages(2)),
-            "stages train 0 of the 2 matrices in hidden",
-        ),
-        (lambda r: with_hidden(r, whole := stages(2), whole), ""),
-        (lambda r: with_hidden(r, whole := stages(2), whole[r : r + 1]), ""),
-        (lambda r: frozen(r, (0, 1)), "stages: none has a trainable parameter"),
-        (lambda r: frozen(r, (1,)), ""),
+        (lambda r: hidden(r, stages(2), stages(2)), "stages train 0 of the 2 matrices in hidden"),
+        (lambda r: hidden(r, whole := stages(2), whole), ""),
+        (lambda r: hidden(r, whole := stages(2), whole[r : r + 1]), ""),
+        (alike(frozen, (0, 1)), "stages: none has a trainable parameter"),
+        (alike(frozen, (1,)), ""),
         # Several stages on a rank
         (
-            lambda r: in_chunks(r, replicas=2),
+            alike(in_chunks, replicas=2),
             "replicas: with 2 stages on every rank expected one of each, got 2",
         ),
         (
             lambda r: in_chunks(r, stages(4)[r :: 2 + r]),
             "stage: rank 1 has '1 stages' and rank 0 has '2 stages'",
         ),
-        (lambda r: in_chunks(r, []), "expected at least one module"),
+        (alike(in_chunks, []), "expected at least one module"),
         (lambda r: in_chunks(r, stages(1) * 2), "the very same module"),
         (lambda r: in_chunks(r, [*stages(1), nn.Linear(5, 5, device="meta")]), "meta"),
         (narrow_tie, "[[2, 2], 'float32', True]"),
-        (lambda r: of_a_cut(r, "auto", (0, 1)), ""),
-        (lambda r: of_a_cut(r, "auto", (1, 0)), "stages[0]: it is stage 1 of the 2"),
-        (lambda r: of_a_cut(r, "interleaved", (0, 1, 2, 3)), ""),
-        (  # a V
-            lambda r: of_a_cut(r, "interleaved", (0, 1, 3, 2)),
-            "stages[2]: it is stage 3 of the 4",
-        ),
+        (alike(of_a_cut, "auto", (0, 1)), ""),
+        (alike(of_a_cut, "auto", (1, 0)), "stages[0]: it is stage 1 of the 2"),
+        (alike(of_a_cut, "interleaved", (0, 1, 2, 3)), ""),
+        (alike(of_a_cut, "interleaved", (0, 1, 3, 2)), "stages[2]: it is stage 3 of the 4"),  # a V
         # Ties
-        (
-            lambda r: tied_to(r, "wait"),
-            "stages[1]: parameter 'weight' is tied to 'wait' of stages[0], which there is not",
-        ),
-        (
-            lambda r: tied_to(r, "bias", more="no bias"),
-            "parameter 'weight' is tied to 'bias' of stages[0], which there is not",
-        ),
-        (
-            lambda r: tied_to(r, "bias"),
-            "[[5, 5], 'float32', True] here and [[5], 'float32', True] there",
-        ),
+        (alike(tied_to, "wait"), f"stages[1]: parameter 'weight' {CUT.format('wait')}"),
+        (alike(tied_to, "bias", bias=False), CUT.format("bias")),
+        (alike(tied_to, "bias"), "[[5, 5], 'float32', True] here and [[5], 'float32', True] there"),
         # Averaging
-        *(
-            (
-                lambda r, counts=counts: averages(r, counts),
-                "averaging: needs the same number of replicas of every stage, at least 2, got [1",
-            )
-            for counts in ([1, 1], 1)
-        ),
         (
-            lambda r: averages(r, method="sync", clip_scope="global", clip_norm=1.0),
+            alike(averages, [1, 1]),
+            "averaging: needs the same number of replicas of every stage",
+        ),
+        (alike(averages, 1), "averaging: needs the same number of replicas of every stage"),
+        (
+            alike(averages, method="sync", clip_scope="global", clip_norm=1.0),
             "averaging: clip_scope='global'",
         ),
-        (lambda r: averages(r, averaging=st.averaging.Elastic(0.1 * (1 + r))), "averaging: rank"),
-        (lambda r: averages(r, count=len), "count: with averaging every replica has a minibatch"),
+        (differ(averages, averaging=[st.averaging.Elastic(s) for s in (0.1, 0.2)]), "averaging: r"),
+        (alike(averages, count=len), "count: with averaging every replica has a minibatch"),
     ],
     4: [
-        (lambda r: replicas(r, [2, 1]), "replicas: [2, 1] are 3 ranks in all, and there are 4"),
-        (lambda r: replicas(r, 3), "replicas: 3 for every stage do not divide 4 ranks"),
-        (lambda r: replicas(r, [4, 0]), "replicas[1]: expected at least 1, got 0"),
+        (alike(replicas, [2, 1]), "replicas: [2, 1] are 3 ranks in all, and there are 4"),
+        (alike(replicas, 3), "replicas: 3 for every stage do not divide 4 ranks"),
+        (alike(replicas, [4, 0]), "replicas[1]: expected at least 1, got 0"),
         (
-            lambda r: replicas(r, "22"),
-            "TypeError: replicas: expected a number, or one per stage, got str",
+            alike(replicas, "22"),
+            "TypeError: replicas: expected a number, or one per stage",
         ),
         (
-            lambda r: replicas(r, [1, 3]),
+            alike(replicas, [1, 3]),
             "replicas: stage 1 has 3, which must divide the 4 microbatches of a minibatch",
         ),
         (
-            lambda r: replicas(r, [1, 3], window=2, microbatches=3),
+            alike(replicas, [1, 3], window=2, microbatches=3),
             "stage 1 of 2, 2 microbatches on each of its 3 replicas",
         ),
         (
-            lambda r: replicas(r, [1, 3], method="pipedream-vertical-sync", microbatches=3),
+            alike(replicas, [1, 3], method="pipedream-vertical-sync", microbatches=3),
             "expected the same number everywhere, got [1, 3]",
         ),
         (
-            lambda r: replicas(r, [2, 2], method="dc-asgd"),
+            alike(replicas, [2, 2], method="dc-asgd"),
             "replicas: method 'dc-asgd' corrects gradients of stage 0 by the stale weights that "
             "they read, of which its 2 replicas have different ones",
         ),
@@ -221,17 +194,15 @@ ROWS = {
             "replicas: rank 0 has [1, 3] and rank 1 has [3, 1]; all must have the same",
         ),
         (
-            lambda r: replicas(r, [2, 2], by=3),
-            "stage: the replicas of stage 1 must start from the same weights and options; '0.bias' "
-            "of rank 2 is not that of rank 3",
+            alike(replicas, [2, 2], by=3),
+            REPLICAS.format(1) + "'0.bias' of rank 2 is not that of rank 3",
         ),
         (
-            lambda r: replicas(r, [2, 2], optimizer=other_rate(r)),
-            "stage: the replicas of stage 0 must start from the same weights and options; the "
-            "optimizer's 'lr' of parameter group 0 is 0.04 on rank 0 and 0.03 on rank 1",
+            lambda r: replicas(r, [2, 2], optimizer=partial(st.optim.SGD, lr=(2 - (r > 0)) / 10)),
+            REPLICAS.format(0) + "the optimizer's 'lr' of parameter group 0 is 0.2 on rank 0 and",
         ),
         (
-            lambda r: tied_to(r // 2, "weight", more={"replicas": [2, 2], "microbatches": 2}),
+            lambda r: tied_to(r // 2, "weight", replicas=[2, 2], microbatches=2),
             "tie_word_embeddings=False",
         ),
     ],

@@ -158,7 +158,8 @@ COUNTED = [
     ([2, 1], "1f1b", {"microbatches": 4, "share_loss": True}),
     ([2, 1], "gpipe", {"microbatches": 4, "count": counting}),
 ]
-CODECS = (None, st.codecs.Int8())  # its draws belong to a microbatch, whichever rank computes it
+#: A codec's draws belong to a microbatch, whichever rank computes it.
+NESTED = [([1, 2], None), ([2, 1], st.codecs.Int8())]
 
 
 def run_others(rank, ranks):
@@ -176,13 +177,9 @@ def run_others(rank, ranks):
         epoch = pipe.fit(None if rank else list(sentences(3)))
         evaluated = pipe.evaluate(None if rank else list(sentences(2)))
         found.append((losses, epoch, evaluated, pipe.state_dict()))
-    for codec in CODECS:
-        found.append(value_programs.on_ranks(rank, ranks, codec=codec, **DICTS))
-    found.append(value_programs.nested(rank, ranks, replicas=[1, 2]))
+    for counts, codec in NESTED:
+        found.append(value_programs.nested(rank, ranks, replicas=counts, codec=codec))
     return found
-
-
-DICTS = {"end": "named", "replicas": [2, 1], "method": "gpipe", "microbatches": 4}
 
 
 def test_synchronous_methods_are_those_of_one_process():
@@ -207,18 +204,12 @@ def test_synchronous_methods_are_those_of_one_process():
             close(more, [epoch, evaluated])
             close(state, {key: pipe.state_dict()[key] for key in state}, method)
         assert of_ranks[2][0] != [None] * len(expected)
-    for codec, of_ranks in zip(CODECS, found[5:], strict=False):
-        expected, whole = value_programs.together(
-            2, value_programs.SIZES, "tuple", drop=0.0, codec=codec, method="gpipe", microbatches=4
-        )
-        for rank, (losses, state) in enumerate(of_ranks):
-            assert losses == pytest.approx([loss.item() for loss in expected], rel=1e-5)
-            torch.testing.assert_close(state, dict(whole[max(rank - 1, 0)]))
-    losses, measured, state = value_programs.nested()
-    for its_losses, its_measured, its_state, _ in found[7]:
-        assert its_losses == pytest.approx(losses, rel=1e-5)
-        assert its_measured == pytest.approx(measured, rel=1e-5)
-        torch.testing.assert_close(its_state, {key: state[key] for key in its_state})
+    for (counts, codec), of_ranks in zip(NESTED, found[5:], strict=True):
+        losses, measured, state = value_programs.nested(codec=codec)
+        for its_losses, its_measured, its_state, _ in of_ranks:
+            assert its_losses == pytest.approx(losses, rel=1e-5), counts
+            assert its_measured == pytest.approx(measured, rel=1e-5)
+            torch.testing.assert_close(its_state, {key: state[key] for key in its_state})
 
 
 class Scaled(nn.Module):

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import rank_cases, value_programs
-from helpers.rank_cases import METHODS, Case, alone, on_ranks, same
+from helpers.rank_cases import METHODS, SETTINGS, Case, alone, on_ranks, same
 from helpers.ranks import run_ranks
 
 import spectrain_ext as st
@@ -20,11 +20,9 @@ covering = cache(rank_cases.covering)
 
 
 def test_every_method_and_every_pair_of_settings_is_drawn():
-    cases = covering(0)
-    drawn = set().union(*map(rank_cases.pairs, cases))
-    assert not rank_cases.required().keys() - drawn
-    assert {case.method for case in cases} == {*METHODS}
-    assert all(map(rank_cases.exists, cases))
+    drawn = set().union(*(SETTINGS.pairs(vars(case)) for case in covering(0)))
+    assert drawn == SETTINGS.required.keys()
+    assert {case.method for case in covering(0)} == {*METHODS}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from helpers.covering import Axes
 from helpers.ways import WAYS, travelling
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -289,101 +289,57 @@ AXES: dict[str, Sequence[Any]] = {
 }
 
 
-# A set of cases with every method and every pair of values
+# Every method, and every pair of values of two axes; a method counts as its family
 
 FLUSHING = ("sync", "gpipe", "1f1b", "zb-h1", "interleaved")
+OWN_ORDER = ("interleaved-async", "wpipe", "zb-h1-async")
+STALE = (
+    *("vanilla", "pipedream", "pipedream-vertical-sync", "pipedream-2bw", "auto", "lwp-w"),
+    *("pipemare", "pipemare-t1", "pipemare-t2"),
+)
 HYBRIDS = (
     "pipedream+sync@7",
     "1f1b+vanilla@8",  # at the end of a run
     st.hybrid("auto", "1f1b", after=3),
     st.hybrid("pipedream", after=None, gap=0.02),
 )
-METHODS = (*(name for name in st.methods() if name != "xgrad"), *HYBRIDS)  # xgrad: one stage
-_ANY_OPTIMIZER = {
-    *("sync", "gpipe", "1f1b", "zb-h1", "interleaved", "vanilla", "pipedream"),
-    *("pipedream-vertical-sync", "pipedream-2bw", "auto", "lwp-w", "wpipe", "interleaved-async"),
-    *("zb-h1-async", "pipemare", "pipemare-t1", "pipemare-t2"),
+PREDICTING = tuple({*st.methods()} - {*FLUSHING, *OWN_ORDER, *STALE, "xgrad"})  # xgrad: one stage
+FAMILIES: dict[str, tuple[str | st.Method, ...]] = {
+    **{"flushes": FLUSHING, "order of its own": OWN_ORDER, "stale": STALE},
+    **{"predicts": tuple(sorted(PREDICTING)), "changes": HYBRIDS},
 }
-_OF_SGD = {"spectrain-smoothed", "sc", "sc-lwp", "braking"}
-_WITHOUT_MUON = {"error-feedback", "dc-asgd", "gap-aware"}
-_OWN_WINDOWS = {*FLUSHING, "interleaved-async", "wpipe", "pipedream-2bw", "error-feedback"}
-
-
-def exists(case: Case) -> bool:
-    """Return whether the package has no reason to refuse a case."""
-    hybrid = case.method in HYBRIDS
-    return not (
-        (case.clip == "global" and case.name not in FLUSHING)
-        or (case.memory == "wide windows" and (hybrid or case.name in _OWN_WINDOWS))
-        or (case.optimizer == "RMSprop" and not hybrid and case.name not in _ANY_OPTIMIZER)
-        or (case.optimizer == "Muon" and case.name in _WITHOUT_MUON)
-        or (case.optimizer != "SGD" and case.name in _OF_SGD)
+METHODS = tuple(method for methods in FAMILIES.values() for method in methods)
+_OF_SGD = ("spectrain-smoothed", "sc", "sc-lwp", "braking")
+_WITHOUT_MUON = (*_OF_SGD, "error-feedback", "dc-asgd", "gap-aware")
+_OWN_WINDOWS = (*FLUSHING, *OWN_ORDER[:2], *HYBRIDS, "pipedream-2bw", "error-feedback")
+SETTINGS = Axes(
+    {"method": METHODS, **AXES},
+    {
+        "family": ("method", {m: name for name, methods in FAMILIES.items() for m in methods}),
+        "any": ("losses", dict.fromkeys(AXES["losses"], 0)),
+    },
+    [
+        *itertools.combinations(AXES, 2),
+        *(("family", axis) for axis in AXES),
+        ("method", "any"),
+    ],
+    [
+        (("clip", ["global"]), ("method", {*METHODS} - {*FLUSHING})),
+        (("memory", ["wide windows"]), ("method", _OWN_WINDOWS)),
+        (("memory", ["wide windows"]), ("clip", ["global"])),
+        (("optimizer", ["RMSprop"]), ("method", PREDICTING)),
+        (("optimizer", ["Muon"]), ("method", _WITHOUT_MUON)),
+        (("optimizer", ["Adam"]), ("method", _OF_SGD)),
         # The tuple's values are checked to the bit, and codecs change them.
-        or (case.form == "tuple" and case.codec != "none")
-        # TODO: two copies of a weight on one rank are one object there, with mixed versions.
-        or (case.ties == "three" and case.layout in ((2, 2), (2, 3)))
-    )
-
-
-def family(case: Case) -> str:
-    if case.method in HYBRIDS:
-        return "changes"
-    if case.name in FLUSHING:
-        return "flushes"
-    if case.name in ("interleaved-async", "wpipe", "zb-h1-async"):
-        return "order of its own"
-    return "predicts" if case.name not in _ANY_OPTIMIZER else "stale"
-
-
-def pairs(case: Case) -> set[tuple[Any, Any]]:
-    """Return the pairs of values of two axes that a case has; the method counts as its family."""
-    values = [(axis, getattr(case, axis)) for axis in AXES]
-    return {*itertools.combinations([("method", family(case)), *values], 2)}
-
-
-def required() -> dict[tuple[Any, Any], None]:
-    """Return the pairs that some case has."""
-    some = {family(case): case for case in map(Case, METHODS)}
-    found = {}
-    for (a, xs), (b, ys) in itertools.combinations(AXES.items(), 2):
-        for x, y in itertools.product(xs, ys):
-            if any(exists(replace(Case(m), **{a: x, b: y})) for m in METHODS):
-                found[(a, x), (b, y)] = None
-    for a, xs in AXES.items():
-        for x, name in itertools.product(xs, some):
-            if any(
-                exists(case) and family(case) == name
-                for case in (replace(Case(m), **{a: x}) for m in METHODS)
-            ):
-                found[("method", name), (a, x)] = None
-    return found
+        (("form", ["tuple"]), ("codec", {*CODECS} - {"none"})),
+        # Two copies of a weight on one rank are one object there, with mixed versions.
+        (("ties", ["three"]), ("layout", [(2, 2), (2, 3)])),
+    ],
+)
 
 
 def covering(seed: int = 0) -> list[Case]:
-    """Return cases with every method and every required pair, the same in all processes."""
-    draw, chosen, missing = random.Random(seed), list[Case](), required()
-    methods = draw.sample(METHODS, len(METHODS))
-
-    def drawn(method: str | st.Method, **fixed: Any) -> Case:
-        while True:
-            values = {axis: draw.choice(options) for axis, options in AXES.items()}
-            if exists(case := Case(method, **{**values, **fixed})):
-                return case
-
-    while methods or missing:
-        if methods:
-            method = methods.pop()
-            tried = [drawn(method) for _ in range(100)]
-        else:
-            pair = dict(next(iter(missing)))
-            able = [m for m in METHODS if pair.get("method") in (None, family(Case(m)))]
-            pair.pop("method", None)
-            able = [m for m in able if exists(Case(m, **pair))]
-            tried = [drawn(draw.choice(able), **pair) for _ in range(100)]
-        chosen.append(max(tried, key=lambda case: len(pairs(case) & missing.keys())))
-        for pair in pairs(chosen[-1]):
-            missing.pop(pair, None)
-    return chosen
+    return [Case(**row) for row in SETTINGS.covering(seed)]
 
 
 # The same training in one process and on ranks
@@ -399,11 +355,10 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
     metrics = {"loss": loss_fn, "signs": sign_rate, "ordered": Ordered()}
     losses, kept, measured, spans = [], [], [], []
 
-    def measure() -> None:
-        measured.append(pipe.evaluate(test if feeds else None, metrics))
-        measured.append(pipe.evaluate(iter(test) if feeds else None))
+    def measure(given: Any, *metrics: Any) -> None:
+        measured.append(pipe.evaluate(given if feeds else None, *metrics))
 
-    measure()
+    measure(test, metrics)
     for batches in case.runs():
         trace = st.Trace()
         results = list(pipe.run(batches if feeds else None, keep=sign_rate, trace=trace))
@@ -412,7 +367,7 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
         kept += [result.kept for result in results]
         # On ranks, a stage may load before it hears that the run has ended.
         spans += [span for span in trace.spans() if span.minibatch < len(batches)]
-    measure()
+    measure(iter(test))
     order = torch.Generator().manual_seed(1)
     whole = case.batches([18])[0]
     given: Any = None
@@ -423,7 +378,7 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
     seen: list[int] = []
     means = pipe.fit(given, 2, [lambda result: seen.append(result.index)])
     assert seen == list(range(6))
-    measure()
+    measure(test, metrics)
     pipe.eval()
     with torch.no_grad():
         output = pipe(test[1] if case.form == "dict" else test[1][0]) if feeds else pipe(None)

@@ -15,7 +15,6 @@ import spectrain_ext as st
 
 WIDTH = 4
 WORDS = 7
-SIZES = [8, 8, 8, 8, 8, 5]
 mse = nn.functional.mse_loss
 
 
@@ -109,18 +108,6 @@ def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **sett
     pipe = st.Pipeline(parts, sgd, loss_fn(form, end), **settings)
     losses = [result.loss for result in pipe.run(data(sizes, form, dtype))]
     return losses, [part.state_dict() for part in parts]
-
-
-def on_ranks(rank, ranks, end, replicas, **settings):
-    """Return the same of this rank with dicts."""
-    k, _ = stage_and_replica(replicas, rank)
-    part = stages(len(replicas), "dict", end, drop=0.0)[k]
-    pipe = st.DistributedPipeline(
-        *(part, sgd, loss_fn("dict", end)),
-        **{"replicas": replicas, "timeout": 30.0, "share_loss": True, **settings},
-    )
-    results = list(pipe.run(None if rank else data(SIZES, "dict")))
-    return [result.loss.item() for result in results], part.state_dict()
 
 
 class Nested(nn.Module):
