@@ -7,14 +7,7 @@ import weakref
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    batches,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from oracle.memory import most_versions
 from oracle.methods import METHODS, window_of
 from oracle.schedules import FLUSHING, most_in_flight, order
