@@ -155,7 +155,8 @@ class Pair:
 
     def saved(self) -> None:
         weights, params = bits(self.weights), make_params(self.case["dtype"])
-        dtype = None if self.steps else self.case["state"]  # that of saved state stays
+        # That of saved state stays; from here on all parameters have some.
+        dtype = None if self.steps > 3 else self.case["state"]
         other = self.optimizer_of(params, lr=9.0, momentum_dtype=dtype, **self.flags)
         other.load_state_dict(through_a_file(self.optimizer.state_dict()))
         self.continue_in(other, weights)
@@ -197,7 +198,7 @@ class Pair:
     # A step and its check.
 
     def step(self, event: str) -> None:
-        none = [(), (1, 5), (0,), (0, 1, 2, 3, 4, 5)][self.steps % 4]
+        none = [(1, 5), (5,), (1, 5), (), (0,), (0, 1, 2, 3, 4, 5)][self.steps % 6]
         self.steps += 1
         give_gradients(self.params, self.twins, none=none)
         if self.bound and event != "refused":
