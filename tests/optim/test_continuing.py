@@ -85,6 +85,7 @@ class Pair:
     # Events.
 
     def read(self) -> None:
+        """A state_dict does not change with the optimizer, which takes it back."""
         saved, whole = self.optimizer.state_dict()["state"], ("step", "mu_product")
         assert repr(self.optimizer).startswith(self.case["name"])
         tensors = [
@@ -94,18 +95,14 @@ class Pair:
             if self.bound or key in whole
         ]
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
-        kept = bits(tensors)
+        kept, weights = bits(tensors), bits(self.weights)
+        before = copy.deepcopy(self.optimizer.state_dict())
         give_gradients(self.params)
-        self.step_and_return()
-        assert_bits(tensors, kept)
-
-    def step_and_return(self) -> None:
-        """Step, and load the state and the weights from before it."""
-        weights, saved = bits(self.weights), copy.deepcopy(self.optimizer.state_dict())
         self.optimizer.step()
+        assert_bits(tensors, kept)
         for w, old in zip(self.weights, weights, strict=True):
             w.detach().copy_(old)
-        self.optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict(before)
 
     def bind(self) -> None:
         if self.bound:
