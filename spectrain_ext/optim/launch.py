@@ -277,7 +277,7 @@ class Launch:
             numbers, weights = templates[cohort.group], [self._weights[row] for row in rows]
             # In the dtype of the true weights; the parameters keep their own gradients.
             gradients = [empty_like(weight, weight.dtype) for weight in weights]
-            torch._foreach_copy_(gradients, [given[row].resolve_neg() for row in rows])
+            torch._foreach_copy_(gradients, [given[row] for row in rows])
             if self._scale is not None:
                 gradients = [gradient.div_(self._scale) for gradient in gradients]
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
