@@ -1,6 +1,5 @@
 """Tests the digits, a text as sequences of characters, and the order of minibatches."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ def test_digits_are_scaled_and_split_once_and_for_all() -> None:
     again = load_digits()
     assert torch.equal(again.train_inputs, data.train_inputs)
     assert torch.equal(again.test_targets, data.test_targets)
-
-
-def test_a_missing_scikit_learn_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install -r studies/requirements.txt"):
-        load_digits()
 
 
 # Text

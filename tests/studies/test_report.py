@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -225,11 +224,3 @@ def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
         run = Run("sync", 0, 0.1, losses[-1], 1.0, 1, losses)
         draw_losses(tmp_path / "losses.png", summarize([run]), title="", window=window)
     assert drawn == [[4.0, 3.0, 1.0, 3.0], [1.0, 1000.0], [1.0, 1000.0]]
-
-
-def test_a_missing_matplotlib_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'spectrain_ext\[pictures\]'"):
-        draw_losses(tmp_path / "losses.png", [], title="", window=1)
