@@ -166,6 +166,17 @@ class Life:
         for optimizer in (self.optimizer, self.definition):
             optimizer.param_groups[group].update(options)
 
+    def change_in_place(self, rate: Tensor) -> None:
+        """Change a learning rate and a decay that stay the same objects for the optimizers."""
+        group = self.optimizer.param_groups[1]
+        if not isinstance(group["lr"], Tensor):
+            self.set(1, lr=rate.clone())
+        group["lr"].copy_(rate)
+        if "betas" in group:
+            betas = group["betas"] if isinstance(group["betas"], list) else [0.5, 0.9]
+            betas[1] = 0.8 + rate.item()
+            self.set(1, betas=betas)
+
     def move(self) -> None:
         for p in self.now:
             p.data = p.data.clone()
@@ -378,7 +389,7 @@ EVENTS: dict[str, Callable[[Life], How | None]] = {
     "other layouts": lambda life: How(strange=True),
     "other device": lambda life: How(under="meta"),
     "rate": lambda life: life.set(0, lr=0.02 * (1 + life.made % 3)),
-    "rate in a tensor": lambda life: life.set(1, lr=torch.tensor(0.03, dtype=F64)),
+    "rate in a tensor": lambda life: life.change_in_place(torch.rand((), dtype=F64) * 0.1),
     "decay": lambda life: life.set(1, weight_decay=0.02 * (life.made % 3)),
     "momentum": lambda life: (
         life.set(1, betas=(0.5, 0.8), eps=1e-3)
