@@ -286,7 +286,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         assert f"report of all ranks: {path}" in ends[rank].error
         mine = section(report, rank)
         assert "of minibatch" in mine.partition("Python stacks")[0]
-        assert "thread MainThread\n" in mine
+        assert "Python stacks\nthread MainThread\n" in mine
     first = "[012]" if fault == "interrupt" else culprit
     assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
     answers = f"= rank {culprit}: " in report
@@ -301,6 +301,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
     if fault == "hang":  # until nothing changes any more
         others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
         assert pending(report) == {others: 1, "edge 2 -> 1": 1}
+        assert re.search(r"^  2  .*; waits for edge 1 -> 2, for", report, re.MULTILINE)
 
 
 def test_without_the_store_every_rank_writes_its_own():
