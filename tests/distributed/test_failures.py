@@ -114,39 +114,35 @@ def cut_off(rank, ranks):
 
     The call then fails, or returns data that has not arrived.
     """
-    store, found = _get_default_store(), []
-    for n in range(2):
-        aborted = threading.Event()
-        case = Case("vanilla", (ranks, 1))
+    return [wait_for_abort(rank, fails) for fails in (True, False)]
 
-        class Work:
-            def wait(self, n=n, aborted=aborted):
-                store.set(f"{n} waits", "")
-                aborted.wait()
-                if n == 0:
-                    raise RuntimeError("the communicator was aborted")
 
-        turns = count()
+def wait_for_abort(rank, fails):
+    """Return whether there was an abort, the error and its cause."""
+    store, aborted, turns = _get_default_store(), threading.Event(), count()
 
-        def check(*_, n=n, turns=turns):
-            if rank:
-                raise ValueError("not a number")
-            if next(turns):
-                store.wait([f"{n} waits"], timedelta(seconds=30))
-                raise ArithmeticError("planned")
+    class Work:
+        def wait(self):
+            store.set(f"waits {fails}", "")
+            aborted.wait()
+            if fails:
+                raise RuntimeError("the communicator was aborted")
 
-        def abort(_, aborted=aborted):
-            aborted.set()
+    def check(*_):
+        if rank:
+            raise ValueError("not a number")
+        if next(turns):
+            store.wait([f"waits {fails}"], timedelta(seconds=30))
+            raise ArithmeticError("planned")
 
-        with travelling("apart"), patch.object(dist.ProcessGroup, "abort", abort):
-            pipe = case.pipeline(rank, timeout=20.0)
-            (stage,) = pipe.children()
-            stage.register_forward_pre_hook(check)
-            receive = (lambda *_, **__: Work()) if rank else dist.irecv
-            with patch.object(dist, "irecv", receive), pytest.raises(RuntimeError) as caught:
-                list(pipe.run(case.batches([8] * 4)))
-        found.append((aborted.is_set(), str(caught.value), str(caught.value.__cause__)))
-    return found
+    with travelling("apart"), patch.object(dist.ProcessGroup, "abort", lambda _: aborted.set()):
+        case = Case("vanilla", (2, 1))
+        pipe = case.pipeline(rank, timeout=20.0)
+        next(pipe.children()).register_forward_pre_hook(check)
+        receive = (lambda *_, **__: Work()) if rank else dist.irecv
+        with patch.object(dist, "irecv", receive), pytest.raises(RuntimeError) as caught:
+            list(pipe.run(case.batches([8] * 4)))
+    return aborted.is_set(), str(caught.value), str(caught.value.__cause__)
 
 
 def test_an_abort_ends_a_wait_for_the_device():
