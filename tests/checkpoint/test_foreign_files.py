@@ -14,8 +14,7 @@ from spectrain_ext.cli.options import printable
 from spectrain_ext.files import read_bounded, read_json, replace_file
 from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.simulation import read_csv
-from spectrain_ext.timelines.merging import main as merge
-from spectrain_ext.timelines.merging import merge_traces
+from spectrain_ext.timelines import merge_traces
 from studies.report import draw_losses
 from studies.results import Run, RunFile, summarize
 
@@ -43,13 +42,8 @@ def test_only_plain_files_of_some_size(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d["run"].update(seed=float("inf")),
-        lambda d: d["run"].update(test_loss=10**400),
-        lambda d: d["run"].update(losses=[10**400]),
-        lambda d: d["run"].update(losses=3),
-        lambda d: d["run"].update({"__class__": 1}),
-        lambda d: d.update(run=[1]),
-        lambda d: d.update(run=None),
+        *({"seed": float("inf")}, {"test_loss": 10**400}, {"losses": [10**400]}, {"losses": 3}),
+        *({"__class__": 1}, [1], None),
     ],
     ids=range(7),
 )
@@ -58,7 +52,7 @@ def test_a_forged_run_is_no_finished_run(tmp_path, change):
     file.write(Run("spectrain", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 1.0)))
     path = file.path
     document = json.loads(path.read_text())
-    change(document)
+    document["run"] = document["run"] | change if isinstance(change, dict) else change
     path.write_text(json.dumps(document))
     assert file.read() is None
     for text in (DEEP, "9" * 10**4):
@@ -72,25 +66,17 @@ def test_a_forged_run_is_no_finished_run(tmp_path, change):
 @pytest.mark.parametrize(
     "events",
     [
-        [3],
-        [[["a", 1]]],
-        [{"ts": "soon"}],
-        [{"ts": [1]}],
-        [{"ts": float("nan")}],
-        [{"ts": 10**400}],
-        [{"pid": {}}],
-        [{"name": "process_name"}],
-        [{"name": "process_name", "args": 3}],
+        *([3], [[["a", 1]]], [{"pid": {}}]),
+        *([{"ts": when}] for when in ("soon", [1], float("nan"), 10**400)),
+        *([{"name": "process_name"}], [{"name": "process_name", "args": 3}]),
     ],
     ids=range(9),
 )
-def test_what_is_no_trace(tmp_path, events, capsys):
+def test_what_is_no_trace(tmp_path, events):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 3}))
     with pytest.raises(ValueError, match=r"a\.json: expected events of a trace"):
         merge_traces(tmp_path / "out", [path])
-    assert merge([str(tmp_path / "out"), str(path)]) == 1
-    assert "expected events of a trace" in capsys.readouterr().err
     for base in (-1, 1 << 63, True, 0.5):
         path.write_text(json.dumps({"traceEvents": [], "baseTimeNanoseconds": base}))
         with pytest.raises(ValueError, match="does not say when it began"):

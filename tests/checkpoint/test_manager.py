@@ -129,12 +129,6 @@ def test_a_method_that_changes_goes_on_in_its_phase(tmp_path, method, stop):
     assert (continued.pipe.minibatches, continued.pipe.phase) == (stop, stopped.pipe.phase)
     assert lists(continued.run(data[stop:])) == expected[stop:]
     same(state_of(continued.pipe), state_of(kept.pipe))
-    # and back in the same pipeline
-    load(tmp_path / "kept" / "minibatch-00000006", continued.pipe)
-    assert continued.pipe.minibatches == 6
-    again = CheckpointManager(tmp_path / "kept", continued.pipe, every_minibatches=2)
-    again.restore()
-    assert again.minibatches == 8
 
 
 def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp_path):
