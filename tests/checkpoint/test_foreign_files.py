@@ -14,7 +14,8 @@ from spectrain_ext.cli.options import printable
 from spectrain_ext.files import read_bounded, read_json, replace_file
 from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.simulation import read_csv
-from spectrain_ext.timelines import merge_traces
+from spectrain_ext.timelines.merging import main as merge
+from spectrain_ext.timelines.merging import merge_traces
 from studies.report import draw_losses
 from studies.results import Run, RunFile, summarize
 
@@ -72,11 +73,13 @@ def test_a_forged_run_is_no_finished_run(tmp_path, change):
     ],
     ids=range(9),
 )
-def test_what_is_no_trace(tmp_path, events):
+def test_what_is_no_trace(tmp_path, events, capsys):
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 3}))
     with pytest.raises(ValueError, match=r"a\.json: expected events of a trace"):
         merge_traces(tmp_path / "out", [path])
+    assert merge([str(tmp_path / "out"), str(path)]) == 1
+    assert "expected events of a trace" in capsys.readouterr().err
     for base in (-1, 1 << 63, True, 0.5):
         path.write_text(json.dumps({"traceEvents": [], "baseTimeNanoseconds": base}))
         with pytest.raises(ValueError, match="does not say when it began"):
