@@ -1,7 +1,7 @@
-"""Tests that the blocking first use of process groups cannot deadlock.
+"""Tests that process groups cannot deadlock: inner, because only NCCL would.
 
 torch connects a pair of ranks at a group's first message, and with NCCL both hosts wait for each
-other. These tests send nothing: they record each rank's sequence and simulate it.
+other. Most tests send nothing: they record each rank's sequence and simulate it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from contextlib import nullcontext
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.checked_streams import OrderingError, checked_streams
+from helpers.checked_streams import CheckedStream, OrderingError, checked_streams
 
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
@@ -54,14 +56,19 @@ class Default:
 
 def unwatched(rank):
     """Replaces a board."""
-    nothing = {"set_action": lambda *_: None, "check": lambda: None}
+    changed = threading.Condition()
+
+    def start(name, work):
+        threading.Thread(target=work, daemon=True).start()
+
+    def wait(ready, *_):
+        with changed:
+            assert changed.wait_for(ready, 30.0)
+
     return SimpleNamespace(
-        rank=rank,
-        timeout=1.0,
-        blocked=lambda *_: nullcontext(),
-        aborts=[],
-        disconnects=[],
-        **nothing,
+        **{"rank": rank, "timeout": 1.0, "cause": None, "aborts": [], "disconnects": []},
+        **{"set_action": lambda *_: None, "check": lambda: None, "start": start, "wait": wait},
+        **{"changed": changed, "blocked": lambda *_: nullcontext()},
     )
 
 
@@ -213,72 +220,6 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
     assert all(len(set(counts)) > 1 for counts, _ in circles)
 
 
-def computes(stages, k, minibatches=3):
-    """Yield a stage's ("receive" | "send", edge), each followed by a wait for its device."""
-    places = places_of(find_method("vanilla"), stages, stages, None)
-    for kind, _, _ in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
-        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0)
-        if step and 0 <= k - step < stages:
-            yield "receive", (k - step, k)
-            yield "wait", None
-        if step and 0 <= k + step < stages:
-            yield "send", (k, k + step)
-            yield "wait", None
-
-
-def waiting_forever(hosts, whole):
-    """Simulate hosts that wait for their streams or the whole device; return those that hang.
-
-    A send reaches its turn on the device after everything that was received before it. It and its
-    receive finish when both have started. A host receives when the message's header has arrived.
-    """
-    sent = {}  # by edge and number: what its rank had received before
-    received, done = set(), set()
-    counts = Counter()
-
-    def are_done(messages):
-        more = True
-        while more:
-            more = {m for m in received - done if done.issuperset(sent[m])}
-            done.update(more)
-        return done.issuperset(messages)
-
-    mine = [([], []) for _ in hosts]  # received, sent
-    heads = [next(host, None) for host in hosts]
-
-    def makes(rank):
-        what, edge = heads[rank]
-        into, out = mine[rank]
-        if what == "wait":
-            return are_done([*into, *out] if whole else into)
-        message = edge, counts[what, edge]
-        if what == "receive":
-            if message not in sent:
-                return False
-            received.add(message)
-            into.append(message)
-        else:
-            sent[message] = [*into]
-            out.append(message)
-        counts[what, edge] += 1
-        return True
-
-    progress = True
-    while progress:
-        progress = False
-        for rank, host in enumerate(hosts):
-            while heads[rank] is not None and makes(rank):
-                progress, heads[rank] = True, next(host, None)
-    return [rank for rank, head in enumerate(heads) if head is not None]
-
-
-@pytest.mark.parametrize("stages", range(2, 6))
-def test_hosts_may_wait_for_their_streams_and_not_for_whole_devices(stages):
-    for whole in (False, True):
-        stuck = waiting_forever([computes(stages, k) for k in range(stages)], whole)
-        assert bool(stuck) is whole
-
-
 class Device:
     """Replaces an NCCL group: a separate stream that orders itself after its caller and back."""
 
@@ -311,12 +252,11 @@ def sends_by(device, monkeypatch, depth=2):
 
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
     monkeypatch.setattr(dist, "isend", isend)
-    board = SimpleNamespace(rank=0, check=lambda: None, blocked=lambda *_: nullcontext())
     link = links_module.RemoteEdge(
         *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
         *(SimpleNamespace(send=send), device, False),
     )
-    sender = RemoteSender(link, CPU, depth, board)
+    sender = RemoteSender(link, CPU, depth, unwatched(0))
     return sender, done
 
 
@@ -365,14 +305,66 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
             *("edge 0 -> 1", Traffic.ACTIVATIONS, 0, (0, 1), 0, 1, 0),
             *(SimpleNamespace(), device, False),
         )
-        board = SimpleNamespace(rank=1, check=lambda: None, wait=lambda *_: None)
-        receiver = RemoteReceiver(link, CPU, compute, 2, board)
+        receiver = RemoteReceiver(link, CPU, compute, 2, unwatched(1))
         slot = receiver._ring.popleft()
         slot.layout, slot.nbytes = layout, layout.places()[1]
         receiver._arrived.append(slot)
         assert receiver.receive() is slot
         assert compute._seen[device.stream] == 1
         compute.reads(slot.buffer)
+
+
+class Loop:
+    """Replaces a gloo group of two ranks in one process."""
+
+    def __init__(self):
+        self.sent = defaultdict(SimpleQueue)
+
+    def send(self, tensors, peer, tag):
+        self.sent[tag].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda _: None)
+
+    def recv(self, tensors, peer, tag):
+        return SimpleNamespace(wait=lambda _: tensors[0].copy_(self.sent[tag].get()))
+
+
+@pytest.mark.parametrize(
+    ("dropped", "found"),
+    [
+        (None, None),
+        ("sending thread", "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
+        ("receiving thread", "writes host memory of edge 0 -> 1, slot 0 without waiting for copy"),
+        ("copy stream", "reads host memory of edge 0 -> 1, slot 0 without waiting for receiving"),
+    ],
+)
+def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
+    wait, loop = CheckedStream.wait, Loop()
+
+    def waits(stream, event):
+        if dropped is None or not stream.name.startswith(dropped):
+            wait(stream, event)
+
+    monkeypatch.setattr(CheckedStream, "wait", waits)
+    monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
+    link = links_module.RemoteEdge(
+        *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1, loop, loop, False, True)
+    )
+    noticed = nullcontext() if found is None else pytest.raises(OrderingError, match=found)
+    with checked_streams(), noticed:
+        used = callers_stream(CPU)
+        sender = RemoteSender(link, CPU, 3, unwatched(0))
+        receiver = RemoteReceiver(link, CPU, used, 3, unwatched(1))
+        receiver.begin()
+        for n in range(7):
+            message = Message((torch.full((16,), float(n)),), (False,))
+            sender.send(message, Buffer("source"), used.event())
+            sender.flush()
+            slot = receiver.receive()
+            used.reads(slot.buffer)
+            assert torch.equal(slot.message.tensors[0], message.tensors[0])
+            receiver.free(slot)
+        sender.end()
+        assert receiver.receive() is None
 
 
 class Options:

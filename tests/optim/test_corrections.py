@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers.covering import Row, covering
+from helpers.covering import Row
+from helpers.ops_covering import covering_array
 from helpers.optim_cases import (
     BF16,
     EVERY,
@@ -51,9 +51,7 @@ class Stage:
         self.wide = F32 if dtype.itemsize == 2 else dtype
         self.params = make_params(dtype)
         self.optimizer = made(name, self.params, **{"weight_decay": 0.05, **options})
-        self.master = flat_views(self.params, self.wide)
-        for p, view in self.master.items():
-            view.copy_(p.detach())
+        self.master = flat_views(self.params, self.wide, filled=True)
         self.bind(correction)
 
     def bind(self, correction: Any) -> None:
@@ -88,7 +86,7 @@ class Stage:
         return [int(self.optimizer.state[p]["gap_step"]) for p in self.params]
 
 
-CASES = covering(
+CASES = covering_array(
     {
         "kind": tuple(CORRECTIONS),
         "name": NAMES,
@@ -98,7 +96,7 @@ CASES = covering(
         "momentum": (0.9, 0.0),
         "scale": (None, 8.0),  # of the gradients
     },
-    lambda row: bool(row["momentum"]) or (row["name"] == "SGD" and row["kind"] == "delay"),
+    [{"momentum": [0.0], "name": NAMES[1:]}, {"momentum": [0.0], "kind": ["gap"]}],
 )
 
 
@@ -292,13 +290,6 @@ def test_corrections_are_values() -> None:
     assert len({DelayCompensation(1), DelayCompensation(1.0)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         GapAware().decay = 0.5
-    for kind, name, bad in (
-        (DelayCompensation, "strength", (-1.0, math.nan, math.inf, "1", None)),
-        (GapAware, "decay", (-0.1, 1.0, math.nan, "1")),
-    ):
-        for value in bad:
-            with pytest.raises((ValueError, TypeError), match=name):
-                kind(value)
 
 
 def test_what_cannot_be_corrected() -> None:

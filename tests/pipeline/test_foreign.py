@@ -15,19 +15,13 @@ from helpers.foreign_optimizers import (
     Together,
     muon_and_adamw,
 )
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, close, losses, mse, tanh_stages
 from oracle.definition import Oracle
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 DIFFERENCE = st.spectrain(law="difference")
 every_optimizer = pytest.mark.parametrize("name", FOREIGN)

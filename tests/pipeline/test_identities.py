@@ -8,22 +8,15 @@ import dataclasses
 import hypothesis.strategies as some
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    batches,
-    close,
-    examples,
-    float64,  # noqa: F401  # a fixture
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import batches, close, examples, mse, sgd, tanh_stages, torch_sgd
 from hypothesis import given
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Interleaved
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 few = examples(12)
 FLUSHING = ("sync", "gpipe", "1f1b", "interleaved", "zb-h1")

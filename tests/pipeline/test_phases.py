@@ -10,22 +10,15 @@ import json
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.weights import StageWeights
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 PAIRS = [
     ("pipedream", "sync"),  # arXiv 1912.12675

@@ -13,7 +13,6 @@ from helpers.pipeline_cases import (
     Compared,
     batches,
     close,
-    float64,  # noqa: F401  # a fixture
     losses,
     mse,
     sgd,
@@ -23,6 +22,8 @@ from helpers.pipeline_cases import (
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def tied(n, places=(0, -1)):

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.pipeline_cases import losses, mse, sgd, tanh_stages
 from helpers.value_programs import ENDS, data, loss_fn, stages, together
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 SIZES = [8, 8, 8, 8, 8, 8, 5]
 

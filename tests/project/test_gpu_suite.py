@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 import zipfile
@@ -43,9 +41,9 @@ def cases(tmp_path: Path) -> Cases:
     return Cases(tmp_path / "a.json", float("inf"))
 
 
-@pytest.mark.processes
-def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part's lines run; tools are replaced by stand-ins, and one is missing."""
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore afterwards what the suite changes in its process; no wheel, one stand-in."""
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
@@ -53,10 +51,16 @@ def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(bench_pipeline, "MINIBATCHES", 3)
-    (tmp_path / "carried").mkdir()
-    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("started")
+def test_all_of_it_rehearsed(tmp_path: Path) -> None:
+    """Every part's lines run; tools are replaced by stand-ins, and one is missing."""
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_cuda.py").write_text(
@@ -87,19 +91,18 @@ def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.processes
-def test_dry_run(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("started")
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, str(BENCH / "gpu_suite.py"), "--out", str(out), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["dry_run"]
     statuses = {s["name"]: s["status"] for s in summary["steps"]}
     assert statuses.pop("devices") == "skipped"  # needs several
-    assert set(statuses.values()) == {"not run"}
+    assert summary["dry_run"] and set(statuses.values()) == {"not run"}
+    assert set(statuses) < {*WITH_TABLE, *WITHOUT_TABLE}
     assert "Operators: not measured." in (out / "summary.md").read_text()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 2 and "expected an empty folder" in again.stderr
+    assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 2
+    assert "expected an empty folder" in capsys.readouterr().err
 
 
 def _longest(groups: Any) -> float:
@@ -115,17 +118,6 @@ class TestPlan:
         assert [s.name for group in groups[:2] for s in group] == ["install", "first"]
         assert groups[0][0].essential
         assert _longest(plan.plan(tmp_path, [], 57)) == pytest.approx(57)
-
-    def test_every_step_is_known_to_the_report_and_every_part_to_the_plan(
-        self, tmp_path: Path
-    ) -> None:
-        known = [step for group in plan.plan(tmp_path, [], gpus=8) for step in group]
-        assert {step.name for step in known} == {*WITH_TABLE, *WITHOUT_TABLE}
-        called = {step.command[step.command.index("--part") + 1] for step in known}
-        assert called == set(gpu_suite.PARTS)
-        for where in gpu_suite.PARTS.values():
-            module, _, function = where.partition(".")
-            assert callable(getattr(importlib.import_module(f"gpu.{module}"), function)), where
 
     @pytest.mark.parametrize("gpus", [1, 2, 8])
     def test_what_needs_several_gpus_takes_no_time_where_there_is_one(

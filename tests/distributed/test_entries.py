@@ -1,0 +1,345 @@
+"""Tests what a rank reads of others: inner, because no rank of this version writes bad entries."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.cli_programs import listening
+from helpers.ranks import Ranks, run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
+
+import spectrain_ext as st
+from spectrain_ext.distributed import failures
+from spectrain_ext.distributed import store as store_module
+from spectrain_ext.distributed.board import FAILED, Board
+from spectrain_ext.distributed.failures import (
+    WATCHING,
+    Cause,
+    Heartbeat,
+    find_culprit,
+    new_report,
+    part_of,
+    place_of,
+)
+from spectrain_ext.distributed.store import connection, store_at
+from spectrain_ext.distributed.wire import decode_layout
+
+# The store
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_it_listens_on_the_address_alone(address):
+    before = listening()
+    kept = store_at(address, 0, listen=True)
+    found = listening()
+    for other in before:
+        found.remove(other)
+    (where,) = found
+    assert where in ({"127.0.0.1", "::1"} if address == "localhost" else {address})
+    joined = store_at(address, kept.port, listen=False)
+    joined.set("key", "value")
+    assert kept.get("key") == b"value"
+    assert kept.clone().get("key") == b"value"
+    for elsewhere in {"127.0.0.3"} - {address}:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, kept.port), timeout=5.0)
+
+
+def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
+    class Asked:
+        timeout = timedelta(minutes=30)
+
+        def set_timeout(self, timeout):
+            self.timeout = timeout
+
+        def clone(self):
+            found = Asked()
+            found.tried = self.timeout
+            return found
+
+    store = Asked()
+    made = connection(store, patience=1.0, timeout=80.0)
+    assert (made.tried.seconds, made.timeout.seconds) == (40, 1)
+    assert store.timeout == timedelta(minutes=30)
+
+
+def test_what_cannot_be_listened_on_is_named():
+    kept = store_at("127.0.0.1", 0, listen=True)
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1, port {kept.port}: Address already in use"):
+        store_at("127.0.0.1", kept.port, listen=True)
+    with pytest.raises(OSError, match=r"192\.0\.2\.1, port 29500: Cannot assign"):
+        store_at("192.0.2.1", 29500, listen=True)
+    with pytest.raises(OSError, match=r"no-such-host\.invalid, port 0: "):
+        store_at("no-such-host.invalid", 0, listen=True)
+
+
+def join_again(rank, ranks, port):
+    """Return this rank, their number and their sum in several starts that share a store."""
+    dist.destroy_process_group()  # the test's group
+    store, found = dist.TCPStore("127.0.0.1", port, is_master=False), []
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+
+    def all_have(what):
+        store.set(f"{what} {rank}", "")
+        store.wait([f"{what} {each}" for each in range(ranks)])
+
+    for start, count in enumerate(STARTS):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(count))
+        if rank < count:
+            if rank == 0 and count > 1:  # the others see the earlier content
+                store.wait([f"{start} has begun"])
+            store.set(f"{start} has begun", "")
+            joined = st.join_ranks(timeout=timedelta(seconds=60))
+            total = torch.tensor(float(start))
+            dist.all_reduce(total)
+            found.append((*joined, total.item()))
+            dist.destroy_process_group()
+        all_have(f"{start} has ended")
+        if rank == 2:  # expected by no other rank
+            os.environ.update(WORLD_SIZE="3")
+            with pytest.raises(TimeoutError):
+                st.join_ranks(timeout=timedelta(seconds=0.1))
+        all_have(f"{start} has been disturbed")
+    return found
+
+
+STARTS = (3, 2, 4, 1)
+
+
+@pytest.mark.processes
+def test_ranks_meet_whatever_the_store_has_of_earlier_starts():
+    """The earlier starts had other numbers of ranks, and some ended right after joining."""
+    kept = store_at("127.0.0.1", 0, listen=True)
+    for rank, found in enumerate(run_ranks(join_again, 4, kept.port)):
+        expected = [(rank, n, float(k * n)) for k, n in enumerate(STARTS) if rank < n]
+        assert found == expected
+
+
+def test_who_has_not_come_is_named(monkeypatch):
+    kept = store_at("127.0.0.1", 0, listen=True)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "WORLD_SIZE": "2"}
+    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for rank, said in (("0", "rank 1 of 2 has not come"), ("1", "rank 1 has had no answer")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(TimeoutError, match=rf"{said}.* within 0\.3 s"):
+            st.join_ranks(timeout=timedelta(seconds=0.3))
+
+
+def test_what_no_launcher_has_set_is_named(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="expected WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the"):
+        st.join_ranks()
+
+
+def test_an_address_that_is_not_here_is_named(monkeypatch):
+    given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match=r"MASTER_ADDR and .* on 192\.0\.2\.1, port 29500: "):
+        st.join_ranks()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "4"}, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ],
+    ids=["far", "one-machine", "local", "chosen"],
+)
+def test_one_machine_stays_on_loopback(environment, expected):
+    given = dict(environment)
+    store_module._stay_on_loopback(given, 4)
+    assert given.get("GLOO_SOCKET_IFNAME") == expected
+
+
+# The board
+
+
+def test_a_board_of_one_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 1, timeout=5.0)
+    with board.run(starts=True):
+        for n in range(3):
+            assert board.exchange_json("meeting", {"method": "sync", "own": n}) == [
+                {"method": "sync", "own": n}
+            ]
+    for _ in range(3):
+        with board.run():
+            pass
+    with pytest.raises(ArithmeticError), board.run():
+        raise ArithmeticError("planned")
+    assert board.cause[:2] == (0, "beginning a run: ArithmeticError: planned")
+    for thread in threading.enumerate():
+        if thread.name in WATCHING:  # they may still be writing the report
+            thread.join()
+    # multiprocessing may make a directory here as well, when this process first uses it
+    (report,) = tmp_path.glob("spectrain-failure-*")
+    assert "ArithmeticError: planned" in report.read_text()
+    assert report.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RuntimeError, match="an earlier run"), board.run():
+        pass
+
+
+BEAT = {
+    **{"doing": "F 1", "busy": 0.5, "waits": [0, "edge"], "words": 0, "last": [], "complete": 0},
+    **{"knows": False, "reported": False, "process": ["host", 1, 2]},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000, "{}", "null")),
+        *(
+            ("beat/1", json.dumps([*(BEAT | changed).values()]))
+            for changed in (
+                {"waits": [2, "edge"]},
+                {"waits": [0]},
+                {"busy": "long"},
+                {"words": None},
+                {"process": ["host", 1, "../1"]},
+                {"more": 1},
+            )
+        ),
+        *(
+            (FAILED, entry)
+            for entry in ("{", "[9]", '["0", "x", 0, "", false]', '[2, "x", null, "", false]')
+        ),
+    ],
+)
+def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
+    assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
+    kept.set(key, entry.encode("utf-8", "surrogateescape"))
+    match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
+    with pytest.raises(st.RankError, match=match) as raised, board.run(starts=True):
+        board.exchange_json("meeting", 1)
+    assert raised.value.culprit == (key == "beat/1")
+
+
+def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "reports"))
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
+    kept.set("part/1", "[")
+    kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
+    kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
+    with pytest.raises(st.RankError, match="planned") as raised, board.run(starts=True):
+        board.exchange_json("meeting", 1)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "First cause: rank 1, planned" in Path(raised.value.report).read_text()
+
+
+def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cause = Cause(1, "planned", 0, new_report())
+    own = part_of([(("F", 1), 0.0)], None, [], [], "")
+    damaged = ["[", "{}", json.dumps(json.loads(own) | {"messages": [[1, {"sent": "x"}]]})]
+    beats = [Heartbeat(b"x", 0.0, doing="B 2")] * 4
+    failures._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
+    text = Path(place_of(cause.report)).read_text()
+    assert "First cause: rank 1, planned" in text
+    assert text.count("ago it said: B 2") == 3
+
+
+def wait_for_one(rank, ranks, grace, seconds):
+    """Let rank 0 work alone in steps of ``seconds`` (None: endless) while the others wait."""
+    told = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 1.0, grace)
+    with told.run(starts=True):
+        pass
+    with told.together("the work of one"):
+        if rank == 0:
+            with told.busy("the work"):
+                for n, each in enumerate(seconds):
+                    told.set_action("step", n)
+                    threading.Event().wait(each)
+    return True
+
+
+@pytest.mark.processes
+def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
+    assert run_ranks(wait_for_one, 3, 3.0, [0.3] * 9) == [True] * 3
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_get_on_is_not():
+    began = monotonic()
+    ends = Ranks(wait_for_one, 3, 2.0, [0.3] * 6 + [None]).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    for end in ends[1:]:
+        assert "first cause: rank 0, step 6: busy with it for 1." in end.error
+    # 1.8 s of steps, the deadline, the grace of the stuck rank, and starting processes
+    assert monotonic() - began < 30
+
+
+def test_blame_goes_to_whom_all_others_wait_for():
+    now = monotonic()
+    waiting = [Heartbeat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
+    busy = [Heartbeat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
+    assert find_culprit(busy, 3, 2, 1.0)[0].rank == 0
+    silent = [busy[0], Heartbeat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
+    cause, _ = find_culprit(silent, 3, 2, 1.0)
+    assert cause.rank == 1
+    assert "last known in B 1: no sign of life for 2.0 s" in cause.reason
+    circle = [Heartbeat(b"x", now, waits=(2, "edge")), *waiting[1:]]
+    assert "3 -> 2 -> 1 -> 0 -> 2" in find_culprit(circle, 3, 2, 1.0)[0].reason
+    pair = [Heartbeat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
+    assert find_culprit(pair, 1, 0, 1.0)[0].rank == 0
+    assert Cause.read(b"", 4) is None
+
+
+# The layout of a message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"[]",
+        b'{"tensors": [null]}',
+        b'{"tensors": [[[2], [1], "load", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [1, 1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [64], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[-2], [1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [null], "form": ["dict", ["a", "b"], "tensor"]}',
+        b'{"tensors": [null], "form": ["dict", [3], "tensor"]}',
+        b'{"tensors": [null, null], "form": ["dict", ["a", "a"], "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["dict"]}',
+        b'{"tensors": [null], "form": ["set", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", []]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "[1]"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "print(1)"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", 3]}',
+        b'{"tensors": [null], "form": [["list"], "tensor"]}',
+        b'{"tensors": [null], "form": 3}',
+        b'{"tensors": [null], "form": ' + b'["list", ' * 9000 + b'"tensor"' + b"]" * 9000 + b"}",
+    ],
+    ids=range(20),
+)
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(ValueError):
+        decode_layout(text)
