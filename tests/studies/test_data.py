@@ -47,6 +47,8 @@ def test_sequences_of_a_text_follow_each_other_and_targets_are_one_further(tmp_p
     part = data.first(10, None)
     assert torch.equal(part.train_targets, data.train_targets[:10])
     assert torch.equal(part.test_inputs, data.test_inputs)
+    assert len(data.first(None, 2).test_targets) == 2
+    assert len(data.first(10**6, None).train_inputs) == len(data.train_inputs)
     assert load_text(tmp_path, context=4).fingerprint == data.fingerprint
     path.write_text(f"{TEXT}y")
     assert load_text(path, context=4).fingerprint != data.fingerprint
@@ -56,6 +58,9 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     for name, content in (("a.txt", b"\xff\xfe"), ("two/a.txt", b"too short"), ("two/b.txt", b"")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "b.txt").symlink_to("/dev/zero")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "large.text").touch()
     os.truncate(tmp_path / "large.text", 2**40)
     for name, error, said in (
@@ -64,6 +69,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         ("two", ValueError, r"found a\.txt, b\.txt; name the file"),
         ("two/a.txt", ValueError, r"a\.txt: its 9 characters are too few .* of 4"),
         ("large.text", ValueError, "expected at most 268435456 bytes"),
+        ("device", ValueError, r"b\.txt: expected a plain file"),
+        ("empty", FileNotFoundError, r"no \*\.txt in it"),
     ):
         with pytest.raises(error, match=said):
             load_text(tmp_path / name, context=4)

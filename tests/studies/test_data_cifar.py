@@ -1,18 +1,24 @@
 """Tests CIFAR-10 from files of strangers: read whole, nothing executed, in bounded memory."""
 
 import ast
+import bz2
 import gzip
+import io
+import lzma
 import os
 import pickle
+import struct
+import sys
 import tarfile
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.study_data import FOLDER, TRAIN, archive, images, jpeg, write_batches
+from helpers.study_data import FOLDER, TRAIN, archive, batch, images, jpeg, write_batches
 
 import spectrain_ext
 import studies
@@ -30,9 +36,26 @@ def stored(pairs: Any) -> list[tuple[bytes, int]]:
 # Pickled batches
 
 
-@pytest.mark.parametrize("form", ["folder-above", "folder-itself", "archive", "str-keys"])
+def python2_pickle(pixels: np.ndarray[Any, Any], labels: list[int]) -> bytes:
+    """Imitate Python 2, which wrote the originals: strings for bytes, numpy's old module names."""
+
+    def text(value: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    rows, columns = (b"J" + struct.pack("<i", size) for size in pixels.shape)
+    minus_one = b"J" + struct.pack("<i", -1)
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R"
+        b"(K\x01" + rows + columns + b"\x86cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R(K\x03"
+    )
+    array += text(b"|") + b"NNN" + 2 * minus_one + b"K\x00tb\x89" + text(pixels.tobytes()) + b"tb"
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + numbers + b"u."
+
+
+@pytest.mark.parametrize("form", ["folder-above", "archive", "python-2", 2, 3, 4])
 def test_pickled_batches_are_read_whole_in_a_fixed_order_that_mixes_them(
-    tmp_path: Path, form: str
+    tmp_path: Path, form: str | int
 ) -> None:
     batches = write_batches(tmp_path)
     folder = tmp_path / FOLDER
@@ -43,10 +66,13 @@ def test_pickled_batches_are_read_whole_in_a_fixed_order_that_mixes_them(
         path.mkdir()
         with tarfile.open(path / "cifar-10-python.tar.gz", "w:gz") as packed:
             packed.add(folder, FOLDER)
-    elif form == "str-keys":
-        for name, each in batches.items():
-            text = {"num_vis": 3072, **{key.decode(): value for key, value in each.items()}}
-            (folder / name).write_bytes(pickle.dumps(text, protocol=4))
+    for name, each in batches.items():
+        if isinstance(form, int):  # keys of text, labels first, other fields around them
+            fields = {key.decode(): value for key, value in reversed(each.items())}
+            fields = {"batch_label": "a batch", "num_vis": 3072, **fields, "filenames": ["0.png"]}
+            (folder / name).write_bytes(pickle.dumps(fields, form))
+        elif form == "python-2":
+            (folder / name).write_bytes(python2_pickle(each[b"data"], each[b"labels"]))
     data = load_cifar10(path)
     assert (data.name, data.kind, data.classes) == ("CIFAR-10", "images", 10)
     assert data.train_inputs.shape == (35, 3, 32, 32)
@@ -62,18 +88,53 @@ def test_pickled_batches_are_read_whole_in_a_fixed_order_that_mixes_them(
     assert data.train_targets.tolist() != [label for b in train for label in b[b"labels"]]
 
 
+def pointers() -> bytes:
+    """Return an array whose bytes numpy takes for pointers, with only numpy's own names."""
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+    # the dtype's flags, without the one for a list of objects
+    dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R"
+    dtype += b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3dtb"
+    state = b"(K\x01K\x03\x85" + dtype + b"\x89C\x18" + b"A" * 24 + b"tb"
+    return b"\x80\x03}(X\x04\x00\x00\x00data" + array + state + b"X\x06\x00\x00\x00labels](K\x01eu."
+
+
 class Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("made",)
 
 
+# one text of a megabyte, many times
+REPEATED = b"\x80\x02c_codecs\nencode\nq\x00X\x00\x00\x10\x00" + b"x" * 2**20
+REPEATED += b"q\x01X\x06\x00\x00\x00latin1q\x02" + b"h\x00h\x01h\x02\x86R" * 10**4 + b"."
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"no pickle", "test_batch: .*expected a pickled batch"),
-        (b"\x80\x04" + b"]" * 10**6, "expected a pickled batch"),
+        *(
+            (content, "test_batch: .*expected a pickled batch")
+            for content in (
+                b"",
+                b"no pickle",
+                b"\x80\x04\xff.",
+                b"\x80\x04" + b"I" + b"9" * 10**6 + b"\n.",  # slow to read
+                b"\x80\x04\x8d" + b"\xff" * 8 + b"x.",
+                b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fx.",
+                b"\x80\x04T\xff\xff\xff\x7fx.",
+                b"\x80\x04\x8b\xff\xff\xff\x7fx.",
+                b"\x80\x04" + b"]" * 10**6,
+                b"\x80\x04" + b"(" * 10**6,
+                b"\x80\x04)" + b"\x85" * 10**6 + b".",  # a tuple in a tuple in a tuple
+                pickle.dumps(batch(2, 3), protocol=4)[:-40],
+            )
+        ),
         (b"\x80\x04j\xff\xff\xff\x7f.", "'data', uint8"),  # a memo of that size
+        (b"\x80\x04}" + b")" + b"\x85" * 10**5 + b"K\x01s.", "'data', uint8"),
+        (REPEATED, "'data', uint8"),
+        (pointers(), "'data', uint8"),
         (Runs(), "'data', uint8"),
+        ([1], "'data', uint8"),
+        ({"data": np.zeros((1, 3072), "u1"), "labels": [2**70]}, "numbers below 256"),
         ({"data": np.zeros((2, 9), np.uint8)}, r"test_batch: .*shape \(samples, 3072\)"),
         ({"data": np.zeros((2, 3072), np.uint8), "labels": [1]}, "test_batch: .*a list of 2"),
         ({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}, "'data', uint8"),
@@ -81,7 +142,7 @@ class Runs:
         ({"data": np.zeros((1, 3072), "u1"), "labels": [10]}, "test labels: .*0 to 9"),
         (None, "test_batch is missing"),
     ],
-    ids=range(10),
+    ids=range(25),
 )
 def test_a_broken_batch_is_named_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, expected: str
@@ -111,10 +172,12 @@ def executing(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names if name.name.split(".")[0] in NEVER}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {str(node.module)} & set(NEVER)
+            found |= {str(node.module).split(".")[0]} & set(NEVER)
         elif isinstance(node, ast.Call):
             name, safe = ast.unparse(node.func), {"allow_pickle=False", "weights_only=True"}
-            loads = name in ("torch.load", "np.load", "np.fromfile", "np.memmap", "np.genfromtxt")
+            library, _, what = name.rpartition(".")
+            reading = ("load", "fromfile", "memmap", "genfromtxt", "loadtxt")
+            loads = library in ("torch", "np", "numpy") and what in reading
             if name in ("eval", "exec", "compile", "__import__") or (
                 loads and safe.isdisjoint(map(ast.unparse, node.keywords))
             ):
@@ -135,8 +198,9 @@ def test_plain_files_of_a_tar_are_read_and_nothing_else(tmp_path: Path) -> None:
     long = "d" * 90 + "/" + "é" * 90 + "/" + "f" * 90 + ".jpg"
     files = [("a.txt", b"hello"), ("empty", b""), ("other", b"x" * 10**6), (long, b"y" * 1024)]
     links = [(f"link{kind}", b"%d" % kind) for kind in range(1, 7)]  # devices and folders as well
-    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
-        path = archive(tmp_path / "a", [*links, *files], "w:gz", format=form)
+    modes = ("w", "w:gz", "w:bz2", "w:xz")
+    for mode, form in product(modes, (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
+        path = archive(tmp_path / "a", [*links, *files], mode, format=form)
         found = list(tar_files(path, lambda name: not name.startswith("other"), largest=10**6))
         assert found == [files[0], files[1], files[3]]
         assert os.listdir(tmp_path) == ["a"]
@@ -151,10 +215,17 @@ def test_a_tar_that_is_too_large_cut_short_or_changed_is_refused(
         list(tar_files(path, lambda name: True, largest=1999))
     whole = path.read_bytes()
     damaged = [whole[:size] for size in range(0, len(whole) - 10240 + 4096, 400)]
-    damaged += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 100, 150, 1024)]
+    headers = (0, 100, 130, 150, 156, 400, 1024)
+    damaged += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in headers]
     header = tarfile.TarInfo("b")
     header.size = 10**15  # more than the file has
-    damaged += [header.tobuf(), gzip.compress(bytes(2 * 10**7)), gzip.compress(whole)[:-20]]
+    damaged += [header.tobuf(), header.tobuf(tarfile.GNU_FORMAT)]
+    large = tarfile.TarInfo("other")
+    large.size = 2 * 10**7
+    for pack in (gzip.compress, bz2.compress, lzma.compress):
+        packed = pack(whole)
+        damaged += [packed[:size] for size in range(0, len(packed), 37)]
+        damaged += [pack(large.tobuf() + bytes(2 * 10**7)), pack(bytes(2 * 10**7))]
     for content in damaged:
         (tmp_path / "b").write_bytes(content)
         tracemalloc.start()
@@ -179,6 +250,7 @@ def test_jpeg_files_are_decoded_once_and_kept_under_the_hash_of_the_file(
     assert (torch.minimum(green, (green - 100).abs())).max() <= 4
     assert blue.max() <= 4
     assert data.test_inputs[:, 2].min() >= 250
+    assert sorted(os.listdir(tmp_path)) == ["cache", path.name]
     (kept,) = cache.iterdir()
     assert data.fingerprint.startswith(kept.stem.removeprefix("cifar10-"))
     with monkeypatch.context() as patch:
@@ -187,9 +259,24 @@ def test_jpeg_files_are_decoded_once_and_kept_under_the_hash_of_the_file(
     assert torch.equal(again, data.train_inputs)
     assert again.stride() == data.train_inputs.stride(), "a convolution would round otherwise"
     written = kept.read_bytes()
-    kept.write_bytes(written[: len(written) // 2])  # as after an interruption
-    assert torch.equal(load_cifar10(path, cache=cache).train_inputs, again)
-    assert kept.read_bytes() == written
+    packed = io.BytesIO()
+    np.savez_compressed(packed, train_images=np.zeros(10**8, np.uint8))  # 100 kB
+    # as after an interruption; a small file that would be a large array
+    for damaged in (written[: len(written) // 2], packed.getvalue()):
+        kept.write_bytes(damaged)
+        assert torch.equal(load_cifar10(path, cache=cache).train_inputs, again)
+        assert kept.read_bytes() == written
+    archive(path, images(), "w:gz")
+    load_cifar10(path, cache=cache)
+    assert len(list(cache.iterdir())) == 2
+
+
+def sized(side: bytes) -> bytes:
+    """Return an image whose header has other sides; 65,535 is beyond Pillow's own limit."""
+    content = bytearray(jpeg(16))
+    at = content.index(b"\xff\xc0") + 5
+    content[at : at + 4] = side + side
+    return bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +287,8 @@ def test_jpeg_files_are_decoded_once_and_kept_under_the_hash_of_the_file(
         (lambda: images(classes=9), r"same 10 classes .* got 'classa', 'classb'"),
         (lambda: [("train/cat/0.jpg", b"jpeg?")], r"cat/0\.jpg': expected a JPEG file"),
         (lambda: [(f"train/cat/{k}.jpg", jpeg()) for k in range(41)], "expected at most 40 images"),
+        (lambda: [("train/cat/0.jpg", sized(b"\xff\xff"))], "expected a JPEG file, but Image size"),
+        (lambda: [("train/cat/0.jpg", sized(b"\x1f\xff"))], r"pixels, got \(8191, 8191\)"),
         (None, "there is no CIFAR-10 in it; expected the folder cifar-10-batches-py"),
     ],
 )
@@ -211,6 +300,44 @@ def test_other_images_are_named(
         archive(tmp_path / "cifar.tar", members())
     with pytest.raises((ValueError, FileNotFoundError), match=expected):
         load_cifar10(tmp_path)
+
+
+def test_other_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere: no such .*cifar-10-python\.tar\.gz"):
+        load_cifar10(tmp_path / "nowhere")
+    with pytest.raises(IsADirectoryError):
+        list(tar_files(tmp_path, lambda name: True, largest=1))
+    archive(tmp_path / "cifar.tar", [])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "PIL.Image", None)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install -r studies/requirements.txt"):
+            load_cifar10(tmp_path)
+    (tmp_path / "CIFAR10.tar.gz").touch()
+    with pytest.raises(ValueError, match=r"found CIFAR10\.tar\.gz, cifar\.tar; name the file"):
+        load_cifar10(tmp_path)
+    write_batches(tmp_path)
+    first = tmp_path / FOLDER / "data_batch_1"
+
+    def huge(path: Path) -> None:
+        path.touch()
+        os.truncate(path, 2**40)
+
+    for make, said in (
+        (os.mkfifo, "expected a plain file"),
+        (lambda path: path.symlink_to("/dev/zero"), "expected a plain file"),
+        (huge, "expected at most 67108864 bytes"),
+    ):
+        first.unlink()
+        make(first)
+        with pytest.raises(ValueError, match=f"data_batch_1: {said}"):
+            load_cifar10(tmp_path)
+    first.unlink()
+    os.remove(tmp_path / "cifar.tar")
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as packed:
+        packed.add(tmp_path / FOLDER, FOLDER)
+    for path in (tmp_path, tmp_path / "cifar-10-python.tar.gz"):
+        with pytest.raises(FileNotFoundError, match="data_batch_1 is missing"):
+            load_cifar10(path)
 
 
 # Conversion to a model's input

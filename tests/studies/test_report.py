@@ -4,11 +4,13 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from spectrain_ext import files
 from spectrain_ext.method import find_method, methods
 from studies import times
 from studies.builtin import maker_of
@@ -54,6 +56,22 @@ def test_a_run_is_found_again_bit_for_bit_and_nothing_else(tmp_path: Path) -> No
         assert file.read() is None
 
 
+def test_what_is_interrupted_leaves_the_file_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    files.replace_file(path, b"before")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        files.replace_file(path, b"after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None:
     now, file = [100.0], io.StringIO()
     lines = Progress(Console(file=file, width=30), 40, 3, clock=lambda: now[0])
@@ -65,11 +83,19 @@ def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None
     # 20 in 10 s: the remaining 60 take 30; one line whatever the width
     said = "[vanilla], seed 2/3: minibatch 20 of 40, loss 0.125, 2 minibatches/s, 0:00:30 left\n"
     assert file.getvalue() == said
+    now[0] += 400.0
+    lines.advance(torch.tensor(0.25))
+    # recently one in 400 s; on the whole 21 in 410 s, with 59 left
+    said += (
+        "[vanilla], seed 2/3: minibatch 21 of 40, loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n"
+    )
+    assert file.getvalue() == said
     written = io.StringIO()
-    with Progress(Console(file=written, force_terminal=True), 2, 1) as progress:
-        progress.begin("own", "1/1")
-        progress.advance(torch.tensor(1.0))
-    assert "own" in written.getvalue()
+    for terminal in (False, True):
+        with Progress(Console(file=written, force_terminal=terminal), 2, 1) as progress:
+            progress.begin("own", "1/1")
+            progress.advance(torch.tensor(1.0))
+        assert ("own" in written.getvalue()) == terminal
 
 
 # Means over seeds, results.json and the table
@@ -102,6 +128,9 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
     text = shown(summarize(runs))
     for said in ("spectrain-stash", "90.5 ± 0.7", "2 of 2 diverged", "does not compare throughput"):
         assert said in text
+    assert "One test sample is 0.3 points" in text
+    single = shown(summarize(runs[:1]))
+    assert "90.0" in single and "±" not in single and "diverged" not in single
     texts = summarize([run_of("auto", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
     said = shown(texts, PERPLEXITY)
     assert "5.00 ± 1.41" in said and "accuracy" not in said
@@ -109,6 +138,9 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
     results = summarize([run_of(m, 0, a, loss) for m, a, loss in (*figures, ("xpipe", 0.2, 800))])
     assert ACCURACY.best(results) == 75
     assert PERPLEXITY.best(results) == pytest.approx(math.e)
+    assert ACCURACY.best(results[:2]) is None  # no comparison
+    # a perplexity beyond float64
+    assert (PERPLEXITY.text(results[3]), ACCURACY.text(results[3])) == ("diverged", "20.0")
 
 
 # Simulated times
@@ -118,20 +150,25 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
 def test_bubbles_of_even_stages_and_the_slowest_one(stages: int) -> None:
     """Slots of one forward and one backward: N for one minibatch, M + N - 1 for M parts."""
     for name, microbatches, slots in (
-        *(("sync", 1, stages), ("1f1b", 8, (8 + stages - 1) / 8)),
+        *(("sync", 1, stages), ("1f1b", 8, (8 + stages - 1) / 8), ("gpipe", 4, (3 + stages) / 4)),
         *(("vanilla", 1, 1.0), ("auto", 4, 1.0)),
     ):
         even = Work([1.0] * stages, [2.0] * stages)
         assert minibatch_time(find_method(name), microbatches, even) == pytest.approx(3 * slots)
     uneven = Work([1.0, 3.0, 1.0], [2.0, 4.0, 2.0])
-    assert minibatch_time(find_method("vanilla"), 1, uneven) == pytest.approx(uneven.slowest)
+    assert uneven.slowest == 7.0
+    assert minibatch_time(find_method("vanilla"), 1, uneven) == pytest.approx(7.0)
+    assert minibatch_time(find_method("sync"), 1, uneven) == pytest.approx(13.0)
 
 
 def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
 
+    asked: list[int] = []
+
     def given(settings: object, make: object, stages: int, devices: list[str]) -> Work:
         assert len(devices) == stages
+        asked.append(stages)
         return Work([1.0] * stages, [2.0] * stages) if stages > 1 else Work([3.0], [6.0])
 
     settings = settle({"methods": ("xgrad", "sync", "1f1b", "auto"), "stages": 4}, quick=True)
@@ -142,6 +179,7 @@ def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_p
     # the uncut model on one device has no bubbles, and all the work
     expected = {"xgrad": 3.0, "sync": 4.0, "1f1b": 7 / 4, "auto": 1.0}
     assert relative_times(settings, make) == pytest.approx(expected)
+    assert sorted(asked) == [1, 4]
 
 
 # Pictures
@@ -157,10 +195,13 @@ def test_every_method_has_a_look_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("over_time", [False, True])
-def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path, over_time: bool) -> None:
+@pytest.mark.parametrize(("count", "seeds"), [(0, 1), (5, 3), (19, 1)])
+def test_the_picture_is_a_png_that_is_not_blank(
+    tmp_path: Path, count: int, seeds: int, over_time: bool
+) -> None:
     image = pytest.importorskip("matplotlib.image")
-    names = ["sync", *(f"method-{number}" for number in range(5))]
-    runs = [run_of(name, seed, 0.5) for name in names for seed in range(2)]
+    names = ["sync", *(f"method-{number}" for number in range(count))]
+    runs = [run_of(name, seed, 0.5) for name in names for seed in range(seeds)]
     results, path = summarize([*runs, run_of("auto", 0, 0.1, math.nan)]), tmp_path / "losses.png"
     if over_time:
         took = {name: 1.0 + 8.0 * (name == "sync") for name in (*names, "auto")}
@@ -172,6 +213,23 @@ def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path, over_time: bool)
     assert pixels[..., :3].min() < 0.1
 
 
+def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    plot, drawn = axes.Axes.plot, []
+
+    def recorded(self: Any, x: list[float], y: list[float], *more: Any, **how: Any) -> None:
+        drawn.append([*y])
+        plot(self, x, y, *more, **how)
+
+    monkeypatch.setattr(axes.Axes, "plot", recorded)
+    for losses, window in (((4.0, 2.0, 0.0, 6.0), 2), ((1.0, math.inf), 1), ((1.0, math.nan), 1)):
+        run = Run("sync", 0, 0.1, losses[-1], 1.0, 1, losses)
+        draw_losses(tmp_path / "losses.png", summarize([run]), title="", window=window)
+    assert drawn == [[4.0, 3.0, 1.0, 3.0], [1.0, 1000.0], [1.0, 1000.0]]
+
+
 def test_methods_are_drawn_together(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "t.svg"
@@ -180,3 +238,4 @@ def test_methods_are_drawn_together(tmp_path: Path) -> None:
     # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
     for said in ("auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
         assert said in picture.read_text(), said
+    assert "#009e73" in picture.read_text().lower()
