@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.campaign import Campaign
 from hypothesis import HealthCheck, settings
 
 # At the end: the package's sources are next to studies/, and the tests use the installed package.
@@ -32,13 +31,6 @@ settings.register_profile(
     "nightly", max_examples=2000, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile(os.environ.get("SPECTRAIN_HYPOTHESIS_PROFILE", "default"))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Count the random faults of test_failures.py in SPECTRAIN_CAMPAIGN=FILE, if set."""
-    path = os.environ.get("SPECTRAIN_CAMPAIGN")
-    if path and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Campaign(Path(path)))
 
 
 def _why_no_cuda() -> str | None:

@@ -132,7 +132,8 @@ class RankConnections(Connections):
             check_equal_start(board, replicas, first.module, optimizer)
             first.random = StageRandom(first.index, first.device, self.replica)
         bodies = backend_of_bodies(board, first.device)
-        dynamic = bool(self._settings["dynamic_shapes"])
+        grows = len(of_phases) > 1 and first.on_nonfinite  # a phase sends checks with gradients
+        dynamic = bool(self._settings["dynamic_shapes"] or grows)
         self.links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
         if isinstance(self.norm, DistributedNorm):
             self.norm.rank_group = self.all_ranks()
@@ -146,13 +147,12 @@ class RankConnections(Connections):
         elif rank_group is not None and self._averaging is not None and weights is not None:
             exchange = weight_exchange(rank_group, board)
             self.averaged = {first.index: Averaged(first, self._averaging, exchange)}
-        last = replicas.stages - 1
         if self._share_loss:
             self._shared = {s.index: SharedLosses(replicas.dealt, s.index > 0) for s in stages}
             for stage in stages:
                 stage.losses = self._shared[stage.index]
         self._losses = None
-        if stages[-1].index == last:
+        if (last := stages[-1].index) == replicas.stages - 1:
             shared, held = self._shared.get(last), self._total is not None
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
         self._open(ties, copies, method, places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,8 +218,7 @@ class DistributedPipeline(Pipeline):
             return ()
         if batches is None:
             raise ValueError("batches: rank 0 needs them, got None")
-        share = share_of(batches) if self.ranks > 1 else None
-        if share is not None:
+        if self.ranks > 1 and (share := share_of(batches)) is not None:
             raise ValueError(_needs_all(*share))
         return checked_batches(batches)
 
@@ -288,17 +287,17 @@ class DistributedPipeline(Pipeline):
             RankError, StageError: as for ``run``.
         """
         self.check_drained("calling the pipeline")
-        nothing = torch.zeros(1)
-        last = self.places[-1].stage == len(self.replicas) - 1
+        around, nothing = self._connections, torch.zeros(1)
         if self.rank == 0 and value is None:
             raise ValueError("value: rank 0 needs the input, got None")
-        batch = (nothing if self.rank else value, nothing)
+        # The ``split_dim`` of a mapping is that of an input and target in one.
+        whole = isinstance(around.split_dim, Mapping)
+        batch = value if whole else (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
-        all_replicas = self._connections.replicas
         # Batches are dealt to replicas in turn, so repeat this one until each replica has it.
-        batches = minibatches([batch] * lcm(*all_replicas.counts), all_replicas, alone=False)
+        batches = minibatches([batch] * lcm(*around.replicas.counts), around.replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
-        return outputs[0] if last else None
+        return outputs[0] if self.places[-1].stage == around.replicas.stages - 1 else None
 
 
 def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
@@ -317,9 +316,8 @@ def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) 
 
 
 def _needs_all(what: str, name: str, count: int) -> str:
-    remedy = "give it num_replicas=1 and rank=0"
-    if name != "num_replicas":
-        remedy = "give the loader that Accelerate has not prepared"
+    ours, theirs = "it num_replicas=1 and rank=0", "the loader that Accelerate has not prepared"
+    remedy = f"give {ours if name == 'num_replicas' else theirs}"
     return (
         f"batches: a {what} with {name}={count} gives this process a part of the samples, and "
         "nobody would take the rest, as rank 0 has the only loader of a pipeline, and deals "

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import rank_programs, replica_programs
+from helpers.rank_cases import same
 from helpers.ranks import run_ranks
-from helpers.replica_programs import RUNS, data, mse, row, sgd, stage_and_replica, stages, steps
+from helpers.replica_programs import (
+    RUNS,
+    data,
+    make,
+    mse,
+    row,
+    sgd,
+    stage_and_replica,
+    stages,
+    steps,
+)
 from helpers.side_by_side import SideBySide
+from helpers.ways import travelling
+from torch import nn
 
 import spectrain_ext as st
 
@@ -29,27 +41,58 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_over_processes_the_bits_are_those_of_one(ranks, tmp_path):
-    check(ranks, None, tmp_path)
+def train(rank, ranks, way, path):
+    """Return losses, own weights, the averages and an evaluation for each case, and a checkpoint's.
+
+    For a checkpoint: the losses of a third run, and of another pipeline that loaded it; own weights
+    after both; and the averages that a model and a pipeline without averaging loaded.
+    """
+    found = []
+    for n, (counts, method, averaging, settings) in enumerate(CASES[ranks]):
+        stage, where = stage_and_replica(counts, rank)[0], f"{path}/{n}"
+        feeds = stage in (0, len(counts) - 1)
+
+        def run(pipe, kind, feeds=feeds):
+            return [r.loss.item() for r in pipe.run(data(*kind) if feeds else None)]
+
+        more = {"scheduler": steps, "share_loss": True, **settings}
+        with travelling(way):
+            pipe, other = (
+                make(rank, counts, method, averaging=averaging, **more) for _ in range(2)
+            )
+            plain = make(rank, counts, method, **more)
+        losses = [run(pipe, kind) for kind in RUNS]
+        own = row(pipe)
+        with pipe.averaged():
+            average = row(pipe)
+        value = pipe.evaluate(data(3) if feeds else None)["loss"]
+        assert torch.equal(row(pipe), own)
+        st.checkpoint.save(where, pipe, minibatches=10)
+        third = run(pipe, (4, 12, 12))
+        run(other, (2, 12, 12))  # overwritten by the checkpoint
+        st.checkpoint.load(where, other)
+        again = run(other, (4, 12, 12))
+        ends = [row(pipe), row(other)]
+        st.checkpoint.load(where, plain)
+        st.checkpoint.load(where, other, only_model=True)
+        model = nn.Sequential(*stages(len(counts)))
+        st.checkpoint.load(where, model)
+        loaded = [row(plain), row(other), row(model[stage])]
+        found.append((losses, own, average, value, [third, again], ends, loaded))
+    return found
 
 
-def test_the_same_whatever_way_bodies_go(tmp_path):
-    check(2, "apart", tmp_path)
-
-
-def check(ranks, way, path):
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(2, "direct"), (3, "direct"), (4, "direct"), (2, "apart")]
+)
+def test_over_processes_the_bits_are_those_of_one(ranks, way, tmp_path):
     torch.set_num_threads(1)
-    program = (replica_programs.averaged, CASES[ranks], str(path))
-    found = run_ranks(rank_programs.travels, ranks, way, *program)
-    for number, (counts, method, averaging, settings) in enumerate(CASES[ranks]):
-        mine = [rank[number] for rank in found]
+    found = run_ranks(train, ranks, way, str(tmp_path))
+    for (counts, method, averaging, settings), *mine in zip(CASES[ranks], *found, strict=True):
         r, n = counts[0], len(counts)
-        kept = {**settings, "microbatches": settings["microbatches"] // r}
+        kept = {**settings, "microbatches": settings["microbatches"] // r, "scheduler": steps}
         torch.manual_seed(0)
-        pipes = [
-            st.Pipeline(stages(n), sgd, mse, method, scheduler=steps, **kept) for _ in range(r)
-        ]
+        pipes = [st.Pipeline(stages(n), sgd, mse, method, **kept) for _ in range(r)]
         side = SideBySide(pipes, averaging)
         losses = [[[e.loss.item() for e in each] for each in side.run(data(*k))] for k in RUNS]
         owns = [[row(stage) for stage in pipe.children()] for pipe in pipes]
@@ -58,38 +101,35 @@ def check(ranks, way, path):
         value = side.evaluate(data(3))["loss"]
         third = [[e.loss.item() for e in each] for each in side.run(data(4, 12, 12))]
         ends = [[row(stage) for stage in pipe.children()] for pipe in pipes]
-        for rank, (lost, own, average, tested, goes_on, on, loaded) in enumerate(mine):
+        for rank, (lost, own, average, tested, *more) in enumerate(mine):
             where = f"{counts} {method} {averaging} rank {rank}"
             k, c = stage_and_replica(counts, rank)
-            assert lost == [[each[c] for each in run] for run in losses], where
-            assert torch.equal(own, owns[c][k]), where
-            assert torch.equal(average, averages[k]), where
+            same(lost, [[each[c] for each in run] for run in losses], where)
+            same([own, average], [owns[c][k], averages[k]], where)
             assert tested == pytest.approx(value, rel=1e-12), where
-            assert list(goes_on) == [[each[c] for each in third]] * 2, where
-            assert all(torch.equal(end, ends[c][k]) for end in on), where
-            assert all(torch.equal(one, averages[k]) for one in loaded), where
+            resumed = [[each[c] for each in third]] * 2
+            same(more, [resumed, [ends[c][k]] * 2, [averages[k]] * 3], where)
 
 
-def test_what_cannot_be():
-    for reasons in run_ranks(replica_programs.bad_averaging, 2):
-        assert len(reasons) == 4
-        for reason, expected in zip(
-            reasons,
-            (
-                r"ValueError: averaging: needs the same number of replicas.* got [1, 1]",
-                r"ValueError: averaging: needs the same number of replicas.* got [1, 1]",
-                r"ValueError: averaging: clip_scope='global'",
-                r"ValueError: averaging: ",
-            ),
-            strict=True,
-        ):
-            head, _, tail = expected.partition(".*")
-            assert reason.startswith(head), reason
-            assert tail in reason
+def fail(rank, ranks):
+    """Make rank 1 fail in its third minibatch while the other waits for its weights."""
+    calls = []
+
+    def loss(value, target):
+        calls.append(0)
+        if rank == 1 and len(calls) == 3:
+            raise ArithmeticError("odd")
+        return mse(value, target)
+
+    averaging = st.averaging.Elastic(0.5)
+    pipe = make(rank, [2], "sync", loss_fn=loss, averaging=averaging, microbatches=ranks)
+    with pytest.raises((st.StageError, st.RankError)) as caught:
+        list(pipe.run(data(9)))
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_a_replica_that_fails_ends_the_others_with_its_reason():
-    waiting, failed = run_ranks(replica_programs.failing_replica, 2)
+    waiting, failed = run_ranks(fail, 2)
     assert failed.startswith("StageError: stage 0, minibatch 2, loss: ArithmeticError: odd")
     assert waiting.startswith("RankError: rank 0, average weights over replicas of minibatch 2")
     assert "first cause: rank 1, loss of minibatch 2" in waiting

@@ -1,58 +1,233 @@
-"""Tests failures of a rank: all ranks end and blame the right one."""
+"""Tests failures of a rank: all ranks end, blame the right one, and write one report."""
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from helpers import failing_checkpoints, rank_pipelines, replica_programs
-from helpers.campaign import FAULT, Campaign
-from helpers.checkpoint_cases import everything, pipeline, same
-from helpers.failing_checkpoints import EVERY, MINIBATCHES
-from helpers.failing_runs import TIMEOUT, expect_one_end, replica_trial, trial
+import torch.distributed as dist
+from helpers.failing_runs import TIMEOUT, expect_one_end, fail, fail_at, trial
+from helpers.rank_cases import Case
+from helpers.rank_programs import commit
 from helpers.ranks import Ranks, free_port, run_ranks
-
-from spectrain_ext.checkpoint import CheckpointManager, load
-from spectrain_ext.errors import CheckpointError
+from helpers.ways import hurried, travelling
+from torch.distributed.distributed_c10d import _get_default_store
 
 pytestmark = pytest.mark.processes
+nightly = pytest.mark.nightly
+
+# In a run
+
+SEEDS = {"stages": (6, 200), "chunks": (3, 60), "replicas": (5, 60), "ties": (1, 20)}
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n < 6 else pytest.mark.nightly) for n in range(400)],
+    ("kind", "seed"),
+    [
+        pytest.param(kind, seed, marks=[] if seed < few else nightly)
+        for kind, (few, most) in SEEDS.items()
+        for seed in range(most)
+    ],
 )
-def test_one_end_for_all(seed, record_property):
-    count, what = trial(seed)
-    record_property(FAULT, ("a rank fails in a run", seed, what["fault"]))
-    ranks = Ranks(rank_pipelines.failing, count, what, keeper=what["keeper"])
-    expect_one_end(ranks, what)
+def test_one_end_for_all(kind, seed):
+    ranks, what = trial(seed, kind)
+    expect_one_end(Ranks(fail, ranks, what, keeper=what["keeper"]), what)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(100))
-def test_one_end_for_all_replicas(seed, record_property):
-    count, what = replica_trial(seed)
-    record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
-    ranks = Ranks(replica_programs.failing, count, what, keeper=what["keeper"])
-    expect_one_end(ranks, what)
+def fail_inside(rank, ranks, where):
+    """Fail on rank 1 inside a call of gloo: in a signal handler, or in the receiving thread."""
+    case, calls, group = Case("vanilla", (ranks, 1)), count(), dist.ProcessGroup
+    pipe = case.pipeline(rank, timeout=20.0)
+
+    def killed(*_):  # as a DataLoader's handler, when one of its workers is killed
+        raise RuntimeError("planned")
+
+    signal.signal(signal.SIGUSR2, killed)
+    real = {"handler": group.send, "thread": group.recv}[where]
+
+    def failing(*given):
+        mine = threading.current_thread() is threading.main_thread()
+        if mine == (where == "handler") and next(calls) == 5:
+            if where == "thread":
+                raise MemoryError("planned")
+            signal.raise_signal(signal.SIGUSR2)
+        return real(*given)
+
+    if rank == 1:
+        setattr(group, real.__name__, failing)
+    list(pipe.run(case.batches([8] * 30)))
 
 
 @pytest.mark.parametrize(
     ("where", "error"), [("handler", "RuntimeError: planned"), ("thread", "MemoryError: planned")]
 )
 def test_only_an_error_of_a_connection_blames_the_rank_at_its_other_end(where, error):
-    ends = Ranks(rank_pipelines.failing_inside, 3, where).join()
+    ends = Ranks(fail_inside, 3, where).join()
     assert error in ends[1].error
     for rank in (0, 2):
         assert re.search(f"first cause: rank 1, .*: {error}; report", ends[rank].error)
+
+
+def outlive(rank, ranks, where):
+    """Let rank 1 compute until rank 0 has gone, and use the connection then."""
+    case, store = Case("vanilla", (ranks, 1)), _get_default_store()
+    pipe = case.pipeline(rank, timeout=20.0)
+    (stage,) = pipe.children()
+
+    def wait(*_):
+        about = Path(f"/proc/{store.get('pid').decode()}/stat")
+        with suppress(FileNotFoundError):
+            while about.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        fail_at(stage, "kill", "forward", 1)
+    elif where == "forward":
+        stage.register_forward_hook(wait)
+    else:
+        stage.register_full_backward_hook(wait)
+    list(pipe.run(case.batches([8] * 30)))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_has_gone_is_named_by_whoever_uses_its_connection(where):
+    ends = Ranks(outlive, 2, where).join()
+    assert [end.code for end in ends] == [-9, 1]
+    assert "RankError: rank 1" in ends[1].error
+    assert "first cause: rank 0, " in ends[1].error
+
+
+def cut_off(rank, ranks):
+    """Fail on rank 0 while rank 1 waits in a call, as for a device, until an abort.
+
+    The call then fails, or returns data that has not arrived.
+    """
+    return [wait_for_abort(rank, fails) for fails in (True, False)]
+
+
+def wait_for_abort(rank, fails):
+    """Return whether there was an abort, the error and its cause."""
+    store, aborted, turns = _get_default_store(), threading.Event(), count()
+
+    class Work:
+        def wait(self):
+            store.set(f"waits {fails}", "")
+            aborted.wait()
+            if fails:
+                raise RuntimeError("the communicator was aborted")
+
+    def check(*_):
+        if rank:
+            raise ValueError("not a number")
+        if next(turns):
+            store.wait([f"waits {fails}"], timedelta(seconds=30))
+            raise ArithmeticError("planned")
+
+    with travelling("apart"), patch.object(dist.ProcessGroup, "abort", lambda _: aborted.set()):
+        case = Case("vanilla", (2, 1))
+        pipe = case.pipeline(rank, timeout=20.0)
+        next(pipe.children()).register_forward_pre_hook(check)
+        receive = (lambda *_, **__: Work()) if rank else dist.irecv
+        with patch.object(dist, "irecv", receive), pytest.raises(RuntimeError) as caught:
+            list(pipe.run(case.batches([8] * 4)))
+    return aborted.is_set(), str(caught.value), str(caught.value.__cause__)
+
+
+def test_an_abort_ends_a_wait_for_the_device():
+    first, second = run_ranks(cut_off, 2)
+    assert all(aborted for aborted, *_ in first)
+    reasons = ("the communicator was aborted", "None")  # what came is not used
+    for (_, report, cause), at in zip(second, reasons, strict=True):
+        assert report.startswith("rank 1, "), report
+        assert re.search("first cause: rank 0, .*ArithmeticError: planned", report), report
+        assert at in cause
+
+
+# Before a run
+
+
+def open_badly(rank, ranks, culprit, group, fault):
+    """Fail on one rank when it makes this group, before the others have connected."""
+    made, real = count(), dist.new_group
+
+    def new_group(*given, **more):
+        if rank == culprit and next(made) == group:
+            commit(fault)
+        return real(*given, **more)
+
+    dist.new_group = new_group
+    Case("vanilla", (ranks, 1)).pipeline(rank, timeout=4.0 if fault == "hang" else 20.0)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "group", "fault"),
+    [(0, 0, "exception"), (1, 2, "exception"), (2, 4, "exception"), (2, 0, "hang")],
+)
+def test_a_rank_that_fails_while_links_are_opened(culprit, group, fault):
+    ends = Ranks(open_badly, 3, culprit, group, fault).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    planned = "busy with it for" if fault == "hang" else "ArithmeticError: planned"
+    for rank, end in enumerate(ends):
+        if rank != culprit or fault == "hang":
+            assert f"rank {rank}, " in end.error
+            assert re.search(f"first cause: rank {culprit}, .*{planned}", end.error), end.error
+        else:
+            assert planned in end.error
+
+
+def miss(rank, ranks, culprit, late):
+    """Leave one rank without its pipeline until the others have given up."""
+    store = _get_default_store()
+    if rank == culprit and not late:
+        commit("hang")
+    if rank == culprit:
+        store.wait(["gave up"])
+    with hurried():
+        try:
+            Case("vanilla", (ranks, 1)).pipeline(rank, timeout=4.0)
+        finally:
+            store.set("gave up", "")
+
+
+@pytest.mark.parametrize(("culprit", "late", "keeper"), [(0, False, False), (1, True, True)])
+def test_a_rank_that_does_not_make_its_pipeline(culprit, late, keeper):
+    ends = Ranks(miss, 3, culprit, late, keeper=keeper).join(but=() if late else (culprit,))
+    for rank, end in enumerate(ends):
+        if rank != culprit or late:
+            cause = f"rank {culprit}, meeting: it has not come within 5.0 s"
+            assert end.code == 1
+            assert f"RankError: rank {rank}, meeting; first cause: {cause}" in end.error
+
+
+def leave_early(rank, ranks):
+    """End rank 0, which keeps the store, before the others connect."""
+    case = Case("vanilla", (ranks, 1))
+    if rank == 0:
+        case.pipeline(rank, timeout=-1.0)
+    with suppress(RuntimeError):
+        while True:
+            _get_default_store().check(["anything"])
+    case.pipeline(rank, timeout=20.0)
+
+
+def test_rank_0_keeps_the_store_and_ends_early():
+    first, *others = Ranks(leave_early, 3, keeper=False).join()
+    assert "timeout: expected a positive number of seconds" in first.error
+    for end in others:
+        assert end.code == 1
+        assert "first cause: rank 0, last known in starting: its process has ended" in end.error
 
 
 # The failure report
@@ -70,21 +245,31 @@ def pending(report):
     return {edge: int(count) for edge, count in found}
 
 
+def planned(fault, culprit, **more):
+    """Return a trial that fails in the eighth forward."""
+    what = {"fault": fault, "culprit": culprit, "stage": culprit, "where": "forward", "when": 7}
+    what |= {"kind": "stages", "chunks": 1, "method": "pipedream", "timeout": TIMEOUT}
+    return {**what, "settings": {"microbatches": 1}, **more}
+
+
 FAULTS = ["exception", "kill", "stop", "exit", "hang", "interrupt", "interrupt one"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [
+        pytest.param(fault, culprit, marks=[] if culprit == n % 2 or fault == "hang" else nightly)
+        for n, fault in enumerate(FAULTS)
+        for culprit in (0, 1)
+    ],
+)
 def test_one_report_of_all_ranks(tmp_path, fault, culprit):
-    what = {
-        **{"fault": fault, "culprit": culprit, "where": "forward", "when": 7},
-        **{"method": "pipedream", "timeout": TIMEOUT},
-    }
     pipe = tmp_path / "hangs"
+    what = planned(fault, culprit)
     if "interrupt" in fault:
         os.mkfifo(pipe)
         what.update(fault=str(pipe), timeout=300.0)
-    ranks = Ranks(rank_pipelines.failing, 3, what)
+    ranks = Ranks(fail, 3, what)
     if "interrupt" in fault:
         with open(pipe):
             for rank in [culprit] if "one" in fault else range(3):
@@ -97,7 +282,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         assert f"report of all ranks: {path}" in ends[rank].error
         mine = section(report, rank)
         assert "of minibatch" in mine.partition("Python stacks")[0]
-        assert "thread MainThread\n" in mine
+        assert "Python stacks\nthread MainThread\n" in mine
     first = "[012]" if fault == "interrupt" else culprit
     assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
     answers = f"= rank {culprit}: " in report
@@ -112,12 +297,11 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
     if fault == "hang":  # until nothing changes any more
         others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
         assert pending(report) == {others: 1, "edge 2 -> 1": 1}
+        assert re.search(r"^  2  .*; waits for edge 1 -> 2, for", report, re.MULTILINE)
 
 
 def test_without_the_store_every_rank_writes_its_own():
-    what = {"fault": "kill", "culprit": 0, "where": "forward", "when": 7}
-    what |= {"method": "pipedream", "timeout": TIMEOUT}
-    ends = Ranks(rank_pipelines.failing, 3, what, keeper=False).join()
+    ends = Ranks(fail, 3, planned("kill", 0), keeper=False).join()
     for rank in (1, 2):
         found = re.findall(r"report of all ranks: (\S+)$", ends[rank].error, re.MULTILINE)
         (path,) = {*found}
@@ -127,17 +311,15 @@ def test_without_the_store_every_rank_writes_its_own():
         assert "  0  does not answer; " in report
 
 
-def test_a_report_that_cannot_be_written_is_not_missed():
-    what = {"fault": "exception", "culprit": 1, "where": "forward", "when": 7}
-    what |= {"method": "pipedream", "timeout": TIMEOUT, "temporary": "/nonexistent"}
-    ranks = Ranks(rank_pipelines.failing, 3, what)
-    expect_one_end(ranks, what)
+def test_a_report_that_cannot_be_written_is_not_missed(tmp_path):
+    (tmp_path / "file").touch()
+    what = planned("exception", 1, temporary=str(tmp_path / "file" / "below"))
+    expect_one_end(Ranks(fail, 3, what), what)
 
 
 def test_a_report_has_the_collectives_that_others_have_not_come_to():
-    what = {"fault": "stop", "counts": [2], "culprit": 1, "stage": 0, "where": "forward", "when": 3}
-    what |= {"method": "sync", "timeout": TIMEOUT}
-    ends = Ranks(replica_programs.failing, 2, what).join(but=(1,))
+    what = planned("stop", 1, kind="replicas", counts=[2], stage=0, when=3, method="sync")
+    ends = Ranks(fail, 2, what | {"settings": {}}).join(but=(1,))
     (report,) = ends[0].reports.values()
     assert re.search(r"\n  rank 0: the gradients of the stage's other replicas, \d+ bytes", report)
 
@@ -151,17 +333,28 @@ from torch import nn
 import spectrain_ext as st
 import spectrain_ext.checkpoint, spectrain_ext.distributed.pipeline
 
-fault, culprit, ranks = sys.argv[1], int(sys.argv[2]), 3
-pids = []
-while len(pids) < ranks and (not pids or pids[-1]):
-    pids.append(os.fork())
-if pids[-1]:
+def start(ranks):
+    # The parent gets their ids, and a child its rank.
+    pids = []
+    while len(pids) < ranks and (not pids or pids[-1]):
+        pids.append(os.fork())
+    return (pids, None) if pids[-1] else ((), len(pids) - 1)
+
+
+ranks = 3
+for trial in sys.argv[1:]:
+    fault, culprit, port = trial.split(":")
+    pids, rank = start(ranks)
+    if rank is not None:
+        break
     codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in pids)}
-    print(*(codes[pid] for pid in pids))
+    os.write(2, f"\\nEND {trial}\\n".encode())
+    print(*(codes[pid] for pid in pids), flush=True)
+else:
     sys.exit()
 
-rank = len(pids) - 1
-os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+culprit = int(culprit)
+os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_PORT=port)
 st.join_ranks()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -210,193 +403,27 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "culprit"),
-    [("error", 1), ("interrupt", 0), ("kill", 0), ("leave", 1), ("loop", 0)],
-)
-def test_a_plain_program_ends_with_its_own_exit_code(tmp_path, fault, culprit):
-    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    more |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+CULPRITS = {"error": 1, "interrupt": 0, "kill": 0, "leave": 1, "loop": 0}
+
+
+def test_a_plain_program_ends_with_its_own_exit_code(tmp_path):
+    more = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    more |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    trials = [f"{fault}:{culprit}:{free_port()}" for fault, culprit in CULPRITS.items()]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, fault, str(culprit)],
-        **{"capture_output": True, "text": True, "timeout": 240},
+        [sys.executable, "-c", PROGRAM, *trials],
+        **{"capture_output": True, "text": True, "timeout": 280},
         env={**os.environ, **more},
     )
-    code, reason = ENDINGS[fault]
-    expected = [1, 1, 42]
-    expected[culprit] = code
-    assert [int(each) for each in done.stdout.split()] == expected, done.stderr
-    causes = re.findall(r"^rank \d, .*; first cause: rank (\d), (.*)", done.stderr, re.MULTILINE)
-    assert len(causes) == 2, done.stderr
-    for rank, told in causes:
-        assert int(rank) == culprit
-        assert re.search(reason.format(culprit), told), told
-
-
-# Failures while several processes write a checkpoint
-
-ENDS = {"kill": -signal.SIGKILL, "cut": -signal.SIGXFSZ, "exit": 7}
-
-
-def checkpoint_trial(seed):
-    """Draw a rank, a fault, a save and a point in it."""
-    draw = random.Random(1000 + seed)
-    ranks = draw.choice([2, 3, 4])
-    what = {
-        "fault": ["kill", "full", "cut", "exception", "stop", "hang", "exit", "kill"][seed % 8],
-        "culprit": draw.randrange(ranks),
-        "save": draw.randrange(2, MINIBATCHES // EVERY + 1),
-        "calls": draw.randrange(1, 25),
-        "share": draw.random(),
-        "timeout": TIMEOUT,
-        "keeper": draw.random() < 0.5,
-    }
-    # The remaining ranks notice it in the next save.
-    lost = what["fault"] in ("kill", "stop", "exit") and what["save"] < MINIBATCHES // EVERY
-    what["asynchronous"] = lost and draw.random() < 0.5
-    return ranks, what
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(300)],
-)
-def test_a_failure_while_saving_loses_nothing(tmp_path, seed, record_property):
-    count, what = checkpoint_trial(seed)
-    culprit, fault = what["culprit"], what["fault"]
-    record_property(FAULT, ("a rank fails while it saves", seed, fault))
-    path = str(tmp_path / "c")
-    ranks = Ranks(failing_checkpoints.trains, count, path, what, keeper=what["keeper"])
-    ends = ranks.join(deadline=60.0)
-    told = f"{what}\n" + "\n".join(
-        f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends)
-    )
-    expected = failing_checkpoints.never_stopped(str(tmp_path / "one"), count)
-    codes = [end.code for end in ends]
-    if fault == "full":
-        assert codes == [0] * count, told
-        at = EVERY * what["save"]
-        for end in ends:
-            ((minibatches, error),) = end.value[1]
-            assert minibatches == at, told
-            assert f"minibatch-{at:08d}: process {culprit}: " in error, told
-    elif any(codes):
-        own = ENDS.get(fault, 1)
-        assert codes == [own if r == culprit else 1 for r in range(count)], told
-        for rank, end in enumerate(ends):
-            if fault == "exception" and "ArithmeticError: planned" in end.error:
-                continue  # a failure of one rank is raised on all
-            if rank != culprit:
-                assert f"first cause: rank {culprit}, " in end.error, told
-            for waited in re.findall(r"waiting on .*? for ([0-9.]+) s", end.error):
-                assert float(waited) < TIMEOUT + 10, told
-    else:  # the last save had fewer calls left
-        assert what["save"] == MINIBATCHES // EVERY, told
-    # After a restart it resumes from the last save or the one before it: a save in the background
-    # may still be running when the next one starts.
-    found = run_ranks(failing_checkpoints.trains, count, path, {"timeout": 30.0, "fault": None})
-    (begun,) = {begun for begun, _, _ in found}
-    if any(codes):
-        assert begun >= EVERY * (what["save"] - 1 - what["asynchronous"]), told
-    same({key: value for _, _, state in found for key, value in state.items()}, expected)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a file system with room for two and a half checkpoints."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(path)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small file system cannot be mounted: {getattr(error, 'stderr', error)}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-def test_a_disk_that_is_full(small_disk):
-    first, second = run_ranks(failing_checkpoints.fills, 2, str(small_disk))
-    assert first == second
-    saved, reason = first
-    assert saved >= 1
-    assert "No space left on device" in reason
-    assert f"minibatch-{saved:08d}: process " in reason
-    names = sorted(path.name for path in small_disk.iterdir())
-    assert names == ["latest", *(f"minibatch-{n:08d}" for n in range(saved))]
-    assert CheckpointManager(small_disk, pipeline(3)).restore().minibatches == saved - 1
-
-
-# After writing
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Write checkpoints of two processes."""
-    path = tmp_path_factory.mktemp("written") / "c"
-    run_ranks(failing_checkpoints.trains, 2, str(path), {"timeout": 30.0, "fault": None})
-    return path
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n < 15 else pytest.mark.nightly) for n in range(200)],
-)
-def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, seed, record_property):
-    draw = random.Random(2000 + seed)
-    shutil.copytree(written, tmp_path / "c")
-    manager = CheckpointManager(tmp_path / "c", pipeline(2, seed=3))
-    name = [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "state-00001-of-00002.safetensors",
-        "checkpoint.json",
-    ][seed % 4]
-    damaged = manager.latest() / name
-    content = bytearray(damaged.read_bytes())
-    at = draw.randrange(len(content))
-    flips = draw.random() < 0.7
-    record_property(FAULT, ("a file is damaged", seed, "a bit changed" if flips else "cut off"))
-    if flips:
-        content[at] ^= 1 << draw.randrange(8)
-        damaged.write_bytes(content)
-    else:
-        os.truncate(damaged, at)
-    before = {key: tensor.clone() for key, tensor in everything(manager.pipe).items()}
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(damaged))}: ") as caught:
-        manager.restore()
-    assert re.search("damaged|expected|missing|no checkpoint document|bad", str(caught.value))
-    same(everything(manager.pipe), before)
-    older = tmp_path / "c" / f"minibatch-{MINIBATCHES // EVERY * EVERY - EVERY:08d}"
-    assert load(older, manager.pipe).minibatches == int(older.name[-8:])
-
-
-def test_a_campaign_counts_faults_over_sessions(tmp_path):
-    path = tmp_path / "campaign.json"
-
-    def report(seed, fault, outcome, when="call"):
-        given = {"keywords": {}, "longrepr": None, "duration": 1.23}
-        properties = [(FAULT, ("runs", seed, fault)), ("another", 1)]
-        return pytest.TestReport(
-            "test", ("", 0, ""), outcome=outcome, when=when, user_properties=properties, **given
-        )
-
-    first = Campaign(path)
-    for seed, fault, outcome in (
-        (2, "kill", "failed"),
-        (0, "kill", "passed"),
-        (1, "hang", "passed"),
-    ):
-        first.pytest_runtest_logreport(report(seed, fault, outcome))
-        first.pytest_runtest_logreport(report(seed, fault, "passed", "teardown"))
-    found = json.loads(path.read_text())
-    assert (found["faults"], found["outcomes"]) == (3, {"failed": 1, "passed": 2})
-    second = Campaign(path)
-    second.pytest_runtest_logreport(report(2, "kill", "passed"))
-    second.pytest_runtest_logreport(report(11, "kill", "passed"))
-    found = json.loads(path.read_text())
-    assert (found["faults"], found["outcomes"]) == (4, {"passed": 4})
-    assert found["campaigns"]["runs"] == {
-        "faults": {"hang: passed": 1, "kill: passed": 3},
-        "seeds": [[n, "hang" if n == 1 else "kill", "passed", 1.2] for n in (0, 1, 2, 11)],
-    }
+    *errors, _ = re.split("^END .*$", done.stderr, flags=re.MULTILINE)
+    found = zip(CULPRITS.items(), done.stdout.splitlines(), errors, strict=True)
+    for (fault, culprit), codes, printed in found:
+        code, reason = ENDINGS[fault]
+        expected = [1, 1, 42]
+        expected[culprit] = code
+        assert [int(each) for each in codes.split()] == expected, printed
+        causes = re.findall(r"^rank \d, .*; first cause: rank (\d), (.*)", printed, re.MULTILINE)
+        assert len(causes) == 2, printed
+        for rank, told in causes:
+            assert int(rank) == culprit
+            assert re.search(reason.format(culprit), told), told

@@ -1,38 +1,32 @@
-"""Tests that the blocking first use of process groups cannot deadlock.
+"""Tests that process groups cannot deadlock: inner, because only NCCL would.
 
 torch connects a pair of ranks at a group's first message, and with NCCL both hosts wait for each
-other. These tests send nothing: they record each rank's sequence and simulate it.
+other. Most tests send nothing: they record what each rank would.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from contextlib import nullcontext
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.checked_streams import OrderingError, checked_streams
+from helpers.checked_streams import CheckedStream, OrderingError, checked_streams
 
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic
-from spectrain_ext.method import find_method, places_of
-from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
+from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Message, callers_stream, new_stream
 from spectrain_ext.transport.message import Layout
 
 CPU = torch.device("cpu")
-SHAPES = [
-    *itertools.product(range(1, 4), range(1, 5)),
-    *itertools.product(range(1, 4), range(1, 5), range(1, 3)),
-]
-# Kinds of connections of a group: for messages between two ranks, or for collectives.
-MESSAGE, SUM = "message", "sum"
 
 
 class Group:
@@ -54,14 +48,19 @@ class Default:
 
 def unwatched(rank):
     """Replaces a board."""
-    nothing = {"set_action": lambda *_: None, "check": lambda: None}
+    changed = threading.Condition()
+
+    def start(name, work):
+        threading.Thread(target=work, daemon=True).start()
+
+    def wait(ready, *_):
+        with changed:
+            assert changed.wait_for(ready, 30.0)
+
     return SimpleNamespace(
-        rank=rank,
-        timeout=1.0,
-        blocked=lambda *_: nullcontext(),
-        aborts=[],
-        disconnects=[],
-        **nothing,
+        **{"rank": rank, "timeout": 1.0, "cause": None, "aborts": [], "disconnects": []},
+        **{"set_action": lambda *_: None, "check": lambda: None, "start": start, "wait": wait},
+        **{"changed": changed, "blocked": lambda *_: nullcontext()},
     )
 
 
@@ -103,13 +102,16 @@ def opened(monkeypatch):
 
 @pytest.mark.parametrize("bodies", ["gloo", "nccl"])
 def test_a_group_is_first_used_as_it_will_be(opened, bodies):
-    for counts in [(2,), (1, 1), (2, 3), (2, 1, 4)]:
+    """In one order on all ranks, so that they do not wait in a circle, and not in training."""
+    for counts in itertools.product(range(1, 4), range(1, 5), *[range(3)] * 2):
+        counts = tuple(filter(None, counts))
         all_opened = opened(counts, bodies)
         last = Replicas(counts).indices_of(len(counts) - 1)
         from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
         assert {e.at for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
         assert {e.at for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
+        names = {}
         for rank, (links, uses) in enumerate(all_opened):
             expected = []
             for link in links.edges:
@@ -117,6 +119,7 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
                 use = ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
                 for group in {link.host, link.device}:
                     assert set(group.ranks) == {link.sender, link.receiver}
+                    assert names.setdefault(group.number, link.name) == link.name
                     expected.append((use[0], group, use[1]))
             if links.rank_group is not None:
                 for group in {links.rank_group.host, links.rank_group.device}:
@@ -124,159 +127,6 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
             assert Counter(uses) == Counter(expected)
             order = [group.number for _, group, *_ in uses]
             assert order == sorted(order)
-
-
-def trains(counts, links, rank, minibatches=2):
-    """Yield the CPU operations of a rank in training: ("post" | "take" | "meet", group)."""
-    replicas = Replicas(counts)
-    k, c = replicas.stage_and_replica(rank)
-    microbatches = math.lcm(*counts)
-    of = {(link.what, link.at, link.sender == rank): link.device for link in links.edges}
-    places = places_of(find_method("vanilla"), len(counts), microbatches, None, replicas)
-    for kind, _, j in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
-        if kind is Kind.UPDATE:
-            if links.rank_group is not None:
-                yield "meet", (SUM, links.rank_group.device)
-            continue
-        j = c + j * counts[k]
-        forward = kind is Kind.FORWARD
-        what = Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS
-        before, after = (k - 1, k + 1) if forward else (k + 1, k - 1)
-        if 0 <= before < len(counts):
-            group = of[what, replicas.runs(before, j), False]
-            yield "take", group  # its header, over gloo
-            yield "meet", (MESSAGE, group)
-        if 0 <= after < len(counts):
-            group = of[what, replicas.runs(after, j), True]
-            yield "post", group
-            yield "meet", (MESSAGE, group)
-
-
-def stuck(ranks):
-    """Simulate all ranks; return what each rank that cannot finish waits for."""
-    heads = [next(steps, None) for steps in ranks]
-    met = [set() for _ in ranks]
-    posted = Counter()
-
-    def number(step):
-        what, of = step
-        return (of[0], of[1].number) if what == "meet" else of.number
-
-    def can(rank):
-        what, of = heads[rank]
-        if what == "take":
-            return posted[of.number] > 0
-        if what == "post" or number(heads[rank]) in met[rank]:
-            return True
-        there = [heads[r] for r in of[1].ranks]
-        return all(h and h[0] == "meet" and number(h) == number(heads[rank]) for h in there)
-
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(len(heads)):
-            while heads[rank] is not None and can(rank):
-                progress = True
-                what, of = heads[rank]
-                together = [rank]
-                if what == "meet" and number(heads[rank]) not in met[rank]:
-                    together = list(of[1].ranks)
-                elif what != "meet":
-                    posted[of.number] += 1 if what == "post" else -1
-                for r in together:
-                    if what == "meet":
-                        met[r].add(number((what, of)))
-                    heads[r] = next(ranks[r], None)
-    return {rank: head for rank, head in enumerate(heads) if head is not None}
-
-
-def test_first_uses_do_not_wait_in_a_circle(opened):
-    circles = []
-    for counts in SHAPES:
-        found = opened(counts)
-        opening = [
-            [("meet", (SUM if use[0] == "all_reduce" else MESSAGE, use[1])) for use in uses]
-            for _, uses in found
-        ]
-        training = [list(trains(counts, links, rank)) for rank, (links, _) in enumerate(found)]
-        waiting = stuck([itertools.chain(*each) for each in zip(opening, training, strict=True)])
-        assert not waiting, counts
-        for sums in (True, False):  # groups that connect no pair: used only by sums, or not at all
-            before = [
-                [("meet", (SUM, group)) for _, (_, group) in steps] if sums else []
-                for steps in opening
-            ]
-            if stuck([itertools.chain(*each) for each in zip(before, training, strict=True)]):
-                circles.append((counts, sums))
-    assert ((2, 3), True) in circles
-    assert ((2, 3), False) in circles
-    assert all(len(set(counts)) > 1 for counts, _ in circles)
-
-
-def computes(stages, k, minibatches=3):
-    """Yield a stage's ("receive" | "send", edge), each followed by a wait for its device."""
-    places = places_of(find_method("vanilla"), stages, stages, None)
-    for kind, _, _ in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
-        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(kind, 0)
-        if step and 0 <= k - step < stages:
-            yield "receive", (k - step, k)
-            yield "wait", None
-        if step and 0 <= k + step < stages:
-            yield "send", (k, k + step)
-            yield "wait", None
-
-
-def waiting_forever(hosts, whole):
-    """Simulate hosts that wait for their streams or the whole device; return those that hang.
-
-    A send reaches its turn on the device after everything that was received before it. It and its
-    receive finish when both have started. A host receives when the message's header has arrived.
-    """
-    sent = {}  # by edge and number: what its rank had received before
-    received, done = set(), set()
-    counts = Counter()
-
-    def are_done(messages):
-        more = True
-        while more:
-            more = {m for m in received - done if done.issuperset(sent[m])}
-            done.update(more)
-        return done.issuperset(messages)
-
-    mine = [([], []) for _ in hosts]  # received, sent
-    heads = [next(host, None) for host in hosts]
-
-    def makes(rank):
-        what, edge = heads[rank]
-        into, out = mine[rank]
-        if what == "wait":
-            return are_done([*into, *out] if whole else into)
-        message = edge, counts[what, edge]
-        if what == "receive":
-            if message not in sent:
-                return False
-            received.add(message)
-            into.append(message)
-        else:
-            sent[message] = [*into]
-            out.append(message)
-        counts[what, edge] += 1
-        return True
-
-    progress = True
-    while progress:
-        progress = False
-        for rank, host in enumerate(hosts):
-            while heads[rank] is not None and makes(rank):
-                progress, heads[rank] = True, next(host, None)
-    return [rank for rank, head in enumerate(heads) if head is not None]
-
-
-@pytest.mark.parametrize("stages", range(2, 6))
-def test_hosts_may_wait_for_their_streams_and_not_for_whole_devices(stages):
-    for whole in (False, True):
-        stuck = waiting_forever([computes(stages, k) for k in range(stages)], whole)
-        assert bool(stuck) is whole
 
 
 class Device:
@@ -311,12 +161,11 @@ def sends_by(device, monkeypatch, depth=2):
 
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
     monkeypatch.setattr(dist, "isend", isend)
-    board = SimpleNamespace(rank=0, check=lambda: None, blocked=lambda *_: nullcontext())
     link = links_module.RemoteEdge(
         *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
         *(SimpleNamespace(send=send), device, False),
     )
-    sender = RemoteSender(link, CPU, depth, board)
+    sender = RemoteSender(link, CPU, depth, unwatched(0))
     return sender, done
 
 
@@ -365,14 +214,66 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
             *("edge 0 -> 1", Traffic.ACTIVATIONS, 0, (0, 1), 0, 1, 0),
             *(SimpleNamespace(), device, False),
         )
-        board = SimpleNamespace(rank=1, check=lambda: None, wait=lambda *_: None)
-        receiver = RemoteReceiver(link, CPU, compute, 2, board)
+        receiver = RemoteReceiver(link, CPU, compute, 2, unwatched(1))
         slot = receiver._ring.popleft()
         slot.layout, slot.nbytes = layout, layout.places()[1]
         receiver._arrived.append(slot)
         assert receiver.receive() is slot
         assert compute._seen[device.stream] == 1
         compute.reads(slot.buffer)
+
+
+class Loop:
+    """Replaces a gloo group of two ranks in one process."""
+
+    def __init__(self):
+        self.sent = defaultdict(SimpleQueue)
+
+    def send(self, tensors, peer, tag):
+        self.sent[tag].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda _: None)
+
+    def recv(self, tensors, peer, tag):
+        return SimpleNamespace(wait=lambda _: tensors[0].copy_(self.sent[tag].get()))
+
+
+@pytest.mark.parametrize(
+    ("dropped", "found"),
+    [
+        (None, None),
+        ("sending thread", "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
+        ("receiving thread", "writes host memory of edge 0 -> 1, slot 0 without waiting for copy"),
+        ("copy stream", "reads host memory of edge 0 -> 1, slot 0 without waiting for receiving"),
+    ],
+)
+def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
+    wait, loop = CheckedStream.wait, Loop()
+
+    def waits(stream, event):
+        if dropped is None or not stream.name.startswith(dropped):
+            wait(stream, event)
+
+    monkeypatch.setattr(CheckedStream, "wait", waits)
+    monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
+    link = links_module.RemoteEdge(
+        *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1, loop, loop, False, True)
+    )
+    noticed = nullcontext() if found is None else pytest.raises(OrderingError, match=found)
+    with checked_streams(), noticed:
+        used = callers_stream(CPU)
+        sender = RemoteSender(link, CPU, 3, unwatched(0))
+        receiver = RemoteReceiver(link, CPU, used, 3, unwatched(1))
+        receiver.begin()
+        for n in range(7):
+            message = Message((torch.full((16,), float(n)),), (False,))
+            sender.send(message, Buffer("source"), used.event())
+            sender.flush()
+            slot = receiver.receive()
+            used.reads(slot.buffer)
+            assert torch.equal(slot.message.tensors[0], message.tensors[0])
+            receiver.free(slot)
+        sender.end()
+        assert receiver.receive() is None
 
 
 class Options:

@@ -1,46 +1,70 @@
-"""Tests traces of distributed pipelines: overlap follows from the issue order."""
+"""Tests traces of pipelines over ranks: overlap follows from the issue order."""
 
 from __future__ import annotations
 
 import json
+import re
+import runpy
+import sys
+from itertools import count
 
 import pytest
 import torch
-from helpers import rank_pipelines
-from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.rank_cases import Case
 from helpers.ranks import run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.profiler import ProfilerActivity, profile
 
 import spectrain_ext as st
-from spectrain_ext.timelines.merging import main, merge_traces
-from spectrain_ext.timelines.method_timeline import simulate_method
-from spectrain_ext.timelines.timeline import write_trace
+from spectrain_ext.timelines import merge_traces, write_trace
 
 COUNT = 6
+RANGE = re.compile(r"[FBW]\d+|predict|send|recv|loss|update")
+
+
+def trace(rank, ranks, folder):
+    """Trace a run whose stages compute at once; return the names of its ranges.
+
+    Rank 1's first forward ends after rank 0's second one.
+    """
+    case, store, calls = Case("spectrain", (ranks, 1)), _get_default_store(), count()
+    pipe = case.pipeline(rank, microbatches=1)
+    (stage,) = pipe.children()
+
+    def computed(*_):
+        n = next(calls)
+        if rank == 0:
+            store.set(f"computed {n}", "")
+        elif n == 0:
+            store.wait(["computed 1"])
+
+    stage.register_forward_hook(computed)
+    seen = st.Trace()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        list(pipe.run(case.batches([8] * COUNT), trace=seen))
+    write_trace(f"{folder}/{rank}.json", seen.spans(), microseconds=1e6, origin=seen.origin)
+    profiled.export_chrome_trace(f"{folder}/{rank}.profile.json")
+    ranges = [event for event in profiled.events() if RANGE.fullmatch(event.name)]
+    return [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)]
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
-    return folder, run_ranks(rank_pipelines.traced, 2, str(folder))
+    return folder, run_ranks(trace, 2, str(folder))
+
+
+def merge(monkeypatch, *arguments):
+    """Return the exit code of the documented command."""
+    monkeypatch.setattr(sys, "argv", ["merging", *map(str, arguments)])
+    monkeypatch.delitem(sys.modules, "spectrain_ext.timelines.merging", raising=False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("spectrain_ext.timelines.merging", run_name="__main__")
+    return end.value.code
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["pipedream-vertical-sync", "spectrain"])
-def test_a_rank_knows_the_versions_that_it_met(method):
-    found = run_ranks(rank_pipelines.versions_met, 3, method)
-    for k, turns in enumerate(found):
-        expected = [
-            (*span[:2], str(span.kind), *span[3:5], *span[7:])
-            for span in simulate_method(method, 3, COUNT)
-            if span.stage == k and span.version is not None
-        ]
-        assert turns == expected
-
-
 def test_messages_travel_while_both_ranks_compute(traced):
-    # The run finished although rank 1's first forward waited for the second message: the message
-    # arrived during that computation, and rank 0 had computed it after sending the first.
     _, (first, second) = traced
     for names in (first, second):
         for i in range(COUNT):
@@ -56,11 +80,11 @@ def test_messages_travel_while_both_ranks_compute(traced):
     assert begun == ["recv", "F0", "send", "recv", "F1", "send", *gradient, "recv"]
 
 
-def test_the_traces_of_all_ranks_as_one(traced, tmp_path):
-    folder, _ = traced
+@pytest.mark.processes
+def test_the_traces_of_all_ranks_as_one(traced, tmp_path, monkeypatch):
+    folder, ranges = traced
     out = tmp_path / "all.json"
-    parts = [str(folder / f"{rank}.json") for rank in range(2)]
-    assert main([str(out), *parts]) == 0
+    assert merge(monkeypatch, out, *(folder / f"{rank}.json" for rank in range(2))) == 0
     document = json.loads(out.read_text())
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
@@ -72,54 +96,45 @@ def test_the_traces_of_all_ranks_as_one(traced, tmp_path):
         assert sent["ts"] < used["ts"] + used["dur"]
     named = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
     assert named == ["rank 0: stage 0", "rank 1: stage 1"]
-
-
-def test_profiles_of_all_ranks_as_one(traced, tmp_path):
-    folder, ranges = traced
-    out = tmp_path / "all.json"
+    # replicas of a stage keep apart, and profiles are merged alike
+    merge_traces(out, [folder / "0.json"] * 2)
+    events = json.loads(out.read_text())["traceEvents"]
+    assert len({event["pid"] for event in events if event["ph"] == "X"}) == 2
     merge_traces(out, [folder / f"{rank}.profile.json" for rank in range(2)])
     names = [event.get("name") for event in json.loads(out.read_text())["traceEvents"]]
     assert names.count("F5") == 2
     assert names.count("send") == sum(found.count("send") for found in ranges)
 
 
-def test_files_that_cannot_be_merged(traced, tmp_path):
-    folder, _ = traced
-    whole = folder / "0.json"
-    write_trace(tmp_path / "no-origin.json", [])
-    with pytest.raises(ValueError, match=r"no-origin\.json: does not say when it began"):
-        merge_traces(tmp_path / "x", [whole, tmp_path / "no-origin.json"])
+def test_files_that_cannot_be_merged(tmp_path, monkeypatch):
+    write_trace(tmp_path / "whole", [], origin=0.0)
+    write_trace(tmp_path / "no origin", [])
     (tmp_path / "text").write_text("no")
-    with pytest.raises(ValueError, match="text: expected a trace in JSON"):
-        merge_traces(tmp_path / "x", [tmp_path / "text"])
     (tmp_path / "list").write_text("[]")
-    with pytest.raises(ValueError, match="list: expected a trace with traceEvents"):
-        merge_traces(tmp_path / "x", [tmp_path / "list"])
+    for name, reason in (
+        ("no origin", "does not say when it began"),
+        ("text", "expected a trace in JSON"),
+        ("list", "expected a trace with traceEvents"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: {reason}"):
+            merge_traces(tmp_path / "x", [tmp_path / "whole", tmp_path / name])
     assert not (tmp_path / "x").exists()
-    assert main([]) == 2
-
-
-def test_replicas_of_a_stage_keep_apart(traced, tmp_path):
-    folder, _ = traced
-    merge_traces(tmp_path / "x", [folder / "0.json", folder / "0.json"])
-    events = json.loads((tmp_path / "x").read_text())["traceEvents"]
-    assert len({event["pid"] for event in events if event["ph"] == "X"}) == 2
+    assert merge(monkeypatch) == 2
 
 
 def test_ranges_cost_nothing_where_nobody_looks(monkeypatch):
-    made = []
-    real = torch.autograd.profiler.record_function
+    made, real = [], torch.autograd.profiler.record_function
     monkeypatch.setattr(
-        "spectrain_ext.pipeline.observer.profiler.record_function",
-        lambda name: made.append(name) or real(name),
+        torch.autograd.profiler, "record_function", lambda name: made.append(name) or real(name)
     )
-    pipe = st.Pipeline(tanh_stages(2), optimizer=sgd(), loss_fn=mse, method="spectrain")
-    list(pipe.run(batches(2, size=6)))
+    case = Case("spectrain")
+    pipe = case.pipeline()
+    list(pipe.run(case.batches([6] * 2)))
     assert made == []
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        list(pipe.run(batches(2, size=6)))
+        list(pipe.run(case.batches([6] * 2)))
     assert {"F0", "F1", "B0", "B1", "send", "recv", "predict"} <= set(made)
     assert set(made) <= {event.name for event in seen.events()}
     made.clear()
-    list(pipe.run(batches(1, size=6), trace=st.Trace()))
+    list(pipe.run(case.batches([6]), trace=st.Trace()))
     assert "F0" in made

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.pipeline_cases import (
     batches,
     close,
@@ -18,77 +13,56 @@ from helpers.pipeline_cases import (
     mse,
     tanh_stages,
 )
+from helpers.ranks import run_ranks
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import spectrain_ext as st
 
+pytestmark = pytest.mark.processes
 OPTIONS = {"lr": 0.05, "momentum": 0.9}
-PEER = Path(__file__).parents[1] / "helpers" / "peer_stage.py"
-
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo"
-    ),
-]
+CASES = [(schedule, m) for schedule in ("gpipe", "1f1b") for m in (2, 5)]
 
 
-def peers(jobs, folder):
-    """Return both ranks' answers to every job. The store starts first and picks a free port."""
-    file = folder / "work"
-    torch.save(jobs, file)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PEER), str(rank), str(store.port), str(file)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return [torch.load(f"{file}.{rank}", weights_only=False) for rank in range(2)]
+def train_by_torch(rank, ranks, stages, data):
+    """Return the losses, and this stage's gradients of every update and its final weights."""
+    found = []
+    for (schedule, m), given in zip(CASES, data, strict=True):
+        module = copy.deepcopy(stages[rank])
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+        pipe = kind(PipelineStage(module, rank, 2, torch.device("cpu")), m, loss_fn=mse)
+        optimizer = torch.optim.SGD(module.parameters(), **OPTIONS)
+        losses, gradients = [], []
+        for value, target in given:
+            optimizer.zero_grad()
+            parts = []
+            if rank == 0:
+                pipe.step(value)
+            else:
+                pipe.step(target=target, losses=parts)
+                losses.append(torch.stack(parts).mean().detach())
+            gradients.append([p.grad.clone() for p in module.parameters()])
+            optimizer.step()
+        found.append((losses, gradients, [p.detach() for p in module.parameters()]))
+    return found
 
 
-def trained(job):
-    """Return the losses, and each stage's gradients of every update and its final weights."""
-    stages = copy.deepcopy(job["stages"])
-    gradients = {}
+def test_torchs_pipelining_computes_the_same():
+    stages, data = tanh_stages(2), [batches(4, size=2 * m) for _, m in CASES]
+    found = zip(CASES, data, *run_ranks(train_by_torch, 2, stages, data), strict=True)
+    for (schedule, m), given, first, last in found:
+        parts, gradients = copy.deepcopy(stages), []
 
-    def optimizer(params):
-        made = st.optim.SGD(params, **OPTIONS)
-        of_stage = gradients[params[0]] = []
-        made.register_step_pre_hook(lambda *_: of_stage.append([p.grad.clone() for p in params]))
-        return made
+        def optimizer(params, gradients=gradients):
+            made = st.optim.SGD(params, **OPTIONS)
+            gradients.append(of_stage := [])
+            made.register_step_pre_hook(
+                lambda *_: of_stage.append([p.grad.clone() for p in params])
+            )
+            return made
 
-    pipe = st.Pipeline(stages, optimizer, mse, job["schedule"], microbatches=job["microbatches"])
-    losses = [result.loss for result in pipe.run(job["batches"])]
-    return losses, list(gradients.values()), [list(stage.parameters()) for stage in stages]
-
-
-def test_torchs_pipelining_computes_the_same(tmp_path):
-    jobs = [
-        {
-            "schedule": schedule,
-            "stages": tanh_stages(2),
-            "batches": batches(4, size=2 * m),
-            "microbatches": m,
-            "options": OPTIONS,
-        }
-        for schedule in ("gpipe", "1f1b")
-        for m in (2, 5)
-    ]
-    for job, first, last in zip(jobs, *peers(jobs, tmp_path), strict=True):
-        losses, gradients, weights = trained(job)
-        close(torch.stack(losses), torch.stack(last["losses"]))
-        for k, theirs in enumerate((first, last)):
-            close(gradients[k], theirs["gradients"])
-            close([p.detach() for p in weights[k]], theirs["weights"])
+        pipe = st.Pipeline(parts, optimizer, mse, schedule, microbatches=m)
+        losses = [result.loss for result in pipe.run(given)]
+        close(losses, last[0])
+        for k, (_, of_torch, weights) in enumerate((first, last)):
+            close(gradients[k], of_torch)
+            close([p.detach() for p in parts[k].parameters()], weights)

@@ -1,78 +1,102 @@
-"""Trials in which a rank fails during a run, and the reports that all ranks must give."""
+"""Trials in which a rank fails during a run, and what all ranks must then tell."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+import tempfile
+from typing import Any
+
+import torch
+from helpers import replica_programs
+from helpers.rank_cases import Case
+from helpers.rank_programs import commit
+from helpers.ranks import Ranks, printed_by
+from torch import Tensor, nn
 
 FAULTS = ["kill", "stop", "exit", "exception", "hang", "shape"]
 TIMEOUT = 3.0
+METHODS = {
+    "stages": ("vanilla", "pipedream", "spectrain", "1f1b", "gpipe"),
+    "chunks": ("vanilla", "spectrain", "gpipe", "interleaved", "wpipe"),
+    "replicas": ("vanilla", "pipedream", "spectrain", "1f1b", "gpipe", "sync"),
+    "ties": ("vanilla", "spectrain"),
+}
+Trial = dict[str, Any]
 
 
-def trial(seed):
-    """Draw a rank, a method, a fault and a moment."""
-    draw = random.Random(seed)
-    ranks = draw.choice([2, 3, 4])
+def trial(seed: int, kind: str = "stages") -> tuple[int, Trial]:
+    """Draw ranks, a method, a fault and its place and moment."""
+    draw = random.Random(f"{kind} {seed}")
     fault = FAULTS[seed % len(FAULTS)]
-    # The last rank's output goes to the loss, not over an edge.
-    culprit = draw.randrange(ranks - 1 if fault == "shape" else ranks)
-    return ranks, {
-        "fault": fault,
-        "culprit": culprit,
-        "where": "forward" if fault == "shape" else draw.choice(["forward", "backward"]),
-        "when": draw.randrange(1, 30),
-        "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe"]),
-        "timeout": TIMEOUT,
-        "keeper": draw.random() < 0.5,
-    }
-
-
-def replica_trial(seed):
-    draw = random.Random(3000 + seed)
     counts = draw.choice([[2], [3], [2, 1], [1, 2], [2, 2], [1, 3], [1, 2, 1]])
-    culprit = draw.randrange(sum(counts))
-    return sum(counts), {
-        "fault": FAULTS[seed % (len(FAULTS) - 1)],  # no output of another shape
-        "counts": counts,
-        "culprit": culprit,
-        "stage": [k for k, count in enumerate(counts) for _ in range(count)][culprit],
-        "where": draw.choice(["forward", "backward"]),
-        "when": draw.randrange(1, 30),
-        "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe", "sync"]),
-        "timeout": TIMEOUT,
-        "keeper": draw.random() < 0.5,
-    }
-
-
-def stages_trial(seed):
-    draw = random.Random(5000 + seed)
-    ranks = draw.choice([2, 3])
-    fault = FAULTS[seed % len(FAULTS)]
-    stage = draw.randrange(2 * ranks - (fault == "shape"))
+    chunks = 2 if kind == "chunks" else 1
+    ranks = sum(counts) if kind == "replicas" else draw.choice([2, 3] if chunks == 2 else [2, 3, 4])
+    # The last stage's output goes to the loss, not over an edge.
+    if kind == "replicas" and fault == "shape":
+        fault = "exception"
+    stage = draw.randrange(chunks * ranks - (fault == "shape"))
     return ranks, {
         "fault": fault,
-        "chunks": 2,
-        "stage": stage,
+        "kind": kind,
+        "chunks": chunks,
+        "counts": counts,
         "culprit": stage % ranks,
+        "stage": [k for k, count in enumerate(counts) for _ in range(count)][stage]
+        if kind == "replicas"
+        else stage,
         "where": "forward" if fault == "shape" else draw.choice(["forward", "backward"]),
         "when": draw.randrange(1, 30),
-        "method": draw.choice(["vanilla", "spectrain", "gpipe", "interleaved", "wpipe"]),
+        "method": draw.choice(METHODS[kind]),
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
     }
 
 
-def expect_one_end(ranks, what):
+def fail_at(stage: nn.Module, fault: str, where: str, when: int) -> None:
+    """Let a stage commit a fault in one of its forwards or backwards."""
+    turns = itertools.count()
+
+    def after(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        if where == "backward":
+            if output.requires_grad:  # the first forward of a recomputed stage has no graph
+                output.register_hook(lambda _: commit(fault) if next(turns) == when else None)
+        elif next(turns) == when:
+            commit(fault)
+            return torch.cat([output, output], 1) if fault == "shape" else None
+        return None
+
+    stage.register_forward_hook(after)
+
+
+def fail(rank: int, ranks: int, what: Trial) -> None:
+    """Train until one rank fails, in one of its stages if it has several."""
+    tempfile.tempdir = what.get("temporary", tempfile.tempdir)
+    given = {"timeout": what["timeout"], **what.get("settings", {})}
+    if what["kind"] == "replicas":
+        settings = {"microbatches": 6, **given}
+        pipe = replica_programs.make(rank, what["counts"], what["method"], **settings)
+        data = replica_programs.data(1, 16)
+    else:
+        ties = "two" if what["kind"] == "ties" else "none"
+        case = Case(what["method"], (ranks, what["chunks"]), ties=ties)
+        pipe, data = case.pipeline(rank, **given), case.batches([16])
+    if rank == what["culprit"]:
+        stage = list(pipe.children())[what["stage"] // ranks if what["chunks"] > 1 else 0]
+        fail_at(stage, what["fault"], what["where"], what["when"])
+    for _ in pipe.run(itertools.cycle(data)):
+        pass
+
+
+def expect_one_end(ranks: Ranks, what: Trial) -> None:
     """Check that all ranks end in time and name the failed one."""
     culprit, fault = what["culprit"], what["fault"]
     ends = ranks.join()  # a stopped rank continues after the others noticed its silence
-    told = f"{what}\n" + "\n".join(
-        f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends)
-    )
+    told = f"{what}\n{printed_by(ends)}"
     own = {"kill": -9, "exit": 7}.get(fault, 1)
-    assert [end.code for end in ends] == [
-        own if rank == culprit else 1 for rank in range(len(ends))
-    ], told
+    codes = [own if rank == culprit else 1 for rank in range(len(ends))]
+    assert [end.code for end in ends] == codes, told
     for rank, end in enumerate(ends):
         if rank == culprit and fault != "hang":
             continue
@@ -81,6 +105,6 @@ def expect_one_end(ranks, what):
         assert written if "temporary" not in what else not written, told
         assert {*written} <= end.reports.keys(), told
         if fault in ("exception", "shape"):
-            assert f"stage {what.get('stage', culprit)}, minibatch " in end.error, told
+            assert f"stage {what['stage']}, minibatch " in end.error, told
         for waited in re.findall(r"waiting on \S+ .*? for ([0-9.]+) s", end.error):
             assert float(waited) < TIMEOUT + 10, told

@@ -1,14 +1,11 @@
-"""Trainings with values that are not finite, in one process and in several."""
+"""Stages and batches with values that are not finite."""
 
 from __future__ import annotations
 
 from math import inf, nan
 
 import torch
-from helpers.replica_programs import make, sgd, stage_and_replica
 from torch import nn
-
-import spectrain_ext as st
 
 
 class Overflow(torch.autograd.Function):
@@ -90,45 +87,3 @@ def batches(kind, poison):
         found[2] = poisoned(found[2], "target", 1000.0)
         found[3] = poisoned(found[3], "input", 100.0)
     return found
-
-
-def trained(rank, ranks, cases):
-    """Return this rank's losses, state, momentum and skipped updates for every case."""
-    torch.set_default_dtype(torch.float64)
-    found = []
-    for counts, method, kind, poison, settings in cases:
-        part = stages_of(kind, len(counts))[stage_and_replica(counts, rank)[0]]
-        torch.manual_seed(5)
-        more = {"part": part, "loss_fn": infinite, **settings}
-        pipe = make(rank, counts, method, sgd, on_nonfinite="skip" if poison else None, **more)
-        data = None if rank else batches(kind, poison)
-        losses = [r.loss.item() for r in pipe.run(data) if r.has_loss]
-        state = [o.state_dict()["state"] for o in pipe.optimizers]
-        numbers = [r.states() for r in pipe.random]
-        found.append((losses, pipe.state_dict(), state, numbers, pipe.skipped))
-    return found
-
-
-def together(n, method, kind, poison, settings):
-    """Return the same of all stages in this process."""
-    parts = stages_of(kind, n)
-    torch.manual_seed(5)
-    pipe = st.Pipeline(parts, sgd, infinite, method, on_nonfinite="skip", **settings)
-    losses = [r.loss.item() for r in pipe.run(batches(kind, poison))]
-    return losses, pipe.state_dict(), pipe.skipped
-
-
-def raised(rank, ranks, method):
-    """Return the error of a run in which only a stage's weight gradient is not finite."""
-    torch.set_default_dtype(torch.float64)
-    part = stages_of("passes", ranks)[rank]
-    more = {"part": part, "loss_fn": infinite, "on_nonfinite": "raise"}
-    pipe = make(rank, [1] * ranks, method, sgd, **more)
-    data = batches("passes", poison=True)
-    data[2] = data[0]
-    try:
-        for _ in pipe.run(None if rank else data):
-            pass
-    except RuntimeError as error:
-        finite = all(p.isfinite().all() for p in part.parameters())
-        return type(error).__name__, str(error), repr(error.__cause__), finite

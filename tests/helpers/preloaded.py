@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 for name in (
     *("torch.distributed", "torch._dynamo", "torch.profiler", "spectrain_ext"),
     *("sklearn.datasets", "sklearn.model_selection", "matplotlib.pyplot"),
-    *("helpers.checkpoint_programs", "helpers.loop_programs"),
-    *("helpers.rank_pipelines", "helpers.value_programs"),
+    *("helpers.checkpoint_programs", "helpers.rank_cases"),
+    *("helpers.replica_programs", "helpers.value_programs"),
 ):
     with suppress(ImportError):  # an optional package
         import_module(name)

@@ -1,11 +1,13 @@
 """Starts processes as ranks of a group, watches them with a deadline, and collects their results.
 
-They are forked from a server that has imported torch and these helpers (preloaded.py).
+The fast form forks them from a server that has imported torch and these helpers (preloaded.py).
+``run_script`` runs a program as its user would write it in the same processes.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -16,10 +18,12 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -46,15 +50,32 @@ class End(NamedTuple):
     reports: dict[str, str]  # failure reports of all ranks, by name
 
 
+class _Program(NamedTuple):
+    """A function and its arguments; a module of tests has no name that a rank could import."""
+
+    file: str
+    module: str
+    name: str
+    args: bytes
+
+    def __call__(self, rank: int, ranks: int) -> Any:
+        if self.module not in sys.modules:
+            spec = spec_from_file_location(self.module, self.file)
+            assert spec is not None and spec.loader is not None
+            sys.modules[self.module] = made = module_from_spec(spec)
+            spec.loader.exec_module(made)
+        function = attrgetter(self.name)(sys.modules[self.module])
+        return function(rank, ranks, *pickle.loads(self.args))
+
+
 def _main(
-    program: Callable[..., Any],
+    program: _Program,
     rank: int,
     ranks: int,
     port: int,
     folder: str,
     port_of_store: Any,
     hosts: tuple[Host, ...] | None,
-    args: tuple[Any, ...],
 ) -> None:
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
@@ -85,7 +106,7 @@ def _main(
     store.set(f"connected {rank}", "")
     store.wait([f"connected {each}" for each in range(ranks)])
     try:
-        value = program(rank, ranks, *args)
+        value = program(rank, ranks)
     except BaseException:
         traceback.print_exc()
         raise
@@ -100,7 +121,7 @@ class Ranks:
     """Started ranks.
 
     Args:
-        program: a function of an importable module: ``(rank, ranks, *args)``.
+        program: a function of a module of tests or helpers: ``(rank, ranks, *args)``.
         ranks: their number.
         args: more arguments.
         keeper: whether this process keeps the store, as torchrun does, or rank 0.
@@ -125,21 +146,12 @@ class Ranks:
         context.set_forkserver_preload(["helpers.preloaded"])
         # a shared pipe would mix messages; kept, because its lock must outlive the starts
         self._port_of_store = context.SimpleQueue()
+        found = _Program(
+            inspect.getfile(program), program.__module__, program.__qualname__, pickle.dumps(args)
+        )
+        more = (ranks, port, self._folder.name, self._port_of_store, hosts)
         self.processes = [
-            context.Process(
-                target=_main,
-                args=(
-                    program,
-                    rank,
-                    ranks,
-                    port,
-                    self._folder.name,
-                    self._port_of_store,
-                    hosts,
-                    args,
-                ),
-                daemon=True,
-            )
+            context.Process(target=_main, args=(found, rank, *more), daemon=True)
             for rank in range(ranks)
         ]
         with patch.dict(os.environ, PYTHONPATH=_PATH):
@@ -185,18 +197,17 @@ class Ranks:
         return ends
 
 
-def run_ranks(
-    program: Callable[..., Any],
-    ranks: int,
-    *args: Any,
-    keeper: bool = True,
-    hosts: tuple[Host, ...] | None = None,
-) -> list[Any]:
+def run_ranks(program: Callable[..., Any], ranks: int, *args: Any, **more: Any) -> list[Any]:
     """Run the program on all ranks, require success, and return every rank's result."""
-    ends = Ranks(program, ranks, *args, keeper=keeper, hosts=hosts).join()
+    ends = Ranks(program, ranks, *args, **more).join()
     for rank, end in enumerate(ends):
         assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
     return [end.value for end in ends]
+
+
+def printed_by(ends: Sequence[End]) -> str:
+    """Return what an assertion about ends should show."""
+    return "\n".join(f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends))
 
 
 def run_script(path: Path, ranks: int = 1, *arguments: str, folder: Path) -> str:
@@ -204,7 +215,8 @@ def run_script(path: Path, ranks: int = 1, *arguments: str, folder: Path) -> str
 
     Saves the seconds in which torchrun starts and each process imports torch.
     """
-    return run_ranks(_script, ranks, free_port(), str(path), arguments, str(folder))[0]
+    found: str = run_ranks(_script, ranks, free_port(), str(path), arguments, str(folder))[0]
+    return found
 
 
 def _script(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from helpers.replica_programs import stage_and_replica
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -107,47 +108,6 @@ def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **sett
     pipe = st.Pipeline(parts, sgd, loss_fn(form, end), **settings)
     losses = [result.loss for result in pipe.run(data(sizes, form, dtype))]
     return losses, [part.state_dict() for part in parts]
-
-
-def apart(rank, ranks, sizes, cases, drop=0.2):
-    """Return the same of this rank with dicts, for each case."""
-    found = []
-    for end, settings in cases:
-        counts = settings.get("replicas", [1] * ranks)
-        k = [stage for stage, count in enumerate(counts) for _ in range(count)][rank]
-        part = stages(len(counts), "dict", end, drop=drop)[k]
-        torch.manual_seed(5)
-        pipe = st.DistributedPipeline(
-            part, sgd, loss_fn("dict", end), timeout=30.0, share_loss=True, **settings
-        )
-        results = list(pipe.run(None if rank else data(sizes, "dict")))
-        found.append(([result.loss.item() for result in results], part.state_dict()))
-    return found
-
-
-class Recurrent(nn.Module):
-    """(time, batch, features) in and out; the last stage returns only the last time step."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(WIDTH, WIDTH), last
-
-    def forward(self, x):
-        return self.lstm(x)[0][-1 if self.last else slice(None)]
-
-
-def time_first(rank=0, ranks=1, **settings):
-    """Return losses, an evaluation and weights of this rank, or of both stages in one process."""
-    torch.manual_seed(7)
-    parts = [Recurrent(last) for last in (False, True)]
-    data = [(torch.randn(5, size, WIDTH), torch.randn(size, WIDTH)) for size in (6, 6, 4, 6, 5)]
-    more = {"microbatches": 4, "split_dim": (1, 0), **settings}
-    if ranks == 1:
-        pipe = st.Pipeline(parts, sgd, mse, **more)
-    else:
-        pipe = st.DistributedPipeline(parts[rank], sgd, mse, share_loss=True, **more)
-    losses = [result.loss.item() for result in pipe.run(data)]
-    return losses, pipe.evaluate(data), dict(pipe.state_dict())
 
 
 class Nested(nn.Module):
@@ -259,7 +219,7 @@ def nested(rank=0, ranks=1, **settings):
         pipe = st.Pipeline(nested_stages(2), sgd, nested_loss, **more)
     else:
         counts = settings.get("replicas", [1] * ranks)
-        k = [stage for stage, count in enumerate(counts) for _ in range(count)][rank]
+        k, _ = stage_and_replica(counts, rank)
         pipe = st.DistributedPipeline(
             nested_stages(len(counts))[k],
             *(sgd, nested_loss),
@@ -279,24 +239,3 @@ def nested(rank=0, ranks=1, **settings):
     except Exception as error:
         return losses, measured, state, f"{type(error).__name__}: {error}"
     return losses, measured, state, None
-
-
-def coded(rank=0, ranks=1):
-    """Run four stages with a codec: losses, an evaluation, a call, bytes by stage, weights."""
-    settings = {"microbatches": 2, "share_loss": True} if ranks > 1 else {"microbatches": 2}
-    settings["codec"] = st.codecs.Int8(block=8), st.codecs.Int4(block=16)
-    parts = stages(4, "dict")[rank::ranks]
-    torch.manual_seed(5)
-    make = st.Pipeline if ranks == 1 else st.DistributedPipeline
-    pipe = make(parts, sgd, loss_fn("dict"), "interleaved-async", **settings)
-    made = data([6, 6, 6, 5], "dict")
-    losses = [result.loss.item() for result in pipe.run(None if rank else made)]
-    for stage in pipe._executor.stages:
-        stage.sent = [0, 0]
-    losses += [result.loss.item() for result in pipe.run(None if rank else made)]
-    sent = {stage.index: [*stage.sent] for stage in pipe._executor.stages}
-    measured = pipe.evaluate(None if rank else made)
-    pipe.eval()
-    with torch.no_grad():
-        output = pipe(None if rank else {**made[0]})
-    return losses, measured, output, sent, dict(pipe.state_dict())

@@ -1,50 +1,33 @@
-"""Tests the process group's store, which must listen only at its given address."""
+"""Tests what a rank reads of others: inner, because no rank of this version writes bad entries."""
 
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 
 import pytest
-from helpers import rank_programs
-from helpers.cli_programs import listening
-from helpers.ranks import run_ranks
+import torch.distributed as dist
+from helpers.ranks import Ranks, run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
-from spectrain_ext.distributed import failures, join_ranks
-from spectrain_ext.distributed import store as store_module
+import spectrain_ext as st
+from spectrain_ext.distributed import failures
 from spectrain_ext.distributed.board import FAILED, Board
 from spectrain_ext.distributed.failures import (
     WATCHING,
     Cause,
     Heartbeat,
+    find_culprit,
     new_report,
     part_of,
     place_of,
 )
 from spectrain_ext.distributed.store import connection, store_at
-from spectrain_ext.errors import RankError
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_it_listens_on_the_address_alone(address):
-    before = listening()
-    kept = store_at(address, 0, listen=True)
-    found = listening()
-    for other in before:
-        found.remove(other)
-    (where,) = found
-    assert where in ({"127.0.0.1", "::1"} if address == "localhost" else {address})
-    joined = store_at(address, kept.port, listen=False)
-    joined.set("key", "value")
-    assert kept.get("key") == b"value"
-    assert kept.clone().get("key") == b"value"
-    for elsewhere in {"127.0.0.3"} - {address}:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((elsewhere, kept.port), timeout=5.0)
+from spectrain_ext.distributed.wire import decode_layout
 
 
 def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
@@ -125,7 +108,7 @@ def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry
     assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
     match = f"the store has a {'heartbeat of it' if key == 'beat/1' else 'failure'} that no rank"
-    with pytest.raises(RankError, match=match) as raised, board.run(starts=True):
+    with pytest.raises(st.RankError, match=match) as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
     assert raised.value.culprit == (key == "beat/1")
 
@@ -139,7 +122,7 @@ def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch)
     kept.set("part/1", "[")
     kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
     kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
-    with pytest.raises(RankError, match="planned") as raised, board.run(starts=True):
+    with pytest.raises(st.RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
     assert (tmp_path / "mine").read_text() == "mine"
     assert "First cause: rank 1, planned" in Path(raised.value.report).read_text()
@@ -157,65 +140,81 @@ def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
     assert text.count("ago it said: B 2") == 3
 
 
-def test_what_cannot_be_listened_on_is_named():
-    kept = store_at("127.0.0.1", 0, listen=True)
-    with pytest.raises(OSError, match=rf"127\.0\.0\.1, port {kept.port}: Address already in use"):
-        store_at("127.0.0.1", kept.port, listen=True)
-    with pytest.raises(OSError, match=r"192\.0\.2\.1, port 29500: Cannot assign"):
-        store_at("192.0.2.1", 29500, listen=True)
-    with pytest.raises(OSError, match=r"no-such-host\.invalid, port 0: "):
-        store_at("no-such-host.invalid", 0, listen=True)
+def wait_for_one(rank, ranks, grace, seconds):
+    """Let rank 0 work alone in steps of ``seconds`` (None: endless) while the others wait."""
+    told = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 1.0, grace)
+    with told.run(starts=True):
+        pass
+    with told.together("the work of one"):
+        if rank == 0:
+            with told.busy("the work"):
+                for n, each in enumerate(seconds):
+                    told.set_action("step", n)
+                    threading.Event().wait(each)
+    return True
 
 
 @pytest.mark.processes
-def test_ranks_meet_whatever_the_store_has_of_earlier_starts():
-    """The earlier starts had other numbers of ranks, and some ended right after joining."""
-    kept = store_at("127.0.0.1", 0, listen=True)
-    for start, ranks in enumerate((3, 2, 4, 1)):
-        found = run_ranks(rank_programs.joined, ranks, kept.port, start)
-        assert found == [(rank, ranks, float(start * ranks)) for rank in range(ranks)]
-        run_ranks(rank_programs.joining, 1, kept.port, 2)  # rank 2, which gets no answer
+def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
+    assert run_ranks(wait_for_one, 3, 3.0, [0.3] * 9) == [True] * 3
 
 
-def test_who_has_not_come_is_named(monkeypatch):
-    kept = store_at("127.0.0.1", 0, listen=True)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "WORLD_SIZE": "2"}
-    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    for rank, said in (("0", "rank 1 of 2 has not come"), ("1", "rank 1 has had no answer")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(TimeoutError, match=rf"{said}.* within 0\.3 s"):
-            join_ranks(timeout=timedelta(seconds=0.3))
+@pytest.mark.processes
+def test_a_rank_that_does_not_get_on_is_not():
+    began = monotonic()
+    ends = Ranks(wait_for_one, 3, 2.0, [0.3] * 6 + [None]).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    for end in ends[1:]:
+        assert "first cause: rank 0, step 6: busy with it for 1." in end.error
+    # 1.8 s of steps, the deadline, the grace of the stuck rank, and starting processes
+    assert monotonic() - began < 30
 
 
-def test_what_no_launcher_has_set_is_named(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match="expected WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the"):
-        join_ranks()
+def test_blame_goes_to_whom_all_others_wait_for():
+    now = monotonic()
+    waiting = [Heartbeat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
+    busy = [Heartbeat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
+    assert find_culprit(busy, 3, 2, 1.0)[0].rank == 0
+    silent = [busy[0], Heartbeat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
+    cause, _ = find_culprit(silent, 3, 2, 1.0)
+    assert cause.rank == 1
+    assert "last known in B 1: no sign of life for 2.0 s" in cause.reason
+    circle = [Heartbeat(b"x", now, waits=(2, "edge")), *waiting[1:]]
+    assert "3 -> 2 -> 1 -> 0 -> 2" in find_culprit(circle, 3, 2, 1.0)[0].reason
+    pair = [Heartbeat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
+    assert find_culprit(pair, 1, 0, 1.0)[0].rank == 0
+    assert Cause.read(b"", 4) is None
 
 
-def test_an_address_that_is_not_here_is_named(monkeypatch):
-    given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match=r"MASTER_ADDR and .* on 192\.0\.2\.1, port 29500: "):
-        join_ranks()
+# The layout of a message
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    "text",
     [
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "2"}, None),
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "4"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+        b"{",
+        b"[]",
+        b'{"tensors": [null]}',
+        b'{"tensors": [[[2], [1], "load", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [1, 1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [64], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[-2], [1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [null], "form": ["dict", ["a", "b"], "tensor"]}',
+        b'{"tensors": [null], "form": ["dict", [3], "tensor"]}',
+        b'{"tensors": [null, null], "form": ["dict", ["a", "a"], "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["dict"]}',
+        b'{"tensors": [null], "form": ["set", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", []]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "[1]"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "print(1)"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", 3]}',
+        b'{"tensors": [null], "form": [["list"], "tensor"]}',
+        b'{"tensors": [null], "form": 3}',
+        b'{"tensors": [null], "form": ' + b'["list", ' * 9000 + b'"tensor"' + b"]" * 9000 + b"}",
     ],
-    ids=["far", "one-machine", "local", "chosen"],
+    ids=range(20),
 )
-def test_one_machine_stays_on_loopback(environment, expected):
-    given = dict(environment)
-    store_module._stay_on_loopback(given, 4)
-    assert given.get("GLOO_SOCKET_IFNAME") == expected
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(ValueError):
+        decode_layout(text)

@@ -1,0 +1,347 @@
+"""Tests how runs over ranks begin and end: whose batches count, who decides, what may change."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+
+import pytest
+import torch
+from helpers import replica_programs
+from helpers.rank_cases import Case, same
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.processes
+mse = nn.functional.mse_loss
+
+
+class Untouched:
+    def __iter__(self):
+        raise AssertionError("these batches are not wanted")
+
+
+# Leaving a run
+
+#: What three ranks train, and the rank that leaves the loop.
+LEFT = [
+    *((Case("vanilla", (3, 1)), rank) for rank in range(3)),
+    *((Case("vanilla", (3, 2)), rank) for rank in range(3)),
+    # Minibatches in flight belong to the phase that ends, or to both.
+    *((Case(f"pipedream+sync@{after}", (3, 1)), r) for after in (3, 6, 8) for r in range(3)),
+    *(([2, 1], 0), ([2, 1], 1), ([1, 2], 2)),  # replicas
+]
+
+
+def leave(rank, ranks):
+    """Return results seen here, and updates after each of two runs, for each of ``LEFT``."""
+    found = []
+    for kind, leaves in LEFT:
+        if isinstance(kind, Case):
+            pipe, data = kind.pipeline(rank), kind.batches([8] * 30)
+        else:
+            pipe, data = (
+                replica_programs.make(rank, kind, microbatches=2),
+                replica_programs.data(30),
+            )
+        made = [0]
+        pipe.optimizers[-1].register_step_post_hook(
+            lambda *_, made=made: made.__setitem__(-1, made[-1] + 1)
+        )
+        seen, run = 0, pipe.run(Untouched() if rank else data)
+        for result in run:
+            seen += 1
+            if rank == leaves and result.index == 5:
+                break
+        run.close()
+        made.append(made[-1])
+        list(pipe.run(data[:4]))
+        assert pipe.minibatches == made[-1]
+        found.append((seen, made))
+    return found
+
+
+def test_rank_0_decides_when_a_run_ends():
+    torch.set_num_threads(1)
+    for (kind, leaves), *found in zip(LEFT, *run_ranks(leave, 3), strict=True):
+        ((first, second),) = {tuple(made) for _, made in found}  # all made the same updates
+        assert second == first + 4, kind
+        assert [seen for seen, _ in found] == [6 if rank == leaves else first for rank in range(3)]
+        if leaves:
+            assert first == 30, kind
+        elif isinstance(kind, Case):
+            pipe = kind.pipeline()
+            for result in pipe.run(kind.batches([8] * 30)):
+                if result.index == 5:
+                    break
+            assert first == pipe.minibatches, kind
+        else:
+            assert first < 30
+
+
+def interrupt(rank, ranks):
+    """Return the state after an interrupt in an update of stage 1, early and in the last one.
+
+    That comes when the rank has sent everything.
+    """
+    found = []
+    for update in (4, 10):
+        case = Case("spectrain", (3, 1))
+        pipe = case.pipeline(rank if ranks > 1 else None)
+        left = iter(range(1, update))
+
+        def interrupts(*_, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        if rank == 1 or ranks == 1:
+            pipe.optimizers[1 if ranks == 1 else 0].register_step_post_hook(interrupts)
+        with pytest.raises((KeyboardInterrupt, st.RankError)):
+            list(pipe.run(case.batches([8] * 10)))
+        found.append(pipe.state_dict())
+    return found
+
+
+def test_a_rank_that_is_interrupted_has_its_true_weights():
+    torch.set_num_threads(1)
+    for mine, whole in zip(run_ranks(interrupt, 3)[1], interrupt(0, 1), strict=True):
+        same(mine, {key: whole[key] for key in mine}, "after an interrupt")
+
+
+# Messages that grow
+
+FIRST = torch.zeros(8, 6)
+#: Later batches, and whether they need dynamic_shapes.
+LATER = [
+    (FIRST[:4], False),
+    (FIRST[:1], False),  # fewer microbatches
+    (FIRST[:, :5], False),
+    (FIRST[:4, :5], True),
+    (torch.zeros(9, 6), True),
+    (FIRST.double(), True),
+]
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def grow(rank, ranks, chunks):
+    """Return for each later batch the error, if any, without and with dynamic shapes."""
+    found = []
+    for later, _ in LATER:
+        for dynamic in (False, True):
+            parts = [Scale() for _ in range(chunks)]
+            pipe = st.DistributedPipeline(
+                parts if chunks > 1 else parts[0],
+                *(replica_programs.sgd, mse, "vanilla"),
+                microbatches=2,
+                dynamic_shapes=dynamic,
+                timeout=30.0,
+            )
+            try:
+                list(pipe.run([(FIRST, FIRST), (later, later)]))
+                found.append("")
+            except (ValueError, st.StageError, st.RankError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_messages_that_grow_are_refused_unless_asked_for(chunks):
+    """The sender refuses them; the receiver tells the same reason."""
+    expected = [refused and not dynamic for _, refused in LATER for dynamic in (False, True)]
+    first, last = run_ranks(grow, 2, chunks)
+    for one, other, refused in zip(first, last, expected, strict=True):
+        assert (bool(one), bool(other)) == (refused, refused)
+        if refused:
+            reason = r"edge 0 -> \d( of targets)? was opened for .*float32 \[.*dynamic_shapes=False"
+            assert re.search(reason, one)
+            assert re.search(rf"RankError: rank 1, .*first cause: rank 0, .*{reason}", other)
+
+
+# Evaluations
+
+
+class Slow(nn.Module):
+    """Waits, and records the time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.times = []
+
+    def forward(self, x):
+        began = time.monotonic()
+        time.sleep(0.02)
+        self.times.append((began, time.monotonic()))
+        return self.linear(x)
+
+
+def evaluate_slowly(rank, ranks):
+    """Return when this rank's stage evaluated, and whether its pipeline is freed afterwards."""
+    stage = Slow()
+    pipe = st.DistributedPipeline(stage, replica_programs.sgd, mse, timeout=30.0)
+    pipe.evaluate([(FIRST[:4], FIRST[:4])] * 12)
+    alive = weakref.ref(pipe)
+    gc.collect()
+    gc.disable()  # a reference cycle with all buffers would otherwise wait for it
+    del pipe
+    return stage.times, alive() is None
+
+
+def test_stages_evaluate_at_the_same_time():
+    found, freed = zip(*run_ranks(evaluate_slowly, 3), strict=True)
+    assert all(freed)
+    assert [len(times) for times in found] == [12] * 3
+    at_once = [
+        sum(begin < other_end and other_begin < end for other_begin, other_end in other)
+        for other in found[1:]
+        for begin, end in found[0]
+    ]
+    assert sum(overlaps > 0 for overlaps in at_once) > len(at_once) / 2
+
+
+class Broken:
+    """A metric with a state that fails at the end."""
+
+    def reset(self):
+        pass
+
+    def update(self, output, target):
+        pass
+
+    def compute(self):
+        raise ValueError("broken here")
+
+
+def broken(*_):
+    raise ValueError("broken here")
+
+
+def breaking_batches():
+    yield from [(FIRST, FIRST)] * 2
+    broken()
+
+
+#: What fails in an evaluation, on which rank.
+BROKEN = [("metric", 2), ("computed", 2), ("stage", 1), ("batch", 0)]
+
+
+def evaluate_broken(rank, ranks):
+    """Return each evaluation's error, and the modes of the modules after it."""
+    found = []
+    for what, where in BROKEN:
+        stage = nn.Sequential(nn.Linear(6, 6))
+        pipe = st.DistributedPipeline(stage, replica_programs.sgd, mse, timeout=30.0)
+        chosen = {"loss": mse} | {"metric": {"m": broken}, "computed": {"m": Broken()}}.get(
+            what, {}
+        )
+        if rank == where and what == "stage":
+            stage.register_forward_hook(broken)
+        given = breaking_batches() if what == "batch" else [(FIRST[:4], FIRST[:4])] * 40
+        with pytest.raises(Exception) as caught:
+            pipe.evaluate(given, chosen)
+        modes = {module.training for module in pipe.modules()}
+        found.append((type(caught.value).__name__, str(caught.value), modes))
+    return found
+
+
+def test_an_evaluation_that_fails_on_one_rank_ends_on_all():
+    for rank, found in enumerate(run_ranks(evaluate_broken, 3)):
+        for (what, where), (name, text, modes) in zip(BROKEN, found, strict=True):
+            assert "broken here" in text
+            assert modes == {True}
+            if what == "computed":
+                assert rank != where or name == "ValueError" or "metrics['m']" in text
+            elif rank != where:
+                assert (name, f"first cause: rank {where}, " in text) == ("RankError", True)
+
+
+# Loaders of a part of the samples
+
+
+def shard(rank, ranks):
+    """Return the errors for loaders that shard the samples, and the batches of one rank."""
+    dataset, found = TensorDataset(torch.zeros(24, 5), torch.zeros(24, 5)), []
+    for counts in ([1, 1], [2]):
+        torch.manual_seed(0)
+        pipe = replica_programs.make(rank, counts, microbatches=2, part=nn.Linear(5, 5))
+        whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0))
+        part = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank))
+        for call in () if rank else (pipe.run, pipe.fit, pipe.evaluate):  # others take no batches
+            with pytest.raises(ValueError) as caught:
+                call(part)
+            found.append(str(caught.value))
+        found.append(len(list(pipe.run(whole))))
+    return found
+
+
+def test_a_loader_of_a_part_of_the_samples_is_refused():
+    said = (
+        "batches: a DistributedSampler with num_replicas=2 gives this process a part of the "
+        "samples, and nobody would take the rest, as rank 0 has the only loader of a pipeline, and "
+        "deals microbatches out to replicas; give it num_replicas=1 and rank=0"
+    )
+    first, last = run_ranks(shard, 2)
+    assert first == [*[said] * 3, 6, *[said] * 3, 6]
+    assert last == [6, 6]
+
+
+# Tied weights
+
+
+def tie(rank, ranks):
+    """Return evaluations after changes of the home's weight, the copy then, and an output."""
+    case = Case("pipedream-2bw", (3, 1), ties="two")
+    pipe = case.pipeline(rank if ranks > 1 else None)
+    first, last = (list(pipe.children())[k].linear.weight for k in (0, -1))
+    found, copies = [], []
+
+    def evaluate():
+        found.append(pipe.evaluate(case.batches([8] * 4))["loss"])
+        copies.append(list(pipe.children())[-1].linear.weight.detach().clone())
+
+    if rank == 2:
+        last.data.zero_()  # the first stage's weight counts
+    evaluate()
+    for change in (lambda: first.mul_(0.5), lambda: first.data.mul_(2.5)):
+        for n, _ in enumerate(pipe.run(case.batches([8] * 5))):
+            if rank == 0 and n == 3:
+                break
+        if rank == 0:
+            with torch.no_grad():
+                change()
+        if len(found) == 1:
+            last.grad = torch.ones_like(last)
+        evaluate()
+    with torch.inference_mode():
+        evaluate()
+    pipe.release()
+    list(pipe.run(case.batches([])))
+    if rank == 0:
+        next(pipe.children()).linear.weight.data.mul_(0.5)
+    evaluate()
+    torch.manual_seed(3)
+    output = pipe.eval()(case.batches([8])[0][0])
+    return found, copies, None if output is None else output.detach()
+
+
+def test_copies_of_tied_weights_follow_between_runs():
+    torch.set_num_threads(1)
+    found, copies, output = tie(0, 1)
+    assert len({*found}) == 5  # evaluations move a running mean
+    first, middle, last = run_ranks(tie, 3)
+    assert first[0] == middle[0] == last[0] == found
+    same(last[1:], [copies, output], "the last rank")
+    same(first[1][1:3], copies[1:3], "the home")

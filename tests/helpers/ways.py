@@ -1,0 +1,49 @@
+"""Sends as between GPUs on a machine without: inner, because only devices choose these ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from spectrain_ext.distributed import board, connections, ends, links
+
+WAYS = ("direct", "staged", "apart", "few layouts")
+
+
+@contextmanager
+def travelling(way: str) -> Iterator[None]:
+    """Make pipelines that send in one of these ways.
+
+    - staged: through copies in CPU memory, as between stages on one GPU.
+    - apart: bodies by groups of their own, as with NCCL.
+    - few layouts: with ends that remember two layouts, and announce them anew.
+    """
+
+    def staged(*given: Any) -> links.Links:
+        made = real(*given)
+        return made._replace(edges=[link._replace(staged=True) for link in made.edges])
+
+    def new_group(*given: Any, backend: str, device_id: object, **more: Any) -> Any:
+        return group(*given, backend="gloo", **more)
+
+    real, group = links.open_links, dist.new_group
+    with ExitStack() as changed:
+        if way == "staged":
+            changed.enter_context(patch.object(connections, "open_links", staged))
+        if way == "apart":
+            changed.enter_context(patch.object(dist, "new_group", new_group))
+            changed.enter_context(patch.object(connections, "backend_of_bodies", lambda *_: "nccl"))
+        if way == "few layouts":
+            changed.enter_context(patch.object(ends, "_KINDS", 2))
+        yield
+
+
+@contextmanager
+def hurried() -> Iterator[None]:
+    """Wait 5 s instead of 15 for ranks that do not come."""
+    with patch.object(board, "CONNECT_SECONDS", 5.0):
+        yield
