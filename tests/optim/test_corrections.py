@@ -33,9 +33,10 @@ import spectrain_ext as st
 
 AdaptiveBraking, GapAware = st.corrections.AdaptiveBraking, st.corrections.GapAware
 DelayCompensation = st.corrections.DelayCompensation
-# and the oracle's
+# By the oracle's name
 CORRECTIONS = {"delay": DelayCompensation(0.3), "gap": GapAware(0.9)}
-NUMBERS = {"delay": 0.3, "gap": 0.9}
+EVERY_CORRECTION = {**CORRECTIONS, "braking": AdaptiveBraking(0.5)}
+NUMBERS = {"delay": 0.3, "gap": 0.9, "braking": 0.5}
 NAMES = ("SGD", "Adam", "AdamW", "NAdam")
 every_name = pytest.mark.parametrize("name", NAMES)
 every_correction = pytest.mark.parametrize("kind", CORRECTIONS)
@@ -88,7 +89,7 @@ class Stage:
 
 CASES = covering_array(
     {
-        "kind": tuple(CORRECTIONS),
+        "kind": tuple(EVERY_CORRECTION),
         "name": NAMES,
         "dtype": (F64, F32),
         "maximize": (False, True),
@@ -96,7 +97,11 @@ CASES = covering_array(
         "momentum": (0.9, 0.0),
         "scale": (None, 8.0),  # of the gradients
     },
-    [{"momentum": [0.0], "name": NAMES[1:]}, {"momentum": [0.0], "kind": ["gap"]}],
+    [
+        {"momentum": [0.0], "name": NAMES[1:]},
+        {"momentum": [0.0], "kind": ["gap", "braking"]},
+        {"kind": ["braking"], "name": NAMES[1:]},
+    ],
 )
 
 
@@ -106,7 +111,7 @@ def test_steps_are_the_definition(case: Row) -> None:
     name, kind, options = case["name"], case["kind"], {"maximize": case["maximize"]}
     options["weight_decay"] = case["weight_decay"]
     options |= {"momentum": case["momentum"]} if name == "SGD" else {}
-    stage = Stage(name, CORRECTIONS[kind], case["dtype"], **options)
+    stage = Stage(name, EVERY_CORRECTION[kind], case["dtype"], **options)
     optimizer, law = stage.optimizer, 2.0 if case["momentum"] else 0.0
     theirs = [nn.Parameter(w.double()) for w in stage.weights]
     reference = getattr(torch.optim, name)(theirs, **{**EVERY[name], **options}, foreach=False)

@@ -72,6 +72,7 @@ CASES = covering_array(
         *EXCLUDED,
         {"momentum": [0.0], "nesterov": [True]},
         {"momentum": [0.0], "smoothed": [True]},
+        {"momentum": [0.0], "dampening": [0.3]},  # of the second group it becomes 0
         {"dampening": [0.3], "nesterov": [True]},
         {"dampening": [0.3], "smoothed": [True]},
         {"dampening": [0.3], "decoupled_weight_decay": [True]},  # not in the oracle
@@ -114,8 +115,8 @@ class How(NamedTuple):
 class Life:
     """One of our optimizers, and torch's in float64 with the same events."""
 
-    def __init__(self, case: Row, device: str) -> None:
-        self.case, self.made, self.bound = case, 0, case["home"] != "its own"
+    def __init__(self, case: Row, first_law: int, device: str) -> None:
+        self.case, self.made, self.bound = case, 2 * first_law, case["home"] != "its own"
         mixed = (F64, F32, BF16, F16, F32, BF16)
         dtypes = mixed if case["dtype"] == "mixed" else (case["dtype"],) * 6
         rows = zip(make_params(F64, device), dtypes, strict=True)
@@ -165,14 +166,24 @@ class Life:
         for optimizer in (self.optimizer, self.definition):
             optimizer.param_groups[group].update(options)
 
+    def change_in_place(self, rate: Tensor) -> None:
+        """Change a learning rate and a decay that stay the same objects for the optimizers."""
+        group = self.optimizer.param_groups[1]
+        if not isinstance(group["lr"], Tensor):
+            self.set(1, lr=rate.clone())
+        group["lr"].copy_(rate)
+        if "betas" in group:
+            betas = group["betas"] if isinstance(group["betas"], list) else [0.5, 0.9]
+            betas[1] = 0.8 + rate.item()
+            self.set(1, betas=betas)
+
     def move(self) -> None:
         for p in self.now:
             p.data = p.data.clone()
 
-    def cast(self) -> None:
+    def cast(self, dtype: torch.dtype) -> None:
         """As ``module.to``, which changes the parameters and not the state."""
         for p in self.now:
-            dtype = {F64: F32, F32: BF16, BF16: F64, F16: F32}[p.dtype]
             p.data = p.data.to(dtype)
             twin = self.of[p]
             twin.data = doubled(p)
@@ -247,7 +258,7 @@ class Life:
         if self.bound:
             optimizer.write_with_next_step(self.outs, law or 0)
         optimizer.grad_scale = None if how.scale is None else torch.tensor(how.scale)
-        optimizer.found_inf = torch.tensor(float(how.skipped))
+        optimizer.found_inf = torch.tensor(1.0) if how.skipped else None
         with torch.device(how.under):
             optimizer.step()
         for p, g, old in zip(now, given, kept, strict=True):
@@ -378,7 +389,7 @@ EVENTS: dict[str, Callable[[Life], How | None]] = {
     "other layouts": lambda life: How(strange=True),
     "other device": lambda life: How(under="meta"),
     "rate": lambda life: life.set(0, lr=0.02 * (1 + life.made % 3)),
-    "rate in a tensor": lambda life: life.set(1, lr=torch.tensor(0.03, dtype=F64)),
+    "rate in a tensor": lambda life: life.change_in_place(torch.rand((), dtype=F64) * 0.1),
     "decay": lambda life: life.set(1, weight_decay=0.02 * (life.made % 3)),
     "momentum": lambda life: (
         life.set(1, betas=(0.5, 0.8), eps=1e-3)
@@ -390,7 +401,8 @@ EVENTS: dict[str, Callable[[Life], How | None]] = {
 UNBOUND: dict[str, Callable[[Life], How | None]] = {
     "new group": Life.add_group,
     "moved": Life.move,
-    "cast": Life.cast,
+    "widened": partial(Life.cast, dtype=F64),
+    "narrowed": partial(Life.cast, dtype=BF16),
     "exchanged": Life.exchange,
 }
 
@@ -404,7 +416,7 @@ def allowed(case: Row) -> Callable[[str], bool]:
     return is_allowed
 
 
-PROGRAMS = walks([*EVENTS, *UNBOUND], list(map(allowed, CASES)), 20)
+PROGRAMS = walks([*EVENTS, *UNBOUND], list(map(allowed, CASES)), 21)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -414,7 +426,7 @@ def test_every_step_and_prediction_is_torchs(number: int, device: str) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(case.get("default", default))
     try:
-        life = Life(case, device)
+        life = Life(case, number, device)
         for done, event in enumerate(PROGRAMS[number]):
             try:
                 life.step({**EVENTS, **UNBOUND}[event](life) or How())
@@ -426,12 +438,9 @@ def test_every_step_and_prediction_is_torchs(number: int, device: str) -> None:
 
 
 def test_every_event_follows_every_other() -> None:
-    wanted = {(a, b) for a in EVENTS for b in EVENTS}
-    wanted |= {pair for a in UNBOUND for b in EVENTS for pair in ((a, b), (b, a))}
-    assert wanted <= neighbours(PROGRAMS)
+    every = [*EVENTS, *UNBOUND]
+    assert {(a, b) for a in every for b in every} == neighbours(PROGRAMS)
     for axis in ("name", "home"):
-        drawn = {
-            (c[axis], event) for c, each in zip(CASES, PROGRAMS, strict=True) for event in each
-        }
-        possible = {(c[axis], event) for c in CASES for event in EVENTS if allowed(c)(event)}
-        assert possible <= drawn
+        programs = zip(CASES, PROGRAMS, strict=True)
+        drawn = {(c[axis], event) for c, program in programs for event in program}
+        assert {(c[axis], e) for c in CASES for e in EVENTS if allowed(c)(e)} <= drawn

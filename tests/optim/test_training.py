@@ -15,7 +15,6 @@ from helpers.optim_cases import (
     OF_TORCH,
     assert_bits,
     assert_same,
-    assert_same_state,
     bits,
     every_optimizer,
     every_rival,
@@ -23,7 +22,6 @@ from helpers.optim_cases import (
     made,
     make_params,
     pair_of,
-    state_of,
     trained,
 )
 from torch import Tensor, nn
@@ -237,25 +235,3 @@ def test_memory_is_freed_without_the_collector(name: str) -> None:
         assert buffer() is None
     finally:
         gc.enable()
-
-
-@every_rival
-def test_numbers_in_tensors_and_lists_are_read_at_each_step(name: str) -> None:
-    """What changes in place is no other object than at the step before."""
-    ours = make_params()
-    theirs, optimizer, reference = pair_of(name, ours)
-    rate = torch.tensor(0.5, dtype=torch.float64)
-    betas = [0.5, 0.8]
-    group, other = optimizer.param_groups[0], reference.param_groups[0]
-    group.update({"lr": rate} if name == "SGD" else {"lr": rate, "betas": betas})
-    for step in range(4):
-        rate.fill_(0.1 * (step + 1))
-        betas[0] = 0.5 + 0.1 * step
-        other["lr"] = rate.item()
-        if name != "SGD":
-            other["betas"] = tuple(betas)
-        give_gradients(ours, theirs)
-        optimizer.step()
-        reference.step()
-    assert_same(ours, theirs)
-    assert_same_state(state_of(optimizer, ours), state_of(reference, theirs))
