@@ -218,8 +218,7 @@ class DistributedPipeline(Pipeline):
             return ()
         if batches is None:
             raise ValueError("batches: rank 0 needs them, got None")
-        share = share_of(batches) if self.ranks > 1 else None
-        if share is not None:
+        if self.ranks > 1 and (share := share_of(batches)) is not None:
             raise ValueError(_needs_all(*share))
         return checked_batches(batches)
 
@@ -317,9 +316,8 @@ def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) 
 
 
 def _needs_all(what: str, name: str, count: int) -> str:
-    remedy = "give it num_replicas=1 and rank=0"
-    if name != "num_replicas":
-        remedy = "give the loader that Accelerate has not prepared"
+    ours, theirs = "it num_replicas=1 and rank=0", "the loader that Accelerate has not prepared"
+    remedy = f"give {ours if name == 'num_replicas' else theirs}"
     return (
         f"batches: a {what} with {name}={count} gives this process a part of the samples, and "
         "nobody would take the rest, as rank 0 has the only loader of a pipeline, and deals "

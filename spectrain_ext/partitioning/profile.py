@@ -80,6 +80,7 @@ class BlockProfile:
 
     @property
     def parts(self) -> tuple[float, float]:
+        """Seconds of the forward and of the backward."""
         forward = self.seconds / 3 if self.forward_seconds is None else self.forward_seconds
         return forward, self.seconds - forward
 

@@ -157,6 +157,8 @@ def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy
                 continue
             home_index, home_name, original = home
             made = Copy(k, module, names, home_index, home_name, p, original)
+            if original is None and any(each.held is p for each in found):  # has its own versions
+                made._put(copy.deepcopy(p))
             if original is not None:
                 owners[p] = home_index, home_name, original
                 check_look(made.member, look_of(p), look_of(original))

@@ -53,33 +53,33 @@ def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
 
 
 @pytest.mark.parametrize(
-    ("stop", "asynchronous"),
-    [(4, False), (5, True), (7, False), (9, True)],
+    ("stop", "method", "asynchronous"),
+    [
+        (4, "spectrain+sync@8", False),
+        (5, "spectrain+sync@4", True),
+        (7, hybrid("pipedream", after=None, gap=0.02), False),
+        (9, "sync+pipedream@5", True),
+    ],
     ids=["due", "between", "epoch", "next"],
 )
-def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchronous):
+def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, asynchronous):
+    """In any phase of a method too."""
+
     def make(name, seed=0):
         sampler = ShuffledSampler(40, 6, seed=1)
-        manager = CheckpointManager(
-            tmp_path / name,
-            pipeline(2, seed),
-            sampler=sampler,
-            every_minibatches=2,
-            asynchronous=asynchronous,
-        )
-        return manager, loader(sampler)
+        more = {"sampler": sampler, "every_minibatches": 2, "asynchronous": asynchronous}
+        pipe = pipeline(3, seed, method=method)
+        return CheckpointManager(tmp_path / name, pipe, **more), loader(sampler)
 
     kept, data = make("kept")
     expected = [pair for _ in range(2) for pair in lists(kept.run(data))]
     assert len(expected) == 14
+    assert kept.pipe.phase == 1
 
     stopped, data = make("stopped")
-    for result in stopped.run(data):
-        if result.index + 1 == min(stop, 7):
-            break
-    if stop > 7:
+    for end in [7, stop] if stop > 7 else [stop]:
         for result in stopped.run(data):
-            if result.index + 1 == stop:
+            if result.index + 1 == end:
                 break
     stopped.wait()
 
@@ -97,44 +97,6 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchro
     same(state_of(continued.pipe), state_of(kept.pipe))
     continued.wait()
     kept.wait()
-
-
-@pytest.mark.parametrize(
-    ("method", "stop"),
-    [
-        ("spectrain+sync@4", 2),
-        ("spectrain+sync@4", 4),
-        ("sync+pipedream@5", 4),
-        ("sync+pipedream@5", 6),
-        (hybrid("pipedream", after=None, gap=0.02), 2),
-        (hybrid("pipedream", after=None, gap=0.02), 6),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_a_method_that_changes_goes_on_in_its_phase(tmp_path, method, stop):
-    """Before, at and after the change, and during a run."""
-    data = batches(8)
-
-    def make(name, seed=0):
-        pipe = pipeline(3, seed, method=method)
-        return CheckpointManager(tmp_path / name, pipe, every_minibatches=2)
-
-    kept = make("kept")
-    expected = lists(kept.run(data))
-    assert kept.pipe.phase == 1
-    stopped = make("stopped")
-    list(stopped.run(data[:stop]))
-    continued = make("stopped", seed=5)
-    assert continued.restore().minibatches == stop
-    assert (continued.pipe.minibatches, continued.pipe.phase) == (stop, stopped.pipe.phase)
-    assert lists(continued.run(data[stop:])) == expected[stop:]
-    same(state_of(continued.pipe), state_of(kept.pipe))
-    # and back in the same pipeline
-    load(tmp_path / "kept" / "minibatch-00000006", continued.pipe)
-    assert continued.pipe.minibatches == 6
-    again = CheckpointManager(tmp_path / "kept", continued.pipe, every_minibatches=2)
-    again.restore()
-    assert again.minibatches == 8
 
 
 def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp_path):

@@ -74,10 +74,11 @@ OWN = {
     "nadam": nadam,
     "soap": lambda p: st.optim.SOAP(p, lr=0.01),
 }
+ALIKE = ("Lion", "SGD", "AdamW")  # to others of these
 OTHERS = {
     "adamw": lambda p: st.optim.AdamW(p, lr=0.01),
     "muon": lambda p: st.optim.Muon(p, lr=0.02),
-    **{f"other's {name}": FOREIGN[name] for name in FOREIGN if name != "Lion"},
+    **{f"other's {name}": FOREIGN[name] for name in FOREIGN if name not in ALIKE},
     **PECULIAR,
     "torch's NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "Wide": Wide,

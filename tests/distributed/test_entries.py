@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import tempfile
 import threading
 from datetime import timedelta
@@ -12,15 +10,12 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-import torch
 import torch.distributed as dist
-from helpers.cli_programs import listening
 from helpers.ranks import Ranks, run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 import spectrain_ext as st
 from spectrain_ext.distributed import failures
-from spectrain_ext.distributed import store as store_module
 from spectrain_ext.distributed.board import FAILED, Board
 from spectrain_ext.distributed.failures import (
     WATCHING,
@@ -33,26 +28,6 @@ from spectrain_ext.distributed.failures import (
 )
 from spectrain_ext.distributed.store import connection, store_at
 from spectrain_ext.distributed.wire import decode_layout
-
-# The store
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_it_listens_on_the_address_alone(address):
-    before = listening()
-    kept = store_at(address, 0, listen=True)
-    found = listening()
-    for other in before:
-        found.remove(other)
-    (where,) = found
-    assert where in ({"127.0.0.1", "::1"} if address == "localhost" else {address})
-    joined = store_at(address, kept.port, listen=False)
-    joined.set("key", "value")
-    assert kept.get("key") == b"value"
-    assert kept.clone().get("key") == b"value"
-    for elsewhere in {"127.0.0.3"} - {address}:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((elsewhere, kept.port), timeout=5.0)
 
 
 def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
@@ -71,106 +46,6 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     made = connection(store, patience=1.0, timeout=80.0)
     assert (made.tried.seconds, made.timeout.seconds) == (40, 1)
     assert store.timeout == timedelta(minutes=30)
-
-
-def test_what_cannot_be_listened_on_is_named():
-    kept = store_at("127.0.0.1", 0, listen=True)
-    with pytest.raises(OSError, match=rf"127\.0\.0\.1, port {kept.port}: Address already in use"):
-        store_at("127.0.0.1", kept.port, listen=True)
-    with pytest.raises(OSError, match=r"192\.0\.2\.1, port 29500: Cannot assign"):
-        store_at("192.0.2.1", 29500, listen=True)
-    with pytest.raises(OSError, match=r"no-such-host\.invalid, port 0: "):
-        store_at("no-such-host.invalid", 0, listen=True)
-
-
-def join_again(rank, ranks, port):
-    """Return this rank, their number and their sum in several starts that share a store."""
-    dist.destroy_process_group()  # the test's group
-    store, found = dist.TCPStore("127.0.0.1", port, is_master=False), []
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
-
-    def all_have(what):
-        store.set(f"{what} {rank}", "")
-        store.wait([f"{what} {each}" for each in range(ranks)])
-
-    for start, count in enumerate(STARTS):
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(count))
-        if rank < count:
-            if rank == 0 and count > 1:  # the others see the earlier content
-                store.wait([f"{start} has begun"])
-            store.set(f"{start} has begun", "")
-            joined = st.join_ranks(timeout=timedelta(seconds=60))
-            total = torch.tensor(float(start))
-            dist.all_reduce(total)
-            found.append((*joined, total.item()))
-            dist.destroy_process_group()
-        all_have(f"{start} has ended")
-        if rank == 2:  # expected by no other rank
-            os.environ.update(WORLD_SIZE="3")
-            with pytest.raises(TimeoutError):
-                st.join_ranks(timeout=timedelta(seconds=0.1))
-        all_have(f"{start} has been disturbed")
-    return found
-
-
-STARTS = (3, 2, 4, 1)
-
-
-@pytest.mark.processes
-def test_ranks_meet_whatever_the_store_has_of_earlier_starts():
-    """The earlier starts had other numbers of ranks, and some ended right after joining."""
-    kept = store_at("127.0.0.1", 0, listen=True)
-    for rank, found in enumerate(run_ranks(join_again, 4, kept.port)):
-        expected = [(rank, n, float(k * n)) for k, n in enumerate(STARTS) if rank < n]
-        assert found == expected
-
-
-def test_who_has_not_come_is_named(monkeypatch):
-    kept = store_at("127.0.0.1", 0, listen=True)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "WORLD_SIZE": "2"}
-    given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    for rank, said in (("0", "rank 1 of 2 has not come"), ("1", "rank 1 has had no answer")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(TimeoutError, match=rf"{said}.* within 0\.3 s"):
-            st.join_ranks(timeout=timedelta(seconds=0.3))
-
-
-def test_what_no_launcher_has_set_is_named(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match="expected WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the"):
-        st.join_ranks()
-
-
-def test_an_address_that_is_not_here_is_named(monkeypatch):
-    given = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match=r"MASTER_ADDR and .* on 192\.0\.2\.1, port 29500: "):
-        st.join_ranks()
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "2"}, None),
-        ({"MASTER_ADDR": "far", "LOCAL_WORLD_SIZE": "4"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
-    ],
-    ids=["far", "one-machine", "local", "chosen"],
-)
-def test_one_machine_stays_on_loopback(environment, expected):
-    given = dict(environment)
-    store_module._stay_on_loopback(given, 4)
-    assert given.get("GLOO_SOCKET_IFNAME") == expected
-
-
-# The board
 
 
 def test_a_board_of_one_rank(tmp_path, monkeypatch):

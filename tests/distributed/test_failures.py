@@ -114,39 +114,35 @@ def cut_off(rank, ranks):
 
     The call then fails, or returns data that has not arrived.
     """
-    store, found = _get_default_store(), []
-    for n in range(2):
-        aborted = threading.Event()
-        case = Case("vanilla", (ranks, 1))
+    return [wait_for_abort(rank, fails) for fails in (True, False)]
 
-        class Work:
-            def wait(self, n=n, aborted=aborted):
-                store.set(f"{n} waits", "")
-                aborted.wait()
-                if n == 0:
-                    raise RuntimeError("the communicator was aborted")
 
-        turns = count()
+def wait_for_abort(rank, fails):
+    """Return whether there was an abort, the error and its cause."""
+    store, aborted, turns = _get_default_store(), threading.Event(), count()
 
-        def check(*_, n=n, turns=turns):
-            if rank:
-                raise ValueError("not a number")
-            if next(turns):
-                store.wait([f"{n} waits"], timedelta(seconds=30))
-                raise ArithmeticError("planned")
+    class Work:
+        def wait(self):
+            store.set(f"waits {fails}", "")
+            aborted.wait()
+            if fails:
+                raise RuntimeError("the communicator was aborted")
 
-        def abort(_, aborted=aborted):
-            aborted.set()
+    def check(*_):
+        if rank:
+            raise ValueError("not a number")
+        if next(turns):
+            store.wait([f"waits {fails}"], timedelta(seconds=30))
+            raise ArithmeticError("planned")
 
-        with travelling("apart"), patch.object(dist.ProcessGroup, "abort", abort):
-            pipe = case.pipeline(rank, timeout=20.0)
-            (stage,) = pipe.children()
-            stage.register_forward_pre_hook(check)
-            receive = (lambda *_, **__: Work()) if rank else dist.irecv
-            with patch.object(dist, "irecv", receive), pytest.raises(RuntimeError) as caught:
-                list(pipe.run(case.batches([8] * 4)))
-        found.append((aborted.is_set(), str(caught.value), str(caught.value.__cause__)))
-    return found
+    with travelling("apart"), patch.object(dist.ProcessGroup, "abort", lambda _: aborted.set()):
+        case = Case("vanilla", (2, 1))
+        pipe = case.pipeline(rank, timeout=20.0)
+        next(pipe.children()).register_forward_pre_hook(check)
+        receive = (lambda *_, **__: Work()) if rank else dist.irecv
+        with patch.object(dist, "irecv", receive), pytest.raises(RuntimeError) as caught:
+            list(pipe.run(case.batches([8] * 4)))
+    return aborted.is_set(), str(caught.value), str(caught.value.__cause__)
 
 
 def test_an_abort_ends_a_wait_for_the_device():
@@ -286,7 +282,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         assert f"report of all ranks: {path}" in ends[rank].error
         mine = section(report, rank)
         assert "of minibatch" in mine.partition("Python stacks")[0]
-        assert "thread MainThread\n" in mine
+        assert "Python stacks\nthread MainThread\n" in mine
     first = "[012]" if fault == "interrupt" else culprit
     assert re.search(rf"^First cause: rank {first}, .*", report, re.MULTILINE)
     answers = f"= rank {culprit}: " in report
@@ -301,6 +297,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
     if fault == "hang":  # until nothing changes any more
         others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
         assert pending(report) == {others: 1, "edge 2 -> 1": 1}
+        assert re.search(r"^  2  .*; waits for edge 1 -> 2, for", report, re.MULTILINE)
 
 
 def test_without_the_store_every_rank_writes_its_own():

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.replica_programs import averaging, data, mse, sgd, stages
 from torch import nn
@@ -130,6 +131,7 @@ ROWS = {
         (lambda r: hidden(r, whole := stages(2), whole[r : r + 1]), ""),
         (alike(frozen, (0, 1)), "stages: none has a trainable parameter"),
         (alike(frozen, (1,)), ""),
+        (alike(make, timeout=0.0), "timeout: expected a positive number of seconds, got 0.0"),
         # Several stages on a rank
         (
             alike(in_chunks, replicas=2),
@@ -200,6 +202,10 @@ ROWS = {
         (
             lambda r: replicas(r, [2, 2], optimizer=partial(st.optim.SGD, lr=(2 - (r > 0)) / 10)),
             REPLICAS.format(0) + "the optimizer's 'lr' of parameter group 0 is 0.2 on rank 0 and",
+        ),
+        (
+            lambda r: make(r, group=dist.new_group([0, 1])),
+            "group: expected all 4 ranks of the default group, got 2",
         ),
         (
             lambda r: tied_to(r // 2, "weight", replicas=[2, 2], microbatches=2),

@@ -17,6 +17,12 @@ pytestmark = pytest.mark.processes
 nightly = pytest.mark.nightly
 SEEDS = [0, *(pytest.param(seed, marks=nightly) for seed in range(1, 6))]
 covering = cache(rank_cases.covering)
+#: Once wrong: two copies of a weight on one rank mixed their versions; a phase that sends checks
+#: with its gradients could not follow one that does not.
+PINNED = [
+    Case("zb-h1-async", (2, 2), ties="three"),
+    Case("1f1b+vanilla@8", (2, 1), clip="skips"),
+]
 
 
 def test_every_method_and_every_pair_of_settings_is_drawn():
@@ -28,7 +34,7 @@ def test_every_method_and_every_pair_of_settings_is_drawn():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_train_as_one_process(ranks, seed):
-    check([case for case in covering(seed) if case.ranks == ranks])
+    check([case for case in [*PINNED, *covering(seed)] if case.ranks == ranks])
 
 
 @nightly

@@ -128,6 +128,26 @@ class Axes:
         return [(name, x) for x in dict.fromkeys(found)]
 
 
+def covering(
+    values: Mapping[str, Sequence[Any]], makes_sense: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
+    """Return rows that contain every pair of values which some row with it makes sense of."""
+    every = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+    possible = {
+        pair
+        for row in filter(makes_sense, every)
+        for pair in itertools.combinations(row.items(), 2)
+    }
+    excluded = [
+        ((a, [x]), (b, [y]))
+        for a, b in itertools.combinations(values, 2)
+        for x, y in itertools.product(values[a], values[b])
+        if ((a, x), (b, y)) not in possible
+    ]
+    pairs = itertools.combinations(values, 2)
+    return Axes(values, {}, pairs, excluded, makes_sense).covering()
+
+
 def walks(
     events: Sequence[str], allowed: Sequence[Callable[[str], bool]], length: int
 ) -> list[list[str]]:

@@ -24,6 +24,41 @@ def layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
+class Calls(nn.Module):
+    """Calls a function of itself, with these parts, and its input."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+class Two(nn.Module):
+    """A module between two linear layers."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4) if middle is None else middle
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.middle(self.first(x)))
+
+
+def split(
+    model: nn.Module, example: Any = None, points: Sequence[str] = ("last",)
+) -> list[nn.Module]:
+    """Return the stages of a traced model, cut before these submodules."""
+    example = torch.randn(3, 4) if example is None else example
+    more = {"split_points": [*points], "profile": "parameters"}
+    return st.partition(model, len(points) + 1, example, **more).stages
+
+
 def taking(*seconds: float, **more: Any) -> Profile:
     """Return a profile of blocks that take so long."""
     return Profile(tuple(BlockProfile(s) for s in seconds), **more)

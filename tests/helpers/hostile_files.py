@@ -8,7 +8,6 @@ from __future__ import annotations
 import bz2
 import copy
 import gzip
-import io
 import json
 import lzma
 import os
@@ -24,9 +23,10 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
+import pytest
 import torch
 from helpers.checkpoint_cases import (
     batches,
@@ -38,6 +38,7 @@ from helpers.checkpoint_cases import (
     train,
     write_body,
 )
+from helpers.study_data import FOLDER, archive, jpeg, write_batches
 
 from spectrain_ext.checkpoint import CheckpointError, ShuffledSampler, load, save
 from spectrain_ext.schedule import ScheduleError
@@ -164,45 +165,32 @@ def changed_json(rng: random.Random, document: object) -> object:
 # Kinds of files: the valid file, and one case
 
 
-def batch_of(seed: int, samples: int = 3) -> dict[bytes, object]:
-    images = np.random.default_rng(seed).integers(0, 256, (samples, 3072), dtype=np.uint8)
-    return {b"data": images, b"labels": [seed] * samples, b"batch_label": b"training batch"}
-
-
 class Cifar:
-    """Batches in a folder, one of them changed, and the archive of all."""
+    """Batches in a folder, one of them changed."""
 
-    names = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
-        self.folder = base / "cifar-10-batches-py"
-        self.folder.mkdir()
-        self.batches = [
-            pickle.dumps(batch_of(k), protocol=(2, 3, 4)[k % 3]) for k in range(len(self.names))
-        ]
-        for name, batch in zip(self.names, self.batches, strict=True):
-            (self.folder / name).write_bytes(batch)
+        write_batches(base, samples=3)
+        self.folder = base / FOLDER
+        self.batches = {path: path.read_bytes() for path in sorted(self.folder.iterdir())}
 
     def case(self, rng: random.Random) -> None:
-        k = rng.randrange(6)
-        path = self.folder / self.names[k]
-        path.write_bytes(changed_pickle(rng, self.batches[k]))
+        path = rng.choice([*self.batches])
+        path.write_bytes(changed_pickle(rng, self.batches[path]))
         try:
             load_cifar10(self.folder)
         finally:
-            path.write_bytes(self.batches[k])
+            path.write_bytes(self.batches[path])
 
 
 def changed_pickle(rng: random.Random, content: bytes) -> bytes:
     """Change the instructions instead of the pixels, or return a random program."""
     if rng.random() < 0.6:
-        at = content.find(batch_of(0)[b"data"].tobytes()[:8])
         head = rng.choice((120, 300, len(content)))
-        ends = (changed_bytes(rng, content[:head]), content[head:])
-        if rng.random() < 0.5 and at < 0:
-            ends = (content[:-head], changed_bytes(rng, content[-head:]))
-        return b"".join(ends)
+        if rng.random() < 0.5:
+            return content[:-head] + changed_bytes(rng, content[-head:])
+        return changed_bytes(rng, content[:head]) + content[head:]
     operations = [bytes([code]) for code in b"]}()tau.sRbNQ02e\x85\x86\x87\x88\x89\x94\x93\x81"]
     operations += [b"K\x05", b"q\x00", b"h\x00", b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\xff"]
     operations += [b"cnumpy\ndtype\n", b"cnumpy\nndarray\n", b"c_codecs\nencode\n", b"U\x02u1"]
@@ -215,45 +203,36 @@ def changed_pickle(rng: random.Random, content: bytes) -> bytes:
 
 
 class Archives:
+    """Compressed archives of such batches, or of images with long names."""
+
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
         self.base = base / "archives"
-        self.base.mkdir()
-        pickles = {
-            f"cifar-10-batches-py/{name}": pickle.dumps(batch_of(k, 1), protocol=2)
-            for k, name in enumerate(Cifar.names)
-        }
-        images = {}
-        try:
-            from PIL import Image
-        except ModuleNotFoundError:
-            pass
-        else:
-            for part in ("train", "test"):
-                for k in range(10):
-                    buffer = io.BytesIO()
-                    Image.new("RGB", (32, 32), (25 * k, 0, 0)).save(buffer, "JPEG")
-                    images[f"{part}/class{k}/{'long' * 30}.jpg"] = buffer.getvalue()
-        self.kinds = [("cifar-10-python.tar.gz", pickles), ("cifar.tar", images or pickles)]
+        batches = write_batches(self.base, samples=1)
+        pickles = [(f"{FOLDER}/{name}", pickle.dumps(batch)) for name, batch in batches.items()]
+        images = pickles
+        with suppress(pytest.skip.Exception):  # without Pillow
+            images = [
+                (f"{part}/class{k}/{'long' * 30}.jpg", jpeg(color=(25 * k, 0, 0)))
+                for part in ("train", "test")
+                for k in range(10)
+            ]
+        self.kinds = [("cifar-10-python.tar.gz", pickles), ("cifar.tar", images)]
 
     def case(self, rng: random.Random) -> None:
         name, members = rng.choice(self.kinds)
-        path = self.base / name
-        buffer = io.BytesIO()
-        how = rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))
-        victim = rng.choice(sorted(members))
+        path, members = self.base / name, [*members]
+        victim = rng.randrange(len(members))
+        member, content = members[victim]
         inside = rng.random() < 0.3
-        with tarfile.open(fileobj=buffer, mode="w", format=how) as archive:
-            for member, content in members.items():
-                told = tarfile.TarInfo(member)
-                if inside and member == victim:
-                    content = changed_bytes(rng, content)
-                told.size = len(content)
-                if not inside and member == victim and rng.random() < 0.5:
-                    told.type = rng.choice((b"1", b"2", b"3", b"5", b"S", b"L", b"x", b"g", b"Z"))
-                archive.addfile(told, io.BytesIO(content))
-        content = buffer.getvalue()
+        if inside:
+            members[victim] = (member, changed_bytes(rng, content))
+        elif rng.random() < 0.5:
+            kind = rng.choice((b"1", b"2", b"3", b"5", b"S", b"L", b"x", b"g", b"Z"))
+            members[victim] = (member, kind)
+        how = rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))
+        content = archive(path, members, format=how).read_bytes()
         if not inside and rng.random() < 0.6:
             content = changed_header(rng, content)
         content = rng.choice((bytes, gzip.compress, bz2.compress, lzma.compress))(content)

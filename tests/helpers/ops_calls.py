@@ -1,4 +1,4 @@
-"""Makes every call of the operators and predicts its effects: inner, because a rate of the CPU is.
+"""Makes every call of the operators and predicts its effects: inner, because `Rate` is.
 
 A call on a `World` of tensors must have the bits of ops_reference.py and change nothing else.
 """

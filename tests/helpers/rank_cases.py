@@ -332,8 +332,6 @@ SETTINGS = Axes(
         (("optimizer", ["Adam"]), ("method", _OF_SGD)),
         # The tuple's values are checked to the bit, and codecs change them.
         (("form", ["tuple"]), ("codec", {*CODECS} - {"none"})),
-        # Two copies of a weight on one rank are one object there, with mixed versions.
-        (("ties", ["three"]), ("layout", [(2, 2), (2, 3)])),
     ],
 )
 

@@ -1,4 +1,4 @@
-"""Tests learning rates that kernels read from memory: inner, because a rate of the CPU is."""
+"""Tests learning rates that kernels read from memory: inner, because `Rate` is, for the CPU."""
 
 from __future__ import annotations
 

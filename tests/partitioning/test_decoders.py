@@ -294,31 +294,31 @@ def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
     assert len(asked) == len(set(asked))
 
 
+def labelled(kind: str, mask: str) -> dict[str, Tensor]:
+    found = batch(4, 7, mask)
+    classes = torch.arange(4) % 3
+    labels = {"token": found["labels"].clamp(max=2), "class": classes, "number": classes.float()}
+    return {**found, "labels": labels[kind]}
+
+
 @pytest.mark.parametrize(
-    ("head", "more"),
+    ("head", "kind", "count"),
     [
-        ("ForSequenceClassification", {"num_labels": 3}),
-        ("ForSequenceClassification", {"num_labels": 1}),
-        ("ForTokenClassification", {"num_labels": 3}),
+        ("ForSequenceClassification", "class", 3),
+        ("ForSequenceClassification", "number", 1),
+        ("ForTokenClassification", "token", 3),
     ],
 )
-def test_classification_heads(head, more):
+def test_classification_heads(head: str, kind: str, count: int) -> None:
     """The class of a sequence is that of its last token, which is found from the ids."""
-    model = made("Llama", head, pad_token_id=0, **more).eval()
+    model = made("Llama", head, pad_token_id=0, num_labels=count).eval()
     parts = st.partition(model, 3, profile=EVEN)
     assert model.config.problem_type is None
-    for mask in ("right", "left"):
-        given = batch(4, 7, mask)
-        if head == "ForTokenClassification":
-            given["labels"] = given["labels"].clamp(max=2)
-        else:
-            given["labels"] = torch.arange(4) % 3
-            if more["num_labels"] == 1:
-                given["labels"] = given["labels"].float()
+    for given in (labelled(kind, "right"), labelled(kind, "left")):
         found, expected = run(parts, given), model(**given)
         torch.testing.assert_close(found.logits, expected.logits)
-        torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
-        torch.testing.assert_close(loss_of(parts, found, given["labels"]), expected.loss)
+        for labels in (given, given["labels"]):
+            torch.testing.assert_close(loss_of(parts, found, labels), expected.loss)
 
 
 def test_module_buffers_beside_the_blocks_are_saved_once():
@@ -393,52 +393,49 @@ def test_models_of_images(make: Callable[[], nn.Module]) -> None:
         pipe({"pixels": x})
 
 
-@pytest.mark.nightly
-def test_an_encoder_with_a_decoder_is_traced():
-    """With split_points of several columns; its decoder reads the encoder's output."""
-    torch.manual_seed(0)
-    model = t5().eval()
-    alone = copy.deepcopy(model)
-
-    def texts(count, length):
-        ids = torch.randint(1, 61, (count, length))
-        mask = torch.ones_like(ids).tril(length - 2)
-        return {
-            "idx": ids,
-            "input_ids": ids,
-            "decoder_input_ids": ids[:, 2:],
-            "attention_mask": mask,
-        }
-
-    points = ["decoder.block.0"]
-    parts = st.partition(model, 2, texts(3, 7), split_points=points, profile="parameters")
-    for given in (texts(3, 7), texts(2, 9), texts(1, 6)):
-        expected = alone(**{name: given[name] for name in given if name != "idx"})
-        torch.testing.assert_close(run(parts, given).logits, expected.logits)
+def texts(count: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 61, (count, length))
+    mask = torch.ones_like(ids).tril(length - 2)
+    added = {"idx": ids, "decoder_input_ids": ids[:, 2:]}
+    return {"input_ids": ids, "attention_mask": mask, **added}
 
 
-@pytest.mark.nightly
-def test_a_model_of_images_and_text_is_traced():
-    torch.manual_seed(0)
+def llava() -> Any:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 16}
     vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
-    config = tf.LlavaConfig(
-        vision_config=vision,
-        text_config={"model_type": "llama", "vocab_size": 61, **sizes},
-        image_token_id=60,
-        vision_feature_layer=-1,
-    )
-    model = tf.LlavaForConditionalGeneration(config)
-    alone = copy.deepcopy(model)
+    text = {"model_type": "llama", "vocab_size": 61, **sizes}
+    more = {"image_token_id": 60, "vision_feature_layer": -1}
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, **more)
+    return tf.LlavaForConditionalGeneration(config).eval()
+
+
+def illustrated() -> dict[str, Tensor]:
     ids = torch.randint(1, 60, (2, 9))
     ids[:, 2:6] = 60  # the patches of the image
-    data = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids}
-    points = ["model.language_model.layers.1"]
-    parts = st.partition(model, 2, data, split_points=points, profile="parameters")
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, "sync", microbatches=1)
-    (result,) = pipe.run([data])
-    torch.testing.assert_close(result.loss, alone(**data).loss.detach())
+    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("make", "batches", "point"),
+    [  # the decoder reads the encoder's output
+        (lambda: t5().eval(), lambda: [texts(3, 7), texts(2, 9), texts(1, 6)], "decoder.block.0"),
+        (llava, lambda: [illustrated()], "model.language_model.layers.1"),
+    ],
+    ids=["encoder and decoder", "images and text"],
+)
+def test_other_models_are_traced(make: Any, batches: Any, point: str) -> None:
+    torch.manual_seed(0)
+    model, data = make(), batches()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 2, data[0], split_points=[point], profile="parameters")
+    for given in data:
+        expected = alone(**{name: given[name] for name in given if name != "idx"})
+        found = run(parts, given)
+        torch.testing.assert_close(found.logits, expected.logits)
+        if "labels" in given:
+            torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
 
 
 # Columns added by collators
@@ -635,20 +632,27 @@ def test_a_loss_to_which_the_model_adds_something(always):
         _ = parts.loss_fn
 
 
-def test_bad_batches():
-    parts = st.partition(made("Llama"), 2, profile=EVEN)
-    ids = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"batch: expected 'input_ids', and maybe 'attention_m"):
-        parts.stages[0]({"attention_mask": ids})
-    with pytest.raises(TypeError, match=r"batch: the model's forward takes 'inputs_embeds', and"):
-        parts.stages[0]({"input_ids": ids, "inputs_embeds": ids})
-    with pytest.raises(TypeError, match=r"batch: expected a mapping .*'input_ids' alone, got a li"):
-        parts.stages[0]([ids])
-    output = run(parts, ids)
-    with pytest.raises(TypeError, match="the loss needs 'labels', got 'input_ids'"):
-        parts.loss_fn(output, {"input_ids": ids})
-    with pytest.raises(ValueError, match=r"n_stages: expected 1 to 6 \(the blocks\), got 7"):
-        st.partition(made("Llama"), 7, profile=EVEN)
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            lambda p: p.stages[0]({"attention_mask": IDS}),
+            r"batch: expected 'input_ids', and maybe 'attention_m",
+        ),
+        (
+            lambda p: p.stages[0]({"input_ids": IDS, "inputs_embeds": IDS}),
+            r"batch: the model's forward takes 'inputs_embeds', and",
+        ),
+        (lambda p: p.stages[0]([IDS]), r"expected a mapping .*'input_ids' alone, got a li"),
+        (
+            lambda p: p.loss_fn(run(p, IDS), {"input_ids": IDS}),
+            "the loss needs 'labels', got 'input_ids'",
+        ),
+    ],
+)
+def test_bad_batches(call: Callable[[Any], object], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        call(st.partition(made("Llama"), 2, profile=EVEN))
 
 
 @pytest.mark.processes

@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import value_programs
+from helpers.cut_models import Calls
 from torch import Tensor, nn
 
 import spectrain_ext as st
 from spectrain_ext.partitioning import measure
-
-
-class Calls(nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 class Averages(nn.Module):
@@ -70,11 +60,11 @@ def test_measuring_changes_nothing() -> None:
         ([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)], torch.randn(3, 4), [96, 96, 24]),
         ([nn.Embedding(5, 3), nn.Identity()], torch.tensor([1, 2]), [24, 24]),
         (
-            [Calls(lambda pair: (pair[0] * 2.0, pair[1]))],
+            [Calls(lambda _, pair: (pair[0] * 2.0, pair[1]))],
             (torch.randn(2), torch.tensor([1, 2])),
             [8 + 16],
         ),
-        ([nn.ReLU(), Calls(lambda x: [x, {1}])], torch.zeros(3), [12, 12]),
+        ([nn.ReLU(), Calls(lambda _, x: [x, {1}])], torch.zeros(3), [12, 12]),
     ],
     ids=["layers", "integers", "pair", "anything at the end"],
 )
@@ -114,12 +104,12 @@ def test_a_slower_block_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_complex_numbers_are_measured_with_their_gradients() -> None:
-    def inverse(x: Tensor) -> Tensor:
+    def inverse(_: nn.Module, x: Tensor) -> Tensor:
         x.register_hook(seen.append)
         return torch.fft.irfft(x)
 
     seen: list[Tensor] = []
-    blocks = [nn.Linear(4, 4), Calls(torch.fft.rfft), Calls(inverse)]
+    blocks = [nn.Linear(4, 4), Calls(lambda _, x: torch.fft.rfft(x)), Calls(inverse)]
     measure(blocks, torch.randn(3, 4), repeats=1)
     assert [gradient.dtype for gradient in seen] == [torch.complex64] * 2
 
@@ -152,7 +142,7 @@ def test_a_cut_by_numbers_of_parameters() -> None:
         ([nn.ReLU()], torch.zeros(1), 0, ValueError, "repeats: expected at least 1, got 0"),
         ([nn.ReLU()], torch.zeros(1), -1, ValueError, "repeats: expected at least 1, got -1"),
         (
-            [nn.ReLU(), Calls(lambda x: [x, {1}]), nn.ReLU()],
+            [nn.ReLU(), Calls(lambda _, x: [x, {1}]), nn.ReLU()],
             torch.zeros(1),
             1,
             TypeError,

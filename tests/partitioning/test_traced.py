@@ -10,46 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import rank_pipelines
-from helpers.cut_models import LOSS, alike, sgd, taking, trains_alike
+from helpers.cut_models import LOSS, Calls, Two, alike, sgd, split, taking, trains_alike
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 import spectrain_ext as st
 from studies.models.vision import resnet
-
-
-def split(model: nn.Module, example: Any, points: Any = ("last",)) -> list[nn.Module]:
-    """Cut a model before these submodules."""
-    n = len(points) + 1
-    parts = st.partition(model, n, example, split_points=[*points], profile="parameters")
-    return parts.stages
-
-
-class Two(nn.Module):
-    """A module between two linear layers, with a cut directly after it."""
-
-    def __init__(self, middle: nn.Module, width: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.middle = middle
-        self.last = nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.middle(self.first(x)))
-
-
-class Calls(nn.Module):
-    """Calls a function of its input and itself."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def noise(self: nn.Module, x: Tensor) -> Tensor:
@@ -87,16 +54,13 @@ class Skips(nn.Module):
         return self.head(self.norm(h) + first * mask)
 
 
-class Twice(nn.Module):
-    """One module in two places: its parameter has one name."""
+def twice() -> nn.Module:
+    """Return a model with one module in two places: its parameter has one name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.middle = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def call(self: Any, x: Tensor) -> Tensor:
         return self.first(self.middle(self.first(x)))
+
+    return Calls(call, first=nn.Linear(4, 4), middle=nn.Linear(4, 4))
 
 
 class Heads(Two):
@@ -122,44 +86,35 @@ class Sizes(nn.Module):
         return self.last(total).expand(n, 4) + mask
 
 
-class Convolves(nn.Module):
-    """Attends over the pixels after a batch norm, and returns to the image's size."""
+def convolving() -> nn.Module:
+    """Return a model that attends over the pixels, and returns to the image's size."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def call(self: Any, x: Tensor) -> Tensor:
         h = torch.relu(self.norm(self.stem(x)))
         h = h.view(x.size(0), 4, -1).transpose(1, 2)
         h = self.attention(h, h, h, need_weights=False)[0]
         h = self.last(h).transpose(1, 2).reshape(-1, 2, *x.shape[2:])
         return h.mean((2, 3))
 
+    stem, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+    part = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Calls(call, stem=stem, norm=norm, attention=part, last=nn.Linear(4, 2))
 
-class Folds(nn.Module):
-    """Returns the tokens of all samples as rows, without the number of samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.last = nn.Linear(4, 2)
+def folding() -> nn.Module:
+    """Return a model that passes on the tokens of all samples as rows, without their number."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def call(self: Any, x: Tensor) -> Tensor:
         h = self.first(x)
         rows = self.attention(h, h, h, need_weights=False)[0].reshape(-1, 4)
         return self.last(rows).view(x.size(0), -1, 2).softmax(0).mean(1)
 
+    part = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Calls(call, first=nn.Linear(4, 4), attention=part, last=nn.Linear(4, 2))
 
-class Passes(nn.Module):
+
+class Passes(Two):
     """Treats a single sample in another way, and its last stage sees the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(self.middle(self.first(x).sum(0)))
@@ -230,14 +185,14 @@ SPLIT = {
     "attention": Kind(lambda: Two(attention()), WORDS),
     "recurrent": Kind(lambda: Two(recurrent()), WORDS),
     "skip connections": Kind(Skips, SEVERAL, ("layers.1", "norm")),
-    "one module twice": Kind(Twice, points=("middle",)),
+    "one module twice": Kind(twice, points=("middle",)),
     "other results in evaluation": Kind(lambda: Heads(nn.ReLU())),
     "sizes": Kind(Sizes, ((3, 5, 4), (2, 7, 4), (6, 3, 4)), ("middle", "last")),
     "single samples of any length": Kind(
-        Convolves, ((3, 3, 6, 4), (1, 3, 6, 4), (2, 3, 5, 5), (1, 3, 5, 5))
+        convolving, ((3, 3, 6, 4), (1, 3, 6, 4), (2, 3, 5, 5), (1, 3, 5, 5))
     ),
-    "rows": Kind(Folds, ((3, 5, 4), (1, 5, 4), (2, 3, 4), (1, 3, 4))),
-    "rows of one": Kind(Folds, ((1, 5, 4), (2, 5, 4), (1, 3, 4))),
+    "rows": Kind(folding, ((3, 5, 4), (1, 5, 4), (2, 3, 4), (1, 3, 4))),
+    "rows of one": Kind(folding, ((1, 5, 4), (2, 5, 4), (1, 3, 4))),
     "single samples apart": Kind(Passes, ((3, 4), (1, 4), (2, 4)), ("middle",)),
     "unused parameters": Kind(Unused),
 }
@@ -256,18 +211,12 @@ def test_stages_are_the_model_in_both_modes(name: str) -> None:
 
 @pytest.mark.parametrize("points", [["head"], ["middle", "head"]])
 def test_tied_weights(points: list[str]) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(4, 4, bias=False)
-            self.middle = nn.Linear(4, 4)
-            self.head = nn.Linear(4, 4, bias=False)
-            self.head.weight = self.embed.weight
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(x)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.middle(self.embed(x)))
-
-    model = Tied()
+    embed, head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    head.weight = embed.weight
+    model = Calls(call, embed=embed, middle=nn.Linear(4, 4), head=head)
     alone, stages = copy.deepcopy(model), split(model, torch.zeros(2, 4), points)
     first, last = stages[0], stages[-1]
     assert last.tied_parameters == {"0.part.head.weight": (0, "0.part.embed.weight")}
@@ -284,20 +233,13 @@ def test_tied_weights(points: list[str]) -> None:
 def test_a_resnet_trains_and_evaluates(blocks: int) -> None:
     """Training updates running statistics once per minibatch; evaluation never does."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            body = resnet(10, width=4, seed=1)[:blocks]
-            self.body = nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)
+    body = nn.Sequential(*resnet(10, width=4, seed=1)[:blocks], nn.AdaptiveAvgPool2d(2))
 
     def images(count: int) -> tuple[Tensor, Tensor]:
         return torch.randn(count, 3, 8, 8), torch.randint(10, (count,))
 
     torch.manual_seed(0)
-    model = Net()
+    model = Calls(lambda self, x: self.body(x).flatten(1), body=body)
     alone = copy.deepcopy(model)
     pipe = trains_alike(
         alone,
@@ -320,7 +262,7 @@ def test_a_resnet_trains_and_evaluates(blocks: int) -> None:
 
 def test_an_epoch_whose_last_microbatch_has_one_sample() -> None:
     torch.manual_seed(0)
-    model = Convolves()
+    model = convolving()
     alone = copy.deepcopy(model)
     data = [(torch.randn(n, 3, 6, 4), torch.randint(2, (n,))) for n in (4, 3)]
 
@@ -368,7 +310,7 @@ def test_recomputation_moves_running_statistics_once(method: str) -> None:
 
 def test_copies_and_conversions_keep_both_modes() -> None:
     model = Two(nn.BatchNorm1d(4)).double().float()
-    stages = nn.Sequential(*split(model, torch.randn(3, 4)))
+    stages = nn.Sequential(*split(model))
     x = torch.randn(3, 4)
     copied = copy.deepcopy(stages)
     stages(x)
@@ -397,14 +339,14 @@ def constants(self: Any, x: Tensor) -> Tensor:
 def test_stages_move_to_another_device_but_not_from_a_dtype_that_the_code_names() -> None:
     middle = Calls(constants, linear=nn.Linear(4, 4))
     middle.table = torch.ones(4)
-    stages = nn.Sequential(*split(Two(middle), torch.randn(3, 4)))
+    stages = nn.Sequential(*split(Two(middle)))
     assert all("_constants" not in key for key in stages.state_dict())
     moved = copy.deepcopy(stages).to("meta")
     assert moved(torch.empty(2, 4, device="meta")).device.type == "meta"
     assert stages(torch.randn(2, 4)).device.type == "cpu"
     with pytest.raises(TypeError, match=r"expected torch\.float32 .* convert the model before"):
         stages[0].double()(torch.randn(3, 4, dtype=torch.double))
-    plain = nn.Sequential(*split(Two(nn.ReLU()), torch.randn(3, 4))).bfloat16()
+    plain = nn.Sequential(*split(Two(nn.ReLU()))).bfloat16()
     assert plain(torch.randn(3, 4).bfloat16()).dtype is torch.bfloat16
 
 
@@ -413,11 +355,11 @@ def test_autocast_follows_the_device() -> None:
         with torch.autocast(x.device.type, torch.bfloat16):
             return x @ x.T
 
-    class Model(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.middle(self.first(x)) + self.last(x).sum()
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.middle(self.first(x)) + self.last(x).sum()
 
-    first, _ = split(Model(Calls(casts)), torch.randn(3, 4))
+    parts = {"first": nn.Linear(4, 4), "middle": Calls(casts), "last": nn.Linear(4, 2)}
+    first, _ = split(Calls(call, **parts))
     assert torch.bfloat16 in {tensor.dtype for tensor in first(torch.randn(5, 4))}
     with pytest.raises(RuntimeError, match="unsupported autocast device_type 'meta'"):
         first.to("meta")(torch.empty(5, 4, device="meta"))  # as the model itself
@@ -485,19 +427,15 @@ def test_places_to_cut_are_found() -> None:
 def test_one_tensor_is_passed_where_that_costs_little(
     seconds: tuple[float, ...], ends: tuple[int, ...]
 ) -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+    def call(self: Any, x: Tensor) -> Tensor:
+        a, b, c, d, e, f = self.layers
+        x = a(x)
+        x = b(x) * c(x)
+        x = d(x)
+        return e(x) * f(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            a, b, c, d, e, f = self.layers
-            x = a(x)
-            x = b(x) * c(x)
-            x = d(x)
-            return e(x) * f(x)
-
-    parts = st.partition(Branches(), 2, torch.randn(3, 4), profile=taking(*seconds))
+    model = Calls(call, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(6)))
+    parts = st.partition(model, 2, torch.randn(3, 4), profile=taking(*seconds))
     assert parts.cut.ends == ends
 
 
@@ -510,30 +448,18 @@ def test_more_split_points_than_needed_are_candidates() -> None:
 
 
 def test_coarser_places_where_finer_ones_do_not_do() -> None:
-    class Counts(nn.Module):
-        """Passes a number from one inner module to the next."""
+    def count(self: Any, x: Tensor) -> Tensor:
+        """Pass a number from one inner module to the next."""
+        y = self.one(x)
+        number = y.sum().item()
+        return self.two(y) * number
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.one(x)
-            number = y.sum().item()
-            return self.two(y) * number
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = Counts(), Counts()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x))
-
-    parts = st.partition(Model(), 2, torch.randn(3, 4))
+    first, last = (Calls(count, one=nn.Linear(4, 4), two=nn.Linear(4, 4)) for _ in range(2))
+    model = Calls(lambda self, x: self.last(self.first(x)), first=first, last=last)
+    parts = st.partition(model, 2, torch.randn(3, 4))
     assert len(parts.profile.blocks) == 2
     with pytest.raises(ValueError, match=r"takes .*, a .*; stages can pass on nothing but tensors"):
-        st.partition(Model(), 3, torch.randn(3, 4))
+        st.partition(model, 3, torch.randn(3, 4))
 
 
 # Batches that are mappings

@@ -11,41 +11,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from helpers.cut_models import LOSS, run, sgd
+from helpers.cut_models import LOSS, Calls, Two, run, sgd, split
 from torch import Tensor, nn
 
 import spectrain_ext as st
-
-
-def split(model: nn.Module, example: Any = None, point: str = "last") -> list[nn.Module]:
-    """Cut a model in two before a submodule."""
-    example = torch.randn(3, 4) if example is None else example
-    return st.partition(model, 2, example, split_points=[point], profile="parameters").stages
-
-
-class Two(nn.Module):
-    """A module between two linear layers, with a cut directly after it."""
-
-    def __init__(self, middle: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.middle = nn.Linear(4, 4) if middle is None else middle
-        self.last = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.middle(self.first(x)))
-
-
-class Calls(nn.Module):
-    """Calls a function of itself and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
-
 
 # Modes
 
@@ -108,7 +77,7 @@ class Skipped(Two):
 def test_modes_that_need_other_cuts(kind: type[Two], point: str, why: str) -> None:
     model, x = kind(), torch.randn(3, 4)
     expected = model(x)
-    stages = nn.Sequential(*split(model, point=point))
+    stages = nn.Sequential(*split(model, points=[point]))
     for _ in range(2):
         assert torch.equal(stages(x), expected)
         with pytest.raises(RuntimeError, match=f"eval: {why}"):
@@ -176,7 +145,7 @@ def test_a_single_sample_that_is_another_case(
     make: Callable[[], Two], point: str, why: str
 ) -> None:
     model, x = make(), torch.randn(3, 4)
-    alone, stages = copy.deepcopy(model), split(model, point=point)
+    alone, stages = copy.deepcopy(model), split(model, points=[point])
     torch.testing.assert_close(run(stages, x), alone(x))
     with pytest.raises(ValueError, match=why):
         run(stages, x[:1])

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.random_modules import Function
 from helpers.value_programs import (
     NESTED_DIM,
     cut_by_hand,
@@ -20,15 +21,6 @@ from helpers.value_programs import (
 from torch import nn
 
 import spectrain_ext as st
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
 
 
 def flushing(first, loss_fn, microbatches=2, **more):

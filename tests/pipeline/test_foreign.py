@@ -65,20 +65,6 @@ def test_the_optimizers_are_the_users_own():
     assert [g["lr"] for g in made[0].parts[1].param_groups] == [0.01 / 4]
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "lwp-w"])
-def test_state_dicts_of_one_run_go_on_in_another_pipeline(kind):
-    for name, make in FOREIGN.items():
-        stages, data = tanh_stages(3), batches(8)
-        kept = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
-        losses(kept, data[:4])
-        other = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
-        losses(other, data[4:6])  # it has its own state
-        other.load_state_dict(kept.state_dict())
-        for mine, theirs in zip(other.optimizers, kept.optimizers, strict=True):
-            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        assert losses(other, data[4:]) == losses(kept, data[4:]), name
-
-
 def test_after_release_the_optimizer_goes_on_alone():
     stages, data = tanh_stages(2), batches(6)
     pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN["AdamW"], mse, "lwp-w")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import count
 
 import pytest
@@ -44,6 +44,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@cache
 def case_of(name):
     if name in EXTRAS:
         method, settings = EXTRAS[name]
@@ -236,8 +237,8 @@ def test_interrupts_between_runs(name, do, step, then):
 
 @pytest.fixture
 def handler():
-    """Set handlers of SIGINT, and restore the previous one."""
-    before = signal.getsignal(signal.SIGINT)
+    """Set Python's handler of SIGINT, return how to set others, and restore the previous one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield partial(signal.signal, signal.SIGINT)
     signal.signal(signal.SIGINT, before)
 
@@ -251,7 +252,6 @@ def test_signals_at_random_times(name, handler, monkeypatch):
     begun = time.perf_counter()
     list(case.pipe().run(case.data))
     length = time.perf_counter() - begun
-    handler(signal.default_int_handler)
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         for _ in range(100):
@@ -301,13 +301,17 @@ def interrupt_contexts(number):
 
 
 def test_one_interrupt_never_leaves_the_packages_handler(handler):
-    handler(signal.default_int_handler)
     number = 0
     while interrupt_contexts(number):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, number
         assert (interrupts.STATE.depth, interrupts.STATE.pending) == (0, None)
         number += 1
     assert number > 300
+
+
+@pytest.fixture
+def case():
+    return case_of("spectrain")
 
 
 class Handled(Exception):
@@ -341,10 +345,9 @@ def raising(*_):
         (signal.default_int_handler, KeyboardInterrupt, 2),
     ],
 )
-def test_the_callers_handler_is_called_at_a_boundary(handler, mine, error, times):
+def test_the_callers_handler_is_called_at_a_boundary(case, handler, mine, error, times):
     """A second signal is not deferred."""
     handler(mine)
-    case = case_of("spectrain")
     pipe, seen = interrupting_at(case, 3, times)
     with pytest.raises(error):
         list(pipe.run(case.data))
@@ -353,8 +356,8 @@ def test_the_callers_handler_is_called_at_a_boundary(handler, mine, error, times
     case.check(pipe)
 
 
-def test_a_handler_that_only_notes_lets_the_run_go_on(handler):
-    noted, case = [], case_of("spectrain")
+def test_a_handler_that_only_notes_lets_the_run_go_on(case, handler):
+    noted = []
     handler(lambda number, frame: noted.append((number, frame is not None, len(seen))))
     pipe, seen = interrupting_at(case, 3)
     assert len(list(pipe.run(case.data))) == len(case.data)
@@ -362,7 +365,6 @@ def test_a_handler_that_only_notes_lets_the_run_go_on(handler):
 
 
 def test_another_thread_that_waits_lets_nothing_through(handler):
-    handler(signal.default_int_handler)
     entered, end, seen = threading.Event(), threading.Event(), []
 
     def wait():
@@ -383,17 +385,17 @@ def test_another_thread_that_waits_lets_nothing_through(handler):
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_python_does_not_handle_is_left_alone(handler, ignored):
+def test_what_python_does_not_handle_is_left_alone(case, handler, ignored):
     handler(ignored)
-    case, seen = case_of("spectrain"), []
+    seen = []
     for _ in case.pipe().run(case.data):
         seen.append(signal.getsignal(signal.SIGINT))
     assert set(seen) == {ignored}
 
 
-def test_between_results_the_callers_handler_is_there(handler):
+def test_between_results_the_callers_handler_is_there(case, handler):
     handler(raising)
-    case, seen = case_of("spectrain"), []
+    seen = []
     for result in case.pipe().run(case.data):
         seen.append(signal.getsignal(signal.SIGINT))
         if result.index == 2:
@@ -402,9 +404,7 @@ def test_between_results_the_callers_handler_is_there(handler):
     assert seen[-1] is signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(handler):
-    handler(signal.default_int_handler)
-    case = case_of("spectrain")
+def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(case, handler):
     pipe, seen = interrupting_at(case, 3)
 
     def replace(*_):
@@ -418,10 +418,9 @@ def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(handler):
     case.check(pipe)
 
 
-def test_a_handler_that_was_left_behind_hands_signals_on(handler):
+def test_a_handler_that_was_left_behind_hands_signals_on(case, handler):
     """A second Ctrl-C can cut a context's exit short, or a caller restores it during a run."""
-    handler(signal.default_int_handler)
-    case, found = case_of("spectrain"), []
+    found = []
     pipe = case.pipe()
     seen = pipe.get_submodule("0").register_forward_hook(
         lambda *_: found.append(signal.getsignal(signal.SIGINT))
@@ -439,9 +438,8 @@ def test_a_handler_that_was_left_behind_hands_signals_on(handler):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_in_a_loader_nothing_is_deferred(handler):
-    handler(signal.default_int_handler)
-    case, seen = case_of("spectrain"), []
+def test_in_a_loader_nothing_is_deferred(case, handler):
+    seen = []
 
     def loader():
         yield from case.data[:2]

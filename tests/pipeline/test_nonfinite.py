@@ -21,6 +21,7 @@ from helpers.pipeline_cases import (
     tanh_stages,
     torch_sgd,
 )
+from helpers.random_modules import Function
 from oracle.methods import SECOND_ORDER, Definition, nearest
 from oracle.schedules import FLUSHING
 from torch import nn
@@ -203,21 +204,12 @@ def test_what_is_raised(method, what, number, stage, reason):
     assert all(loss.isfinite() for loss in losses(pipe, data[:3]))
 
 
-class Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
-
-
 @pytest.mark.parametrize("between", [lambda x: x, torch.fft.fft], ids=["real", "complex"])
 def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(between, caplog):
     """There is no stage with weights before it, so it reports its input."""
     stages = [
-        nn.Sequential(nn.Linear(5, 5), Call(between)),
-        nn.Sequential(Overflows(), Call(torch.abs), nn.Linear(5, 5)),
+        nn.Sequential(nn.Linear(5, 5), Function(between)),
+        nn.Sequential(Overflows(), Function(torch.abs), nn.Linear(5, 5)),
         nn.Linear(5, 5),
     ]
     pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")

@@ -67,23 +67,6 @@ def test_three_phases():
     assert compared.pipe.phase == 2
 
 
-@pytest.mark.parametrize("count", [4, 6, 8])
-def test_left(count):
-    """Work in flight is finished and counts; it may include the last minibatches of a phase."""
-    data = batches(14)
-    pipe = make(stages := tanh_stages(4), "pipedream+sync@8")
-    for result in pipe.run(iter(data)):
-        if result.index + 1 == count:
-            break
-    done = pipe.minibatches
-    assert count <= done <= count + 3
-    assert pipe.phase == (done >= 8)
-    oracle = Oracle(stages, torch_sgd(), mse, defined("pipedream", "sync", 8))
-    oracle.run(data[:done])
-    for loss, result in zip(oracle.run(data[done:]), pipe.run(data[done:]), strict=True):
-        close(result.loss, loss)
-
-
 # Identities, bit for bit
 
 

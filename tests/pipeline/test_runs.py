@@ -352,33 +352,6 @@ def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
         gc.enable()
 
 
-def test_weight_version_bytes():
-    def size(method, n=4):
-        pipe = st.Pipeline(tanh_stages(n), sgd(), mse, method)
-        before = pipe.weight_version_bytes
-        losses(pipe, batches(12))
-        assert pipe.weight_version_bytes == before  # all allocated beforehand
-        return before
-
-    one = size("sync")
-    assert one >= sum(p.nbytes for stage in tanh_stages(4) for p in stage.parameters())
-    assert size("vanilla") == one
-    stage = one // 4
-    # Stage 3 needs no master: both its horizons are 1, which is 0 only for its stash.
-    assert size("spectrain") == 2 * one
-    assert size("pipedream") == sum((4, 3, 2, 1)) * stage
-    assert size("spectrain-stash") == size("pipedream") + 3 * stage
-
-
-def test_a_wider_window_is_a_row_too():
-    wide = st.Method("wide", "twice the staleness", window=lambda k, n, m: 2 * (n - k) - 1)
-    pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, wide)
-    assert len(losses(pipe, batches(20))) == 20
-    assert [place.window for place in pipe.places] == [7, 5, 3, 1]
-    other = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, "vanilla", window="wide")
-    assert other.places == pipe.places
-
-
 def test_batches_in_a_grad_free_context():
     compared = Compared(tanh_stages(2), "spectrain")
     data = batches(4)

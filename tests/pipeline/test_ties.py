@@ -77,19 +77,6 @@ def test_several_parameters_and_several_names():
     Compared(stages, "auto", microbatches=3).run(batches(8, size=3))
 
 
-def test_frozen_weights():
-    stages = tied(3)
-    stages[0][0].weight.requires_grad_(False)
-    before = stages[0][0].weight.clone()
-    compared = Compared(stages, "spectrain")
-    compared.run(batches(5))
-    with torch.no_grad():
-        compared.pipe.get_submodule("0.0").weight.mul_(0.5)
-        compared.oracle.stages[0][0].weight.mul_(0.5)
-    compared.run(batches(5))
-    close(compared.pipe.get_submodule("2.0").weight, before * 0.5)
-
-
 class Sometimes(nn.Module):
     """Uses its weight in every second forward."""
 

@@ -381,24 +381,21 @@ def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -
         training.throughput(1, FULL)
 
 
+def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
+    return {"name": name, "cat": kind, "ts": begin, "dur": duration, "ph": "X", "args": at}
+
+
 class TestOverlap:
     """Shares of time in which streams computed together."""
-
-    @staticmethod
-    def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
-        return {
-            **{"name": name, "cat": kind, "ts": begin, "dur": duration},
-            **{"ph": "X", "args": at},
-        }
 
     def test_two_streams(self) -> None:
         """10 us of compute with 4 us of prediction in parallel, 2 us idle, a 4 us copy."""
         predict = "spectrain::run_table<spectrain::SgdPredict<float>>"
         events = [
-            self._event("gemm", 100, 10, stream=7),
-            self._event(predict, 103, 4, stream=8),
-            self._event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
-            self._event("aten::mm", 90, 100, "cpu_op", stream=1),
+            _event("gemm", 100, 10, stream=7),
+            _event(predict, 103, 4, stream=8),
+            _event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
+            _event("aten::mm", 90, 100, "cpu_op", stream=1),
             {"ph": "M", "name": "process_name"},
         ]
         found = overlap(spans(events))
@@ -413,8 +410,8 @@ class TestOverlap:
     def test_two_devices_whose_streams_share_a_number(self) -> None:
         """An NCCL message in parallel with a product."""
         events = [
-            self._event("gemm", 0, 8, stream=7, device=0),
-            self._event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
+            _event("gemm", 0, 8, stream=7, device=0),
+            _event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
         ]
         found = overlap(spans(events))
         share = pytest.approx(4 / 12, abs=1e-4)
@@ -434,21 +431,11 @@ def test_a_late_stream_that_changes_a_bit_is_a_failure(
 class TestCudaTests:
     """The tests of this suite that a GPU runs."""
 
-    @pytest.mark.parametrize(
-        ("printed", "expected"),
-        [
-            (
-                "a.py::b PASSED\n=== 12 passed, 3 skipped in 4.20s ===",
-                {"passed": 12, "skipped": 3},
-            ),
-            (  # its process ended early
-                "t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d ",
-                {"passed": 2, "failed": 1},
-            ),
-        ],
-    )
-    def test_counts_of_a_file(self, printed: str, expected: dict[str, int]) -> None:
-        assert cuda_tests.counts(printed) == expected
+    def test_counts_of_a_file_also_where_its_process_ended_early(self) -> None:
+        whole = "a.py::b PASSED\n=== 12 passed, 3 skipped in 4.20s ==="
+        ended = "t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d "
+        assert cuda_tests.counts(whole) == {"passed": 12, "skipped": 3}
+        assert cuda_tests.counts(ended) == {"passed": 2, "failed": 1}
 
     def test_files_with_tests_for_the_device_are_found(self) -> None:
         tests = BENCH.parent / "tests"
@@ -456,19 +443,14 @@ class TestCudaTests:
         assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
         assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
 
-    @pytest.mark.parametrize(
-        ("count", "given", "expected"),
-        [
+    def test_files_are_tested_on_gpus_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for count, given, expected in (
             (1, "3", [None]),
-            (3, "", ["0,1,2", "1,2,0", "2,0,1"]),
+            (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
             (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
-        ],
-    )
-    def test_files_are_tested_on_gpus_in_turn(
-        self, count: int, given: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cuda_tests.machine, "gpus", lambda: count)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        if not given:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        assert cuda_tests._visible() == expected
+        ):
+            monkeypatch.setattr(cuda_tests.machine, "gpus", lambda n=count: n)
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if given is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+            assert cuda_tests._visible() == expected
