@@ -16,6 +16,7 @@ arguments.add_argument("--stages", type=int, default=2)
 arguments.add_argument("--steps", type=int, default=20)
 arguments.add_argument("--width", type=int, default=16)
 arguments.add_argument("--size", type=int, default=32)
+arguments.add_argument("--blocks", type=int, default=2, help="of each width; 2 in a ResNet-18")
 args = arguments.parse_args()
 
 
@@ -29,7 +30,7 @@ class Logits(nn.Module):
             ResNetConfig(
                 embedding_size=args.width,
                 hidden_sizes=widths,
-                depths=[2, 2, 2, 2],
+                depths=[args.blocks] * 4,
                 layer_type="basic",
                 num_labels=10,
             )

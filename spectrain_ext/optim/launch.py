@@ -277,7 +277,7 @@ class Launch:
             numbers, weights = templates[cohort.group], [self._weights[row] for row in rows]
             # In the dtype of the true weights; the parameters keep their own gradients.
             gradients = [empty_like(weight, weight.dtype) for weight in weights]
-            torch._foreach_copy_(gradients, [given[row].resolve_neg() for row in rows])
+            torch._foreach_copy_(gradients, [given[row] for row in rows])
             if self._scale is not None:
                 gradients = [gradient.div_(self._scale) for gradient in gradients]
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
@@ -315,9 +315,7 @@ class Launch:
             return False
         changed = False
         for cohort, scalars in zip(self.cohorts, after, strict=True):
-            active = cohort.rows
-            if not self._all_active:
-                active = [row for row in active if self._active[row]]
+            active = [row for row in cohort.rows if self._all_active or self._active[row]]
             if counts:
                 self.parameters.count([self._positions[row] for row in active], scalars)
                 changed = changed or 0 < len(active) < len(cohort.rows)
@@ -426,7 +424,8 @@ class Launches:
             or known.version != version
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
         ):
-            if binding is None:
+            launches = [launch for each in self._known.values() for launch in each.launches]
+            if binding is None and (known is None or not all(e.in_place() for e in launches)):
                 parameters.forget()  # parameters may have moved, and their state with them
                 version = parameters.look(groups, state)
             known = self._known[key] = self._made(places, version, stash)

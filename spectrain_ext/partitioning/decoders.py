@@ -102,8 +102,7 @@ def copy_without_values(module: nn.Module, top: bool = True) -> nn.Module:
 class DecoderStage(nn.Module):
     """Blocks ``start`` to ``end`` of a model; block 0 precedes its list, the last one follows it.
 
-    Gradient checkpointing (``gradient_checkpointing_enable``) stays as it was when the stage was
-    made.
+    Gradient checkpointing (``gradient_checkpointing_enable``) stays as it was before the cut.
     """
 
     def __init__(

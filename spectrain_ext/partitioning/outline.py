@@ -281,8 +281,14 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 def evaluated(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients, and restore the modes afterwards."""
     with modes_kept(model), torch.no_grad():
-        model.eval()
+        set_mode(model, False)
         yield
+
+
+def set_mode(model: nn.Module, mode: bool) -> None:
+    """Set the mode without the modules' own train() and eval(), which may change weights."""
+    for module in model.modules():
+        module.training = mode
 
 
 @contextmanager

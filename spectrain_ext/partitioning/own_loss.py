@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .decoders import copy_sharing
-from .outline import Outline, evaluated, quoted
+from .outline import Outline, evaluated, quoted, set_mode
 from .profile import forked_rng, untouched
 from .provenance import Provenance, running
 
@@ -90,7 +90,7 @@ def own_loss(
             if isinstance(found, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
-                    model.train()
+                    set_mode(model, True)
                     trained = _learned(model, batch, tuple(labels), outline.fixed, provenance)
                     found = trained if isinstance(trained, str) else found
     except Exception as error:

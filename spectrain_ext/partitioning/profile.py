@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport.message import Value, as_value, each, refused, tensors_in
 
-from .outline import modes_kept
+from .outline import modes_kept, set_mode
 from .provenance import Provenance, Writes, is_valueless, running, storage_of
 
 _CACHE = 4 * 2**20  # bytes, more than a core's own caches
@@ -80,6 +80,7 @@ class BlockProfile:
 
     @property
     def parts(self) -> tuple[float, float]:
+        """Seconds of the forward and of the backward."""
         forward = self.seconds / 3 if self.forward_seconds is None else self.forward_seconds
         return forward, self.seconds - forward
 
@@ -346,8 +347,7 @@ def written_buffers(
             value = provenance.given(value)
         with modes_kept(model), untouched(model), forked_rng([model]), running(provenance), writes:
             for training in (True, False):
-                for module in model.modules():
-                    module.training = training
+                set_mode(model, training)
                 with torch.no_grad():
                     run(_entered(value, 0))
     except Exception:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport.message import Value
 
-from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked
+from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked, set_mode
 from .profile import blaming_example, untouched
 from .programs import Port, Program
 from .provenance import is_valueless, slots_of
@@ -64,7 +64,7 @@ class TracedStage(nn.Module):
         self._modes = modes
         self._given: bool | None = None if given else training
         self.columns: Columns | None = None  # set on a first stage that takes mappings
-        self._set(training)
+        set_mode(self, training)
 
     @property
     def takes(self) -> int:
@@ -82,12 +82,8 @@ class TracedStage(nn.Module):
         if isinstance(why, str) and isinstance(self._modes[mode, False], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
         self._given = None
-        self._set(mode)
+        set_mode(self, mode)
         return self
-
-    def _set(self, mode: bool) -> None:
-        for module in self.modules():
-            module.training = mode
 
     def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
         """Return the tensors that later stages need, or the model's output."""

@@ -274,8 +274,7 @@ def plan(
         memory: bytes per device, or one number for each; None: no limit.
         speed: of the devices relative to the measured one; None: 1.
         speeds: one such number for each device.
-        replicas: at most this many per stage; None: no limit. 1 plans for a ``Pipeline`` in one
-            process.
+        replicas: at most this many per stage; None: no limit. 1 plans for a single process.
         cores: that all devices share, as processes of one machine do; None: each has its own.
         methods: to compare; ``"sync"`` is data parallelism, in one stage.
         state: bytes of optimizer state per byte of parameters: 1 for SGD with momentum, 2 for Adam.

@@ -6,13 +6,17 @@ import os
 
 import pytest
 import torch
-from helpers.checkpoint_cases import batches, everything, pipeline, same, train
+from helpers.checkpoint_cases import batches, pipeline, same, state_of, train
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectrain_ext import StageError, hybrid
-from spectrain_ext.checkpoint import CheckpointManager, load, save
-from spectrain_ext.checkpoint.sampler import ShuffledSampler
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    ShuffledSampler,
+    load,
+    save,
+)
 
 
 def names(directory):
@@ -49,33 +53,33 @@ def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
 
 
 @pytest.mark.parametrize(
-    ("stop", "asynchronous"),
-    [(4, False), (5, True), (7, False), (9, True)],
+    ("stop", "method", "asynchronous"),
+    [
+        (4, "spectrain+sync@8", False),
+        (5, "spectrain+sync@4", True),
+        (7, hybrid("pipedream", after=None, gap=0.02), False),
+        (9, "sync+pipedream@5", True),
+    ],
     ids=["due", "between", "epoch", "next"],
 )
-def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchronous):
+def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, asynchronous):
+    """In any phase of a method too."""
+
     def make(name, seed=0):
         sampler = ShuffledSampler(40, 6, seed=1)
-        manager = CheckpointManager(
-            tmp_path / name,
-            pipeline(2, seed),
-            sampler=sampler,
-            every_minibatches=2,
-            asynchronous=asynchronous,
-        )
-        return manager, loader(sampler)
+        more = {"sampler": sampler, "every_minibatches": 2, "asynchronous": asynchronous}
+        pipe = pipeline(3, seed, method=method)
+        return CheckpointManager(tmp_path / name, pipe, **more), loader(sampler)
 
     kept, data = make("kept")
     expected = [pair for _ in range(2) for pair in lists(kept.run(data))]
     assert len(expected) == 14
+    assert kept.pipe.phase == 1
 
     stopped, data = make("stopped")
-    for result in stopped.run(data):
-        if result.index + 1 == min(stop, 7):
-            break
-    if stop > 7:
+    for end in [7, stop] if stop > 7 else [stop]:
         for result in stopped.run(data):
-            if result.index + 1 == stop:
+            if result.index + 1 == end:
                 break
     stopped.wait()
 
@@ -90,44 +94,9 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchro
     if done < 7:
         again += lists(continued.run(data))
     assert again == expected[done:]
-    same(everything(continued.pipe), everything(kept.pipe))
+    same(state_of(continued.pipe), state_of(kept.pipe))
     continued.wait()
     kept.wait()
-
-
-def name_of(method):
-    return method if isinstance(method, str) else method.name
-
-
-GAP = hybrid("pipedream", after=None, gap=0.02)
-
-
-@pytest.mark.parametrize("stop", [2, 6, 8, 10], ids=str)
-@pytest.mark.parametrize("method", ["spectrain+sync@8", "sync+pipedream@5", GAP], ids=name_of)
-def test_a_method_that_changes_goes_on_in_its_phase(tmp_path, method, stop):
-    """Before, at and after the change, and during a run."""
-    data = batches(14)
-
-    def make(name, seed=0):
-        pipe = pipeline(4, seed, method=method)
-        return CheckpointManager(tmp_path / name, pipe, every_minibatches=2)
-
-    kept = make("kept")
-    expected = lists(kept.run(data))
-    assert kept.pipe.phase == 1
-    stopped = make("stopped")
-    list(stopped.run(data[:stop]))
-    continued = make("stopped", seed=5)
-    assert continued.restore().minibatches == stop
-    assert (continued.pipe.minibatches, continued.pipe.phase) == (stop, stopped.pipe.phase)
-    assert lists(continued.run(data[stop:])) == expected[stop:]
-    same(everything(continued.pipe), everything(kept.pipe))
-    # and back before the change, in the same pipeline
-    load(tmp_path / "kept" / "minibatch-00000010", continued.pipe)
-    assert continued.pipe.minibatches == 10
-    again = CheckpointManager(tmp_path / "kept", continued.pipe, every_minibatches=2)
-    again.restore()
-    assert again.minibatches == 14
 
 
 def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp_path):
@@ -209,36 +178,16 @@ def test_a_failed_run_is_not_saved(tmp_path):
     assert [result.index for result in manager.run(batches(2))] == [2, 3]
 
 
-def test_a_failed_save_in_the_background_is_reported(tmp_path, monkeypatch):
-    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
-    manager.save()
-    manager.wait()
-    list(manager.run(batches(1)))
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("spectrain_ext.checkpoint.storage.save_file", full)
-        manager.save()
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            manager.wait()
-    assert names(tmp_path) == ["latest", "minibatch-00000000"]
-    manager.save()
-    manager.wait()
-    assert names(tmp_path)[1:] == ["minibatch-00000000", "minibatch-00000001"]
-
-
 def test_what_is_saved_in_the_background_is_of_now(tmp_path):
     manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
     list(manager.run(batches(2)))
-    expected = {key: tensor.clone() for key, tensor in everything(manager.pipe).items()}
+    expected = state_of(manager.pipe)
     manager.save()
     list(manager.run(batches(3)))
     other = CheckpointManager(tmp_path, pipeline(2, seed=5))
     manager.wait()
     assert other.restore().minibatches == 2
-    same(everything(other.pipe), expected)
+    same(state_of(other.pipe), expected)
 
 
 def test_a_damaged_pointer(tmp_path):

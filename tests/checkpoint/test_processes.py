@@ -7,14 +7,20 @@ import re
 
 import pytest
 import torch
-from helpers import checkpoint_programs
-from helpers.checkpoint_cases import batches, everything, model, pipeline, same, train
+from helpers import checkpoint_programs, rank_pipelines
+from helpers.checkpoint_cases import (
+    batches,
+    body_of,
+    everything,
+    model,
+    pipeline,
+    same,
+    train,
+)
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 
-from spectrain_ext.checkpoint import CheckpointManager, load
-from spectrain_ext.checkpoint.sampler import ShuffledSampler
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, ShuffledSampler, load
 
 pytestmark = pytest.mark.processes
 
@@ -127,3 +133,21 @@ def test_replicas_save_once_and_all_load(tmp_path):
     assert not load(tmp_path / "replicas" / "minibatch-00000005", pipe).random
     for key, value in expected.items():
         assert torch.equal(everything(pipe)[key], value)
+
+
+def test_tied_weights(tmp_path):
+    """Every rank makes the whole model and cuts it, without naming the ties."""
+    found = run_ranks(rank_pipelines.tied_and_cut, 3, str(tmp_path))
+    torch.set_num_threads(1)
+    for name, expected in rank_pipelines.tied_and_cut(0, 1, str(tmp_path / "alone")).items():
+        losses, *states = zip(*(rank[name] for rank in found), strict=True)
+        assert losses[-1] == expected[0], name
+        for when, of_ranks in enumerate(states):
+            together = {key: value for state in of_ranks for key, value in state.items()}
+            same(together, dict(expected[1 + when]))
+        assert kept(tmp_path / name) == kept(tmp_path / "alone" / name)
+
+
+def kept(path):
+    """Return a checkpoint's content without the random generators of processes."""
+    return {key for key in body_of(path)["tensors"] if not key.startswith("random.process")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.checkpoint_cases import same, state_of
 from helpers.random_programs import Program, seeds
 
 import spectrain_ext as st
@@ -53,7 +54,7 @@ class Script:
             if path is not None and n < len(self.between):
                 for k, what in enumerate(self.between[n]):
                     pipe = self.interrupt(pipe, what, path / f"{n}.{k}")
-        return losses, everything(pipe)
+        return losses, state_of(pipe)
 
     def segment(self, pipe, n, path):
         """Return the losses of a segment; observers write below ``path``."""
@@ -119,53 +120,6 @@ class Script:
         return pipe
 
 
-def everything(pipe):
-    """Return all state of a pipeline by name."""
-    found = {"minibatches": pipe.minibatches, "phase": pipe.phase}
-    found |= {f"model.{key}": tensor for key, tensor in pipe.state_dict().items()}
-    names = {p: name for name, p in pipe.named_parameters()}
-    masters = pipe.masters()
-    found |= {f"master.{names[p]}": master for p, master in masters.items()}
-    for k, optimizer in enumerate(pipe.optimizers):
-        known = [p for group in optimizer.param_groups for p in group["params"]]
-        state = optimizer.state_dict()["state"]
-        for index, p in enumerate(known):
-            found |= {f"state.{names[p]}.{key}": v for key, v in state.get(index, {}).items()}
-        for index, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            found |= {f"group.{k}.{index}.{key}": value for key, value in options.items()}
-    for k, scheduler in enumerate(pipe.schedulers):
-        found |= {f"scheduler.{k}.{key}": v for key, v in scheduler.state_dict().items()}
-    for k, stage in enumerate(pipe.random):
-        found[f"random.{k}"] = stage.states()
-    return found
-
-
-def same(found, expected, what):
-    assert type(found) is type(expected), f"{what}: {type(found)}, expected {type(expected)}"
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for key, value in expected.items():
-            same(found[key], value, f"{what}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), what
-        for n, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            same(mine, theirs, f"{what}[{n}]")
-    elif isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(
-            found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
-        )
-        if ".GG" not in what:  # its layout differs from its parameter's
-            assert strides(found) == strides(expected), what
-    else:
-        assert found == expected, what
-
-
-def strides(tensor):
-    """Return the strides of dimensions with several elements."""
-    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
 @pytest.mark.parametrize("seed", seeds(10))
 def test_to_the_bit(seed, tmp_path):
     program = Program(seed, "itself")
@@ -173,5 +127,4 @@ def test_to_the_bit(seed, tmp_path):
     print(program, script, sep="\n")
     expected = script.train()
     found = script.train(tmp_path)
-    same(found[0], expected[0], "losses")
-    same(found[1], expected[1], "state")
+    same(found, expected)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from spectrain_ext.checkpoint.sampler import ShuffledSampler
+from spectrain_ext.checkpoint import ShuffledSampler, load, save
 
 
 def epochs(sampler, count):
@@ -52,6 +55,15 @@ def test_going_on_anywhere(stop):
     while len(seen) + len(rest) < len(whole):
         rest += list(other)
     assert seen + rest == whole
+
+
+def test_a_checkpoint_has_its_place(tmp_path: Path) -> None:
+    sampler, other, module = ShuffledSampler(10, 3, seed=4), ShuffledSampler(10, 3), nn.Linear(1, 1)
+    expected = list(sampler)[2:]
+    sampler.position = 2
+    save(tmp_path / "c", module, sampler=sampler)
+    load(tmp_path / "c", module, sampler=other)
+    assert list(other) == expected
 
 
 def test_epochs_and_seeds_differ_and_nothing_else_matters():

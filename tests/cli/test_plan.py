@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from helpers.cli_programs import called, spectrain, text_of
+from helpers.cli_programs import called, measured_briefly, spectrain, text_of
 from helpers.layers import layers_of
-from helpers.ranks import run_main
 from torch import nn
 
 import spectrain_ext as st
@@ -120,16 +119,13 @@ def test_devices_of_different_kinds(profile, tmp_path):
     assert document["speeds"] == [1, 1, 0.5, 0.5]
     assert document["memory"] == [24e9, 24e9, 80e9, 80e9]
     assert [link["name"] for link in document["link"]] == ["nvlink", "100gbe", "nvlink"]
-    links = ("--link", "nvlink,nvlink,nvlink", "--speeds", "1,1,1,1")
-    alike = planned(*asked, "--memory", "24G", *links)
-    one = planned(*asked, "--memory", 24e9, "--link", "nvlink", "--speed", 1)
-    assert table_of(alike) == table_of(one)
+    planned(*asked, "--memory", "24G", "--link", "nvlink")
     assert json.loads(path.read_text())["memory"] == [24e9] * 4
 
 
 @pytest.mark.processes
 def test_the_link_between_processes_is_measured(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr("spectrain_ext.cli.links.start_processes", run_main)
+    monkeypatch.setattr("spectrain_ext.cli.links.start_processes", measured_briefly)
     asked = ("--cores", 2, "--batch", 32, "--method", "vanilla", "--out", tmp_path)
     planned("--profile", profile, "--devices", 2, "--link", "measured", *asked)
     link = json.loads((tmp_path / "plan.json").read_text())["link"]
@@ -219,6 +215,14 @@ def test_what_does_not_fit_is_an_error(profile):
         assert said in found.output
 
 
+def test_control_characters_of_a_files_name_are_escaped(tmp_path):
+    path = tmp_path / "a\x1b[31m.json"
+    path.write_text("{}")
+    found = run("--profile", path, "--devices", 2)
+    assert found.exit_code == 1
+    assert "\x1b" not in found.output and r"a\x1b[31m.json" in found.output
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_can_be_planned(model):
     if model == "inception-v4":
@@ -226,10 +230,8 @@ def test_every_model_can_be_planned(model):
     with torch.no_grad():
         blocks, batch = blocks_and_batch(model, 2)
         output = nn.Sequential(*blocks)(batch)
-    own = {
-        **{"residual-mlp": "ResidualBlock", "gpt": "TransformerBlock", "lstm": "LSTMBlock"},
-        **{"snn": "AlphaDropout", "speedrun": "RMSNorm"},
-    }
+    own = {"residual-mlp": "ResidualBlock", "gpt": "TransformerBlock", "lstm": "LSTMBlock"}
+    own |= {"snn": "AlphaDropout", "speedrun": "RMSNorm"}
     kinds = {type(part).__name__ for block in blocks for part in block.modules()}
     assert own.get(model, "Conv2d") in kinds, kinds
     assert len(output) == 2 and len(blocks) > 4

@@ -1,4 +1,7 @@
-"""CPU streams that raise an error for work that no event orders, by vector clocks."""
+"""CPU streams that check the order of work: inner, because they stand for the CPU's own.
+
+They raise an error, by vector clocks, for work that no event orders.
+"""
 
 from __future__ import annotations
 
@@ -134,3 +137,9 @@ def checked_streams(cpu_stream=None):
 def unchecked_streams():
     """Inside, new CPU streams are those of a user."""
     return checked_streams(streams.host_stream)
+
+
+def another_caller():
+    """Give the caller a new current stream that has not waited for any other."""
+    checked = streams.cpu_stream
+    checked.caller = CheckedStream("another stream of the caller's", checked.caller.done)

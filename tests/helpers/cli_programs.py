@@ -1,19 +1,20 @@
-"""What tests of commands share: how one is called in this process, and what it listens on.
-
-``spectrain_ext.cli.__main__``: inner, because it is where the installed command starts.
-"""
+"""What tests of commands share: how one is called in this process, and what it listens on."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import click
 import numpy as np
 from click.testing import CliRunner, Result
+from helpers.ranks import run_main
 
 from spectrain_ext.cli.__main__ import main as spectrain
 
@@ -32,6 +33,18 @@ def called(
 def text_of(result: Result) -> str:
     """Return what a command printed as one line, without the frame of an error."""
     return " ".join(result.output.replace("│", " ").split())
+
+
+def measured_briefly(
+    main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any
+) -> None:
+    """Replace torch's spawn of the ranks that measure a link, for a few messages instead of 200."""
+    run_main(_briefly, (main, *arguments), nprocs)
+
+
+def _briefly(rank: int, main: Callable[..., None], *arguments: Any) -> None:
+    vars(sys.modules[main.__module__]).update(_TIMES=8, _WARM=2, _ROUNDS=1)
+    main(rank, *arguments)
 
 
 def undrawn():
@@ -57,4 +70,4 @@ def listening():
     return found
 
 
-__all__ = ["called", "listening", "spectrain", "text_of", "undrawn"]
+__all__ = ["called", "listening", "measured_briefly", "spectrain", "text_of", "undrawn"]

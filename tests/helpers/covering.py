@@ -9,7 +9,6 @@ from typing import Any
 
 Value = tuple[str, Any]  # of an axis
 Row = dict[str, Any]
-Pair = tuple[tuple[str, int], tuple[str, int]]
 
 
 class Axes:
@@ -130,38 +129,23 @@ class Axes:
 
 
 def covering(
-    axes: Mapping[str, Sequence[Any]], makes_sense: Callable[[Row], bool] = lambda row: True
+    values: Mapping[str, Sequence[Any]], makes_sense: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
-    """Return rows with one value of every axis, which contain each possible pair of values.
-
-    A pair is possible if some row with it makes sense. Greedy, from a fixed seed: all processes
-    that share the tests must choose the same.
-    """
-    names, draw, rows = list(axes), random.Random(0), list[Row]()
-    every = [
-        dict(zip(names, at, strict=True))
-        for at in itertools.product(*(range(len(axes[name])) for name in names))
+    """Return rows that contain every pair of values which some row with it makes sense of."""
+    every = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+    possible = {
+        pair
+        for row in filter(makes_sense, every)
+        for pair in itertools.combinations(row.items(), 2)
+    }
+    excluded = [
+        ((a, [x]), (b, [y]))
+        for a, b in itertools.combinations(values, 2)
+        for x, y in itertools.product(values[a], values[b])
+        if ((a, x), (b, y)) not in possible
     ]
-    every = [at for at in every if makes_sense(_values(axes, at))]
-    wanted = dict.fromkeys(pair for at in every for pair in _pairs(at))
-    while wanted:
-        tried = draw.sample(every, min(60, len(every)))
-        best = max(tried, key=lambda at: sum(pair in wanted for pair in _pairs(at)))
-        if not any(pair in wanted for pair in _pairs(best)):
-            first = next(iter(wanted))
-            best = next(at for at in every if first in _pairs(at))
-        rows.append(_values(axes, best))
-        for pair in _pairs(best):
-            wanted.pop(pair, None)
-    return rows
-
-
-def _values(axes: Mapping[str, Sequence[Any]], at: Mapping[str, int]) -> Row:
-    return {name: axes[name][index] for name, index in at.items()}
-
-
-def _pairs(at: Mapping[str, int]) -> list[Pair]:
-    return list(itertools.combinations(at.items(), 2))
+    pairs = itertools.combinations(values, 2)
+    return Axes(values, {}, pairs, excluded, makes_sense).covering()
 
 
 def walks(

@@ -5,10 +5,11 @@ python hostile_files.py SEED FIRST COUNT SECONDS
 
 from __future__ import annotations
 
+import bz2
 import copy
-import hashlib
-import io
+import gzip
 import json
+import lzma
 import os
 import pickle
 import random
@@ -22,23 +23,30 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
+import pytest
 import torch
-from helpers.checkpoint_cases import batches, everything, nadam, pipeline, same, train
-from helpers.forged_checkpoints import data_file
+from helpers.checkpoint_cases import (
+    batches,
+    body_of,
+    nadam,
+    pipeline,
+    same,
+    state_of,
+    train,
+    write_body,
+)
+from helpers.study_data import FOLDER, archive, jpeg, write_batches
 
-from spectrain_ext.checkpoint import documents, load, save
-from spectrain_ext.checkpoint.sampler import ShuffledSampler
-from spectrain_ext.errors import CheckpointError
+from spectrain_ext.checkpoint import CheckpointError, ShuffledSampler, load, save
 from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.simulation import read_csv
-from spectrain_ext.timelines.merging import merge_traces
+from spectrain_ext.timelines import merge_traces
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
 
-from studies.data.cifar_files import _batch
 from studies.data.sources import load_cifar10
 from studies.results import Run, RunFile
 
@@ -157,45 +165,32 @@ def changed_json(rng: random.Random, document: object) -> object:
 # Kinds of files: the valid file, and one case
 
 
-def batch_of(seed: int, samples: int = 3) -> dict[bytes, object]:
-    images = np.random.default_rng(seed).integers(0, 256, (samples, 3072), dtype=np.uint8)
-    return {b"data": images, b"labels": [seed] * samples, b"batch_label": b"training batch"}
-
-
 class Cifar:
-    """Batches in a folder, one of them changed, and the archive of all."""
+    """Batches in a folder, one of them changed."""
 
-    names = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
-        self.folder = base / "cifar-10-batches-py"
-        self.folder.mkdir()
-        self.batches = [
-            pickle.dumps(batch_of(k), protocol=(2, 3, 4)[k % 3]) for k in range(len(self.names))
-        ]
-        for name, batch in zip(self.names, self.batches, strict=True):
-            (self.folder / name).write_bytes(batch)
+        write_batches(base, samples=3)
+        self.folder = base / FOLDER
+        self.batches = {path: path.read_bytes() for path in sorted(self.folder.iterdir())}
 
     def case(self, rng: random.Random) -> None:
-        k = rng.randrange(6)
-        path = self.folder / self.names[k]
-        path.write_bytes(changed_pickle(rng, self.batches[k]))
+        path = rng.choice([*self.batches])
+        path.write_bytes(changed_pickle(rng, self.batches[path]))
         try:
             load_cifar10(self.folder)
         finally:
-            path.write_bytes(self.batches[k])
+            path.write_bytes(self.batches[path])
 
 
 def changed_pickle(rng: random.Random, content: bytes) -> bytes:
     """Change the instructions instead of the pixels, or return a random program."""
     if rng.random() < 0.6:
-        at = content.find(batch_of(0)[b"data"].tobytes()[:8])
         head = rng.choice((120, 300, len(content)))
-        ends = (changed_bytes(rng, content[:head]), content[head:])
-        if rng.random() < 0.5 and at < 0:
-            ends = (content[:-head], changed_bytes(rng, content[-head:]))
-        return b"".join(ends)
+        if rng.random() < 0.5:
+            return content[:-head] + changed_bytes(rng, content[-head:])
+        return changed_bytes(rng, content[:head]) + content[head:]
     operations = [bytes([code]) for code in b"]}()tau.sRbNQ02e\x85\x86\x87\x88\x89\x94\x93\x81"]
     operations += [b"K\x05", b"q\x00", b"h\x00", b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\xff"]
     operations += [b"cnumpy\ndtype\n", b"cnumpy\nndarray\n", b"c_codecs\nencode\n", b"U\x02u1"]
@@ -207,76 +202,44 @@ def changed_pickle(rng: random.Random, content: bytes) -> bytes:
     return b"\x80\x02" + b"".join(repeated)[: 1 << 21] + rng.choice((b".", b"", b"}."))
 
 
-class Pickles:
-    errors = (ValueError,)
-
-    def __init__(self, base: Path) -> None:
-        self.content = pickle.dumps(batch_of(1, 1), protocol=4)
-
-    def case(self, rng: random.Random) -> None:
-        _batch("here", changed_pickle(rng, self.content))
-
-
 class Archives:
+    """Compressed archives of such batches, or of images with long names."""
+
     errors = (ValueError, FileNotFoundError)
 
     def __init__(self, base: Path) -> None:
         self.base = base / "archives"
-        self.base.mkdir()
-        pickles = {
-            f"cifar-10-batches-py/{name}": pickle.dumps(batch_of(k, 1), protocol=2)
-            for k, name in enumerate(Cifar.names)
-        }
-        images = {}
-        try:
-            from PIL import Image
-        except ModuleNotFoundError:
-            pass
-        else:
-            for part in ("train", "test"):
-                for k in range(10):
-                    buffer = io.BytesIO()
-                    Image.new("RGB", (32, 32), (25 * k, 0, 0)).save(buffer, "JPEG")
-                    images[f"{part}/class{k}/{'long' * 30}.jpg"] = buffer.getvalue()
-        self.kinds = [("cifar-10-python.tar.gz", pickles), ("cifar.tar", images or pickles)]
+        batches = write_batches(self.base, samples=1)
+        pickles = [(f"{FOLDER}/{name}", pickle.dumps(batch)) for name, batch in batches.items()]
+        images = pickles
+        with suppress(pytest.skip.Exception):  # without Pillow
+            images = [
+                (f"{part}/class{k}/{'long' * 30}.jpg", jpeg(color=(25 * k, 0, 0)))
+                for part in ("train", "test")
+                for k in range(10)
+            ]
+        self.kinds = [("cifar-10-python.tar.gz", pickles), ("cifar.tar", images)]
 
     def case(self, rng: random.Random) -> None:
         name, members = rng.choice(self.kinds)
-        path = self.base / name
-        buffer = io.BytesIO()
-        how = rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))
-        victim = rng.choice(sorted(members))
+        path, members = self.base / name, [*members]
+        victim = rng.randrange(len(members))
+        member, content = members[victim]
         inside = rng.random() < 0.3
-        with tarfile.open(fileobj=buffer, mode="w", format=how) as archive:
-            for member, content in members.items():
-                told = tarfile.TarInfo(member)
-                if inside and member == victim:
-                    content = changed_bytes(rng, content)
-                told.size = len(content)
-                if not inside and member == victim and rng.random() < 0.5:
-                    told.type = rng.choice((b"1", b"2", b"3", b"5", b"S", b"L", b"x", b"g", b"Z"))
-                archive.addfile(told, io.BytesIO(content))
-        content = buffer.getvalue()
+        if inside:
+            members[victim] = (member, changed_bytes(rng, content))
+        elif rng.random() < 0.5:
+            kind = rng.choice((b"1", b"2", b"3", b"5", b"S", b"L", b"x", b"g", b"Z"))
+            members[victim] = (member, kind)
+        how = rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))
+        content = archive(path, members, format=how).read_bytes()
         if not inside and rng.random() < 0.6:
             content = changed_header(rng, content)
-        pack = rng.choice(("", "gz", "bz2", "xz"))
-        content = packed(content, pack)
+        content = rng.choice((bytes, gzip.compress, bz2.compress, lzma.compress))(content)
         if rng.random() < 0.4:
             content = changed_bytes(rng, content)
         path.write_bytes(content)
         load_cifar10(path)
-
-
-def packed(content: bytes, how: str) -> bytes:
-    import bz2
-    import gzip
-    import lzma
-
-    if how == "gz":
-        return gzip.compress(content, 1)
-    if how == "bz2":
-        return bz2.compress(content, 1)
-    return lzma.compress(content, preset=0) if how == "xz" else content
 
 
 def changed_header(rng: random.Random, content: bytes) -> bytes:
@@ -286,22 +249,9 @@ def changed_header(rng: random.Random, content: bytes) -> bytes:
     at = rng.choice(headers)
     header = found[at : at + 512]
     where, size = rng.choice(((0, 100), (124, 12), (156, 1), (157, 100), (345, 155), (100, 24)))
-    field = rng.choice(
-        (
-            b"\x80" + b"\0" * 11,
-            b"\xff" * 12,
-            b"77777777777\0",
-            b"00000000000\0",
-            b"-1\0",
-            b"0o17\0",
-            b"\0" * 12,
-            rng.randbytes(12),
-            b"S",
-            b"L",
-            b"x",
-            b"../../x\0",
-        )
-    )[:size]
+    octal = (b"77777777777\0", b"00000000000\0", b"-1\0", b"0o17\0", b"\0" * 12)
+    other = (b"\x80" + b"\0" * 11, b"\xff" * 12, rng.randbytes(12), b"S", b"L", b"x", b"../../x\0")
+    field = rng.choice((*octal, *other))[:size]
     header[where : where + len(field)] = field
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
@@ -327,10 +277,10 @@ class Checkpoints:
             sampler=self.sampler,
             extra={"a": (1, 2.5), "b": [None, torch.tensor(3)]},
         )
-        self.document = self.where / documents.NAME
+        self.document = self.where / "checkpoint.json"
         self.content = self.document.read_bytes()
-        self.body = json.loads(self.content)["checkpoint"]
-        self.data = data_file(self.where, "state")
+        self.body = body_of(self.where)
+        self.data = self.where / "state.safetensors"
         self.tensors = self.data.read_bytes()
         self.renew()
 
@@ -340,21 +290,15 @@ class Checkpoints:
         self.sampler.position = 1
         self.before = self.state()
 
-    def state(self) -> tuple[object, ...]:
-        tensors = {key: tensor.clone() for key, tensor in everything(self.pipe).items()}
-        plain = [
-            *(o.state_dict()["param_groups"] for o in self.pipe.optimizers),
-            *(s.state_dict() for s in self.pipe.schedulers),
-            self.sampler.state_dict(),
-        ]
-        return tensors, repr(plain), torch.get_rng_state()
+    def state(self) -> list[object]:
+        return [state_of(self.pipe), self.sampler.state_dict(), torch.get_rng_state()]
 
     def case(self, rng: random.Random) -> None:
         kind = rng.randrange(4)
         if kind == 0:
             self.document.write_bytes(changed_bytes(rng, self.content))
         elif kind == 1:
-            self.write(changed_json(rng, self.body))
+            write_body(self.where, changed_json(rng, self.body))
         elif kind == 2:
             self.data.write_bytes(changed_bytes(rng, self.tensors))
         else:  # a file with its present size, which only reading reveals
@@ -362,24 +306,16 @@ class Checkpoints:
             body = copy.deepcopy(self.body)
             body["files"][self.data.name] = len(content)
             self.data.write_bytes(content)
-            self.write(body)
+            write_body(self.where, body)
         try:
             load(self.where, self.pipe, sampler=self.sampler)
         except CheckpointError:
-            now = self.state()
-            same(now[0], self.before[0])
-            assert now[1] == self.before[1], "the options have changed"
-            assert torch.equal(now[2], self.before[2]), "the random numbers have changed"
+            same(self.state(), self.before)
             raise
         finally:
             self.document.write_bytes(self.content)
             self.data.write_bytes(self.tensors)
         self.renew()
-
-    def write(self, body: object) -> None:
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self.document.write_text(json.dumps({"sha256": digest, "checkpoint": body}))
 
 
 class Reports:
@@ -420,7 +356,7 @@ class Reports:
             read_csv(path, microbatches=rng.choice((None, 1, 2, 3, 10**6)))
 
 
-KINDS = (Cifar, Pickles, Archives, Checkpoints, Checkpoints, Reports)
+KINDS = (Cifar, Archives, Checkpoints, Checkpoints, Reports)
 
 
 def limit_memory() -> None:

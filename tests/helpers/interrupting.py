@@ -78,8 +78,9 @@ class Case:
     ):
         torch.manual_seed(3)
         width = 3
-        self._stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]
-        self._stages = [stage.to(dtype) for stage in self._stages]
+        self._stages = [
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()).to(dtype) for _ in range(stages)
+        ]
         self._ties = ties
         if ties:
             self._stages[-1][0].bias = self._stages[0][0].bias
@@ -90,11 +91,8 @@ class Case:
         ]
         self._optimizer = optimizer or sgd
         self._settings = {"method": method, **settings}
-        pipe = self.pipe()
-        self.versions = [[parts] for parts in self.state(pipe)]
-        for k, opt in enumerate(pipe.optimizers):
-            opt.register_step_post_hook(lambda *_, k=k: self._note(pipe, k))
-        list(pipe.run(self.data))
+        # by minibatches of training, and then by stage
+        self._versions = [self._trained(count) for count in range(MINIBATCHES + 1)]
         self._after: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
 
     def pipe(self):
@@ -106,24 +104,22 @@ class Case:
     def pipe_of(self, modules):
         return st.Pipeline(modules, self._optimizer, nn.functional.mse_loss, **self._settings)
 
-    def _note(self, pipe, k):
-        # While a step's hook runs, only the true weights are in their place.
-        weights = pipe._weights[k]
-        true = weights.true_weights()
-        found = {f"w{n}": true[p] for n, p in enumerate(weights.params)}
-        self.versions[k].append(clones({**found, **moments(weights.optimizer)}))
+    def _trained(self, count):
+        pipe = self.pipe()
+        list(pipe.run(self.data[:count]))
+        return self.state(pipe)
 
     def state(self, pipe):
         """Return weights (or master weights) and momentum of each stage."""
         masters, found = pipe.masters(), []
         for k, opt in enumerate(pipe.optimizers):
-            params = [p for group in opt.param_groups for p in group["params"]]
-            named = {f"w{n}": masters.get(p, p) for n, p in enumerate(params)}
-            for n, p in enumerate(params):
+            named = {f"w{n}": masters.get(p, p) for n, p in enumerate(params_of(opt))}
+            for n, p in enumerate(params_of(opt)):
                 rounded = pipe.state_dict()[f"{k}.0.{'weight' if n == 0 else 'bias'}"]
                 assert torch.equal(p, rounded)
                 assert torch.equal(rounded, named[f"w{n}"].to(p.dtype))
-            found.append(clones({**named, **moments(opt)}))
+            tensors = {**named, **moments(opt)}
+            found.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
         return found
 
     def check(self, pipe):
@@ -131,11 +127,10 @@ class Case:
         if self._ties:
             all_of_it = pipe.state_dict()
             assert torch.equal(all_of_it["0.0.bias"], all_of_it[f"{len(self._stages) - 1}.0.bias"])
-        found = self.state(pipe)
-        made = []
-        for mine, versions in zip(found, self.versions, strict=True):
-            equal = [u for u, version in enumerate(versions) if same(mine, version)]
-            assert equal, (mine, versions)
+        found, made = self.state(pipe), []
+        for k, mine in enumerate(found):
+            equal = [u for u, version in enumerate(self._versions) if same(mine, version[k])]
+            assert equal, (k, mine)
             made.append(equal[0])
         key = tuple(made)
         if key not in self._after:
@@ -147,23 +142,25 @@ class Case:
     def _trained_from(self, state):
         """Return the weights that a new pipeline trains from these."""
         pipe = self.pipe()
-        if masters := pipe.masters():
-            for opt, parts in zip(pipe.optimizers, state, strict=True):
-                for n, p in enumerate(p for group in opt.param_groups for p in group["params"]):
-                    p.data.copy_(parts[f"w{n}"])
-                    masters[p].copy_(parts[f"w{n}"])
+        masters = pipe.masters()
         for opt, parts in zip(pipe.optimizers, state, strict=True):
-            for n, p in enumerate(p for group in opt.param_groups for p in group["params"]):
-                if not masters:
-                    p.data.copy_(parts[f"w{n}"])
             saved = opt.state_dict()
             for name, tensor in parts.items():
-                if not name.startswith("w"):
-                    n, _, key = name.partition(".")
+                n, _, key = name.partition(".")
+                if key:
                     saved["state"].setdefault(int(n), {})[key] = tensor
+                    continue
+                p = params_of(opt)[int(n[1:])]
+                p.data.copy_(tensor)
+                if p in masters:
+                    masters[p].copy_(tensor)
             opt.load_state_dict(saved)
         list(pipe.run(self.data[:3]))
         return self.state(pipe)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def sgd(params):
@@ -193,10 +190,6 @@ def moments(optimizer):
         for key, tensor in entry.items()
         if isinstance(tensor, torch.Tensor)
     }
-
-
-def clones(tensors):
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def same(a, b):

@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from threading import Condition
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.transport import Buffer, Event, callers_stream
 
+Sent = tuple[Tensor, Buffer, Event]  # a message, its memory, and when it is written
 
-class _Sent(NamedTuple):
-    """A message that another replica's stream may read once it is written."""
 
-    message: Tensor
-    buffer: Buffer
-    written: Event
+def copied(message: Tensor, name: str) -> Sent:
+    """Copy a message on the current stream."""
+    stream, buffer = callers_stream(message.device), Buffer(name)
+    with stream.using(writes=(buffer,)):
+        copy = message.clone()
+    written = stream.event()
+    stream.record(written)
+    return copy, buffer, written
 
-    @classmethod
-    def of(cls, message: Tensor, name: str) -> _Sent:
-        """Copy a message on the current stream."""
-        stream, buffer = callers_stream(message.device), Buffer(name)
-        with stream.using(writes=(buffer,)):
-            copy = message.clone()
-        written = stream.event()
-        stream.record(written)
-        return cls(copy, buffer, written)
 
-    def read_on(self, device: torch.device) -> Tensor:
-        """Return the message for work on the device's current stream."""
-        # A copy between devices uses the current streams of both.
-        streams = [callers_stream(each) for each in {self.message.device, device}]
-        for stream in streams:
-            stream.wait(self.written)
-            stream.lend([self.message])
-        with callers_stream(device).using(reads=(self.buffer,)):
-            return self.message.to(device)
+def read_on(device: torch.device, message: Tensor, buffer: Buffer, written: Event) -> Tensor:
+    """Return a message for work on the device's current stream."""
+    # A copy between devices uses the current streams of both.
+    for stream in [callers_stream(each) for each in {message.device, device}]:
+        stream.wait(written)
+        stream.lend([message])
+    with callers_stream(device).using(reads=(buffer,)):
+        return message.to(device)
 
 
 class Meeting:
@@ -56,15 +48,17 @@ class Meeting:
         self.changed = Condition()
         self._replicas = replicas
         # by (stage, message number), then by replica, until all have arrived
-        self._sent: dict[tuple[int, int], dict[int, _Sent]] = {}
+        self._sent: dict[tuple[int, int], dict[int, Sent]] = {}
 
-    def exchange(self, replica: int, stage: int) -> Exchange:
+    def exchange(
+        self, replica: int, stage: int
+    ) -> Callable[[Tensor], Callable[[], Sequence[Tensor]]]:
         """Return the exchange that a replica of a stage sends with."""
         numbers = count()
 
         def send(message: Tensor) -> Callable[[], Sequence[Tensor]]:
             key = stage, next(numbers)
-            own = _Sent.of(message, f"message of replica {replica} of stage {stage}")
+            own = copied(message, f"message of replica {replica} of stage {stage}")
             with self.changed:
                 sent = self._sent.setdefault(key, {})
                 sent[replica] = own
@@ -75,12 +69,12 @@ class Meeting:
 
         return send
 
-    def _arrived(self, sent: Mapping[int, _Sent], device: torch.device) -> Sequence[Tensor]:
+    def _arrived(self, sent: dict[int, Sent], device: torch.device) -> Sequence[Tensor]:
         with self.changed:
             self.changed.wait_for(lambda: len(sent) == self._replicas or self.failure)
         if len(sent) < self._replicas:
             raise RuntimeError("another replica has failed") from self.failure
-        return [sent[c].read_on(device) for c in range(self._replicas)]
+        return [read_on(device, *sent[c]) for c in range(self._replicas)]
 
     def fail(self, error: BaseException) -> None:
         """Wake up all waiting replicas with an error; keep the first cause."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import spectrain_ext as st
 
@@ -75,7 +74,3 @@ BY_NAME = {op.name: op for op in [*OPS, *PLANS]}
 def alone(lists: Lists) -> Lists:
     """Return the first tensor of every list."""
     return {name: tensors[0] for name, tensors in lists.items()}
-
-
-def copies(lists: Mapping[str, list[Tensor]]) -> Lists:
-    return {name: [t.clone() for t in tensors] for name, tensors in lists.items()}

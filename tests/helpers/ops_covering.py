@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Options: TypeAlias = dict[str, Any]
 Factors: TypeAlias = Mapping[str, Sequence[Any]]
-Pair: TypeAlias = tuple[tuple[str, Any], tuple[str, Any]]
+Pair: TypeAlias = frozenset[tuple[str, Any]]  # of two names with their values
 #: Combinations that no row has: for each factor named, some of its values.
 Excluded: TypeAlias = Sequence[Mapping[str, Sequence[Any]]]
 
@@ -24,15 +24,15 @@ def allowed(options: Options, excluded: Excluded) -> bool:
     )
 
 
-def pairs_of(options: Options) -> Iterator[Pair]:
-    """Yield every pair of values that these options have."""
-    return itertools.combinations(options.items(), 2)
+def pairs_of(options: Options) -> Iterable[Pair]:
+    """Return every pair of values that these options have."""
+    return map(frozenset, itertools.combinations(options.items(), 2))
 
 
 def required_pairs(factors: Factors, excluded: Excluded) -> list[Pair]:
     """Return the pairs of values that are not excluded."""
     return [
-        ((one, a), (other, b))
+        frozenset(((one, a), (other, b)))
         for one, other in itertools.combinations(factors, 2)
         for a, b in itertools.product(factors[one], factors[other])
         if allowed({one: a, other: b}, excluded)
@@ -45,15 +45,14 @@ def covering_array(factors: Factors, excluded: Excluded) -> list[Options]:
     missing = dict.fromkeys(required_pairs(factors, excluded))
     rows: list[Options] = []
     while missing:
-        row = _row(dict(next(iter(missing))), factors, excluded, missing, dice)
-        rows.append(row)
-        for pair in pairs_of(row):
+        rows.append(_row(next(iter(missing)), factors, excluded, missing, dice))
+        for pair in pairs_of(rows[-1]):
             missing.pop(pair, None)
     return rows
 
 
 def _row(
-    start: Options,
+    start: Pair,
     factors: Factors,
     excluded: Excluded,
     missing: Mapping[Pair, None],
@@ -69,19 +68,11 @@ def _row(
             if not fitting:
                 break
             dice.shuffle(fitting)
-            row[name] = max(fitting, key=lambda value: _added(name, value, row, factors, missing))
+            added = [
+                sum(frozenset(((name, value), known)) in missing for known in row.items())
+                for value in fitting
+            ]
+            row[name] = fitting[added.index(max(added))]
         else:
             return {name: row[name] for name in factors}
     raise ValueError(f"no row can have both of {start}: exclude the pair")
-
-
-def _added(
-    name: str, value: Any, row: Options, factors: Factors, missing: Mapping[Pair, None]
-) -> int:
-    order = list(factors)
-    return sum(
-        ((name, value), (other, row[other])) in missing
-        if order.index(name) < order.index(other)
-        else ((other, row[other]), (name, value)) in missing
-        for other in row
-    )

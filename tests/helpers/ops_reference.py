@@ -156,6 +156,11 @@ def step(
     return [new_w, *(narrow(x, t.dtype) for x, t in zip(new_state, state, strict=True))]
 
 
+def gain(numbers: laws.Sgd) -> float:
+    """Return the gradient's factor in the momentum."""
+    return 1.0 - numbers.momentum if numbers.smoothed else 1.0 - numbers.dampening
+
+
 def _sgd_step(
     numbers: laws.Sgd, kept: Array, d: Array, state: Sequence[Tensor], first: bool
 ) -> tuple[Array, list[Array]]:
@@ -163,11 +168,11 @@ def _sgd_step(
     lr, mu = numbers.lr, numbers.momentum
     if mu == 0:
         return fma(scalar(-lr), d, kept), [widen(t) for t in state]
-    gain = 1.0 - mu if numbers.smoothed else 1.0 - numbers.dampening
-    v = d if first else fma(scalar(mu), widen(state[0]).astype(kept.dtype), scalar(gain) * d)
+    by = gain(numbers)
+    v = d if first else fma(scalar(mu), widen(state[0]).astype(kept.dtype), scalar(by) * d)
     if not numbers.nesterov:
         return fma(scalar(-lr), v, kept), [v]
-    by_gradient = scalar(lr * gain)  # W - lr*gain*d - lr*mu*v, rounded after each term
+    by_gradient = scalar(lr * by)  # W - lr*gain*d - lr*mu*v, rounded after each term
     kept = fma(-by_gradient, d, kept) if by_gradient else kept
     return fma(scalar(-lr * mu), v, kept), [v]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -96,17 +97,21 @@ def trained(
     return params, optimizer
 
 
-def flat_views(params: Sequence[Tensor], dtype: torch.dtype | None = None) -> dict[Tensor, Tensor]:
-    """Return views of one buffer with NaN in them and between them, in the parameters' layouts."""
-    starts, at = [], 1
-    for p in params:
-        starts.append(at)
-        at += p.numel() + 3
-    buffer = torch.full(
-        (at,), float("nan"), dtype=dtype or params[0].dtype, device=params[0].device
-    )
-    rows = zip(params, starts, strict=True)
-    return {p: buffer.as_strided(p.shape, p.stride(), start) for p, start in rows}
+def flat_views(
+    params: Sequence[Tensor], dtype: torch.dtype | None = None, *, filled: bool = False
+) -> dict[Tensor, Tensor]:
+    """Return views of one buffer, in the parameters' layouts, with NaN between them.
+
+    They contain NaN too, or the parameters' values if `filled`.
+    """
+    dtype, device = dtype or params[0].dtype, params[0].device
+    starts = list(itertools.accumulate((p.numel() + 3 for p in params), initial=1))
+    buffer = torch.full((starts[-1],), float("nan"), dtype=dtype, device=device)
+    rows = zip(params, starts, strict=False)
+    views = {p: buffer.as_strided(p.shape, p.stride(), start) for p, start in rows}
+    for p, view in views.items() if filled else ():
+        view.copy_(p.detach())
+    return views
 
 
 def buffers_for(

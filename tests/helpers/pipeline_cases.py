@@ -20,14 +20,16 @@ SGD_ARGS = {"lr": 0.05, "momentum": 0.9}
 mse = nn.functional.mse_loss
 
 
-@pytest.fixture(autouse=True)
-def float64():
+def in_float64():
     """The oracle's precision; tests set their own seeds and thread counts."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     with checked_streams():
         yield
     torch.set_default_dtype(torch.float32)
+
+
+float64 = pytest.fixture(autouse=True)(in_float64)  # of all tests of a file that imports it
 
 
 def tanh_stages(n, width=5, layers=2):

@@ -8,56 +8,22 @@ from __future__ import annotations
 
 import random
 import warnings
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
 import torch
-from helpers.foreign_optimizers import muon_and_adamw
-from helpers.random_modules import (
-    BATCHED,
-    BLOCKS,
-    CHANNELS,
-    CLASSES,
-    MOVED,
-    RANDOM,
-    SIDE,
-    STEPS,
-    WIDE_ONLY,
-    WIDTH,
-    WITHOUT_WEIGHTS,
-    ZERO_GRADIENTS,
-    Entry,
-    Exit,
-    Head,
-    Loss,
-    Pack,
-    Scores,
-    Unpack,
-)
+from helpers import random_modules as modules
+from helpers.random_optimizers import FOREIGN, LINEAR, ROUNDING, SAME, SCHEDULERS, RandomOptimizer
 from helpers.random_settings import (
-    DECAYING,
     DEFINITIONS,
     FLUSHING,
-    FOREACH,
-    FOREIGN,
-    FUSED,
     HYBRIDS,
-    LINEAR,
-    MOMENTUM,
-    OURS,
     OWN_WINDOWS,
     PREVIOUS,
-    RATE,
-    ROUNDING,
-    SAME,
-    SCHEDULERS,
-    SECOND_ORDER,
-    SGD_ONLY,
     WIDE_STEPS,
     method_of,
 )
-from oracle.sgd import AveragingSGD
 from torch import nn
 
 import spectrain_ext as st
@@ -74,8 +40,8 @@ def seeds(few):
 def covering_seeds(against, without=()):
     """Return the seeds: all in a nightly run, otherwise few with every feature of other kinds."""
     features = {
-        n: {feature for feature in Program(n, against).features if feature[0] not in without}
-        for n in range(COUNT)
+        seed: {feature for feature in found if feature[0] not in without}
+        for seed, found in drawn(against)[0].items()
     }
     wanted, few = set().union(*features.values()), []
     while wanted:
@@ -104,21 +70,31 @@ IMPOSSIBLE = {
 }
 
 
-def missing(against):
-    """Return the required features and pairs of features that no program has."""
-    drawn = [Program(seed, against).features for seed in range(COUNT)]
-    every = set().union(*drawn)
-    required = {("block", (domain, name)) for domain, row in BLOCKS.items() for name in row}
+@cache
+def drawn(against):
+    """Return the features of each seed's program, and required features and pairs without one.
+
+    The seeds are the first ones, and later ones with a pair that these lack.
+    """
+    features = {seed: Program(seed, against).features for seed in range(COUNT)}
+    every = set().union(*features.values())
+    required = {("block", (domain, name)) for domain, row in modules.BLOCKS.items() for name in row}
     required |= {("scheduler", name) for name in SCHEDULERS}
     required |= {("optimizer", name) for name in (*SAME, *FOREIGN) if name not in ROUNDING}
-    pairs = {
-        frozenset(pair)
-        for pair in combinations([one for one in every if one[0] in PAIRED], 2)
-        if pair[0][0] != pair[1][0]
-    }
-    for features in drawn:
-        pairs -= {frozenset(pair) for pair in combinations(features, 2)}
-    return required - every, pairs - IMPOSSIBLE
+    paired = [feature for feature in every if feature[0] in PAIRED]
+    lacking = {frozenset(pair) for pair in combinations(paired, 2) if pair[0][0] != pair[1][0]}
+    lacking -= IMPOSSIBLE
+    for found in features.values():
+        lacking -= {frozenset(pair) for pair in combinations(found, 2)}
+    for seed in range(COUNT, 20 * COUNT):
+        if not lacking:
+            break
+        found = Program(seed, against).features
+        having = lacking & {frozenset(pair) for pair in combinations(found, 2)}
+        if having:
+            features[seed] = found
+            lacking -= having
+    return features, required - every, lacking
 
 
 # Not drawn because torch (2.13, on a CPU) gets it wrong with channels_last: a group norm's backward
@@ -142,7 +118,8 @@ class Program:
         self.domain = self.pick("flat", "flat", "image", "time")
         self._draw_method()
         self._draw_numbers()
-        self._draw_optimizer()
+        self.optimizer = RandomOptimizer(self, self.named)
+        self.foreign = self.optimizer.foreign
         self._draw_blocks()
         self._draw_options()
         self._draw_batches()
@@ -155,7 +132,6 @@ class Program:
             for blocks, note in zip(self.blocks, self._notes(), strict=True)
         )
         options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        numbers = ", ".join(f"{key}={value!r}" for key, value in self.numbers.items())
         tied = f", tied {self.ties}{' with biases' * self.tie_biases}" * bool(self.ties)
         model = (
             f"{self.domain}{' tokens' * self.tokens}, {str(self.dtype).removeprefix('torch.')}, "
@@ -164,8 +140,7 @@ class Program:
         )
         return (
             f"program {self.seed} against {self.against}: {self.method}; [{stages}]; "
-            f"{self.optimizer}({numbers}{' as a tensor' * self.tensor_rate}; groups: "
-            f"{self.groups}), scheduler {self.scheduler}; {options}; {model}; batches "
+            f"{self.optimizer}; {options}; {model}; batches "
             f"{self.batch_form}, {self.input_form}, {self.target_form}, {self.loss}, "
             f"sizes {self.sizes}, offload {self.offload}"
         )
@@ -194,11 +169,11 @@ class Program:
             ("recompute", self.recompute),
             ("offload", self.offload),
             ("window", window if isinstance(window, str) else type(window)),
-            ("optimizer", self.optimizer),
-            ("groups", self.groups),
-            ("scheduler", self.scheduler),
-            *(("option", name) for name in self.numbers),
-            ("rate as a tensor", self.tensor_rate),
+            ("optimizer", self.optimizer.kind),
+            ("groups", self.optimizer.groups),
+            ("scheduler", self.optimizer.scheduler),
+            *(("option", name) for name in self.optimizer.numbers),
+            ("rate as a tensor", self.optimizer.tensor_rate),
             ("dtypes", (self.dtype, self.options.get("master_dtype"))),
         }
 
@@ -250,108 +225,19 @@ class Program:
         self.narrow = self.dtype == torch.bfloat16
         self.has_masters = self.narrow and master is not None
 
-    def _draw_optimizer(self):
-        named, sgd = self.named, self.named & SGD_ONLY
-        ours = ["st.SGD"] if sgd else [*SAME]
-        if "error-feedback" in named:
-            ours.remove("st.NAdam")
-        self.optimizer = self.pick(*ours)
-        if not named & OURS and self.chance(0.6):
-            kinds = [*FOREIGN] if self.exactly else [k for k in FOREIGN if k not in ROUNDING]
-            self.optimizer = self.pick(*kinds)
-            if self.optimizer == "Whitened" and self.narrow and not self.has_masters:
-                self.optimizer = "Lion"  # inverses need 32 bits
-        kind, numbers = self.optimizer, {"lr": RATE.get(self.optimizer, 0.005)}
-        self.foreign = kind not in SAME
-        if kind in ("st.SGD", "SGD"):
-            numbers |= self._sgd_numbers()
-        elif kind in DECAYING and self.chance(0.5):
-            numbers["weight_decay"] = 0.05
-        if kind in ("Adam", "AdamW") and self.chance(0.4):
-            numbers["amsgrad"] = True
-        if kind in ("st.Adam", "st.AdamW", "st.NAdam", "Adam", "AdamW", "NAdam", "RAdam"):
-            numbers["betas"] = self.pick((0.9, 0.999), (0.8, 0.95))
-        if kind in ("st.Adam", "st.NAdam", "NAdam", "RAdam") and self.chance(0.3):
-            numbers["decoupled_weight_decay"] = True
-        if kind == "RMSprop":
-            numbers |= {"momentum": self.pick(0.0, 0.9), "centered": self.chance(0.5)}
-        if kind == "Adagrad":
-            numbers |= {"lr_decay": self.pick(0.0, 0.1)}
-        averaging = numbers.keys() & {"smoothed", "decoupled_weight_decay"}
-        if kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam") and not averaging and self.chance(0.1):
-            numbers |= {"maximize": True, "lr": numbers["lr"] / 10}  # a loss has no maximum
-        how = [{}]
-        how += [{"fused": True}] if kind in FUSED else []
-        how += [{"foreach": True}, {"foreach": False}] if kind in FOREACH else []
-        numbers |= self.pick(*how)
-        if kind == "Muon":
-            numbers = {}
-        # Some kernels and loops need the rate as a plain number.
-        self.tensor_rate = (
-            self.against != "definition"
-            and kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam", "RAdam")
-            and not numbers.get("foreach")
-            and self.chance(0.15)
-        )
-        if kind in SAME and self.narrow and not self.has_masters and self.chance(0.5):
-            numbers["momentum_dtype"] = torch.float32
-        self.numbers = numbers
-        self.groups = "one" if kind == "Muon" else self.pick("one", "one", "two", "each")
-        still = kind == "st.SGD" and self.exactly and not named & MOMENTUM
-        if still and numbers["momentum"] and self.chance(0.15):
-            self.groups = "one still"
-            numbers["lr"] = RATE[kind]
-            for key in ("nesterov", "smoothed"):  # they need a momentum
-                numbers.pop(key, None)
-        self.has_momentum = not self.foreign and bool(numbers.get("momentum", 0.9))
-        self.scheduler = None
-        if kind != "Muon" and self.chance(0.5):
-            both = self.groups != "one still" and (
-                numbers.get("momentum", 0.0)
-                if kind in ("st.SGD", "SGD")
-                # No definition says which step's betas a prediction's bias corrections have.
-                else "betas" in numbers and self.against != "definition"
-            )
-            self.scheduler = self.pick(*[s for s in SCHEDULERS if both or "of both" not in s])
-
-    def _sgd_numbers(self):
-        named = self.named
-        numbers = {"momentum": self.pick(0.9, 0.9, 0.8, 0.0)}
-        if named & {*MOMENTUM, *SGD_ONLY}:
-            numbers["momentum"] = self.pick(0.9, 0.8)
-        if self.chance(0.5):
-            numbers["weight_decay"] = 0.05
-        if not numbers["momentum"]:
-            return numbers
-        averages = self.optimizer == "st.SGD" and self.chance(0.2)
-        if "spectrain-smoothed" in named or averages:
-            numbers |= {"smoothed": True, "lr": 0.3}
-        elif not named & {"sc", "sc-lwp", "error-feedback"} and self.chance(0.25):
-            numbers["nesterov"] = True
-        elif "error-feedback" not in named and self.chance(0.25) and not self._of_second_order:
-            numbers["dampening"] = 0.3  # the package's law takes its first change as zero
-        if self.optimizer == "st.SGD" and "dampening" not in numbers and self.chance(0.2):
-            numbers["decoupled_weight_decay"] = True
-        return numbers
-
-    @property
-    def _of_second_order(self):
-        """Whether the comparison is a definition whose first change is the whole momentum."""
-        return not self.exactly and self.named & SECOND_ORDER
-
     def _draw_blocks(self):
-        known = {*BLOCKS[self.domain]}
-        if not self.exactly and self.optimizer not in LINEAR:
-            known -= ZERO_GRADIENTS
+        known = {*modules.BLOCKS[self.domain]}
+        if not self.exactly and self.optimizer.kind not in LINEAR:
+            known -= modules.ZERO_GRADIENTS | {"scale"}  # before a norm it has none
         if self.narrow:
-            known -= WIDE_ONLY
-        if self.foreign and self.optimizer not in ("SGD", "Adam", "AdamW"):
+            known -= modules.WIDE_ONLY
+        if self.foreign and self.optimizer.kind not in ("SGD", "Adam", "AdamW"):
             known -= {"nothing"}
-        if self.optimizer == "Whitened":
+        if self.optimizer.kind == "Whitened":
             known -= {"scale", "prelu"}
         self.recompute = self.chance(0.25)
         if self.recompute and self.against == "definition":
-            known -= RANDOM
+            known -= modules.RANDOM
         if self.recompute:
             self.options["recompute"] = True
         safe = {"plain", "thin", "layer norm", "group norm", "spectral", "weight norm", "pooled"}
@@ -360,7 +246,7 @@ class Program:
             names = []
             learns = self.chance(0.85)
             for _ in range(self.pick(1, 2, 2, 3, 4)):
-                kinds = known if learns else known & WITHOUT_WEIGHTS
+                kinds = known if learns else known & modules.WITHOUT_WEIGHTS
                 kinds = sorted(kinds if before in safe else kinds - {"relu_"})
                 names.append(before := self.pick(*kinds, *["plain"] * (4 * learns)))
             self.blocks.append(names)
@@ -372,7 +258,7 @@ class Program:
         self.used = {name for names in self.blocks for name in names}
         self.last_steps = self.domain == "time" and self.chance(0.5)
         self.last = [k for k in range(self.n) if self.domain == "image" and self.chance(0.4)]
-        useless = WITHOUT_WEIGHTS | {"aside", "nothing"}
+        useless = modules.WITHOUT_WEIGHTS | {"aside", "nothing"}
         learning = [
             frozen != "all" and not useless.issuperset(names)
             for names, frozen in zip(self.blocks, self.frozen, strict=True)
@@ -399,7 +285,7 @@ class Program:
     @property
     def by_microbatch(self):
         """Whether cutting changes the result of a minibatch."""
-        return bool(self.used & (BATCHED | MOVED | RANDOM))
+        return bool(self.used & (modules.BATCHED | modules.MOVED | modules.RANDOM))
 
     def _notes(self):
         for k, frozen in enumerate(self.frozen):
@@ -426,7 +312,7 @@ class Program:
         if self.domain == "time":
             self.options["split_dim"] = self._split_dim()
         least, most = 1, 6
-        if self.used & BATCHED:  # one sample has no statistics
+        if self.used & modules.BATCHED:  # one sample has no statistics
             m = self.options["microbatches"]
             least = 2 * (self.n if m == "auto" else m)
             most = least + 3
@@ -464,27 +350,29 @@ class Program:
     # results of the old norms would otherwise have a graph and could not be copied
     @torch.no_grad()
     def _stages(self):
-        made = [[BLOCKS[self.domain][name](self.domain) for name in row] for row in self.blocks]
+        made = [
+            [modules.BLOCKS[self.domain][name](self.domain) for name in row] for row in self.blocks
+        ]
         if self.ties:
             (k, b), *others = self.ties
             for j, c in others:
                 made[j][c].weight = made[k][b].weight
                 if self.tie_biases:
                     made[j][c].bias = made[k][b].bias
-        entry = Entry(self.tokens)
-        head = Head(self.domain, self.last_steps)
+        entry = modules.Entry(self.tokens)
+        head = modules.Head(self.domain, self.last_steps)
         if self.head == "table":
-            head = Scores(entry.table.weight)
+            head = modules.Scores(entry.table.weight)
         every = []
         for k, row in enumerate(made):
             first = entry if k == 0 else nn.Identity()
             if k and self.forms[k - 1] != "tensor":
-                first = Unpack()
+                first = modules.Unpack()
             ending = [] if k < self.n - 1 else [head]
             if k < self.n - 1 and self.forms[k] != "tensor":
-                ending = [Pack(self.forms[k])]
+                ending = [modules.Pack(self.forms[k])]
             if k == self.n - 1 and self.out != "tensor":
-                ending.append(Exit(self.out))
+                ending.append(modules.Exit(self.out))
             every.append([first, *row, *ending])
         for k, row in enumerate(every):
             for module in row:
@@ -501,64 +389,9 @@ class Program:
             return cut_at(nn.Sequential(*(module for row in every for module in row)), self.ends)
         return [nn.Sequential(*row) for row in every]
 
-    def make_optimizer(self, kind):
-        if self.optimizer == "Muon":
-            return muon_and_adamw
-        numbers = dict(self.numbers)
-        if kind in (torch.optim.SGD, AveragingSGD) and not self.foreign:
-            numbers.pop("momentum_dtype", None)
-
-        def made(params):
-            own = dict(numbers)
-            if self.tensor_rate:
-                own["lr"] = torch.tensor(own["lr"])
-            return kind(self._grouped(list(params)), **own)
-
-        return made
-
-    def _grouped(self, params):
-        if self.groups == "one":
-            return params
-        lr = self.numbers["lr"]
-
-        def rate(factor):
-            return torch.tensor(lr * factor) if self.tensor_rate else lr * factor
-
-        if self.groups == "each":
-            return [{"params": [p], "lr": rate(1 + 0.1 * p.dim())} for p in params]
-        flat, rest = [p for p in params if p.dim() < 2], [p for p in params if p.dim() >= 2]
-        other = {"lr": rate(0.5)}
-        if self.optimizer in DECAYING:
-            other["weight_decay"] = 0.0
-        if self.groups == "one still":
-            other["momentum"] = 0.0
-        groups = [{"params": rest}, {"params": flat, **other}]
-        return [group for group in groups if group["params"]]
-
-    @property
-    def ours(self):
-        return self.make_optimizer(FOREIGN[self.optimizer] if self.foreign else self._pair[0])
-
-    @property
-    def theirs(self):
-        """Return torch's optimizer with the same numbers."""
-        return self.make_optimizer(FOREIGN[self.optimizer] if self.foreign else self._pair[1])
-
-    @property
-    def _pair(self):
-        ours, theirs = SAME[self.optimizer]
-        more = self.numbers.keys() & {"smoothed", "decoupled_weight_decay"}
-        if more and self.optimizer == "st.SGD":
-            theirs = AveragingSGD
-        return ours, theirs
-
-    @property
-    def make_scheduler(self):
-        return None if self.scheduler is None else SCHEDULERS[self.scheduler]
-
     @property
     def loss_fn(self):
-        return Loss(self.loss)
+        return modules.Loss(self.loss)
 
     def pipeline(self, salt=0, **more):
         with warnings.catch_warnings():
@@ -566,10 +399,10 @@ class Program:
             warnings.filterwarnings("ignore", message=".*rounded away")
             return st.Pipeline(
                 self.stages(salt),
-                self.ours,
+                self.optimizer.ours,
                 self.loss_fn,
                 method_of(self.method),
-                scheduler=self.make_scheduler,
+                scheduler=self.optimizer.make_scheduler,
                 **{**self.options, "offload": self.offload, **more},
             )
 
@@ -580,15 +413,15 @@ class Program:
     def _batch(self, size, generator):
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         shape = {
-            "flat": (size, WIDTH),
-            "image": (size, CHANNELS, SIDE, SIDE),
-            "time": (STEPS, size, WIDTH),
+            "flat": (size, modules.WIDTH),
+            "image": (size, modules.CHANNELS, modules.SIDE, modules.SIDE),
+            "time": (modules.STEPS, size, modules.WIDTH),
         }[self.domain]
         x = draw(shape).to(self.dtype)
         if self.domain == "image" and 0 in self.last:
             x = x.contiguous(memory_format=torch.channels_last)
         if self.tokens:
-            x = torch.randint(CLASSES + 3, (size,), generator=generator)
+            x = torch.randint(modules.CLASSES + 3, (size,), generator=generator)
         ones = [1] * (len(shape) - 1)
         ones.insert(1 if self.domain == "time" else 0, size)
         gate = (1 + 0.1 * draw(ones)).to(self.dtype)
@@ -603,7 +436,7 @@ class Program:
 
     def _target(self, size, generator, draw):
         if self.loss == "cross entropy":
-            return torch.randint(CLASSES, (size,), generator=generator)
-        steps = () if self.domain != "time" or self.last_steps else (STEPS,)
-        y = draw(*steps, size, CLASSES)
+            return torch.randint(modules.CLASSES, (size,), generator=generator)
+        steps = () if self.domain != "time" or self.last_steps else (modules.STEPS,)
+        y = draw(*steps, size, modules.CLASSES)
         return y if self.dtype == torch.float64 else y.float()

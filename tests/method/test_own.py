@@ -7,14 +7,7 @@ from itertools import chain, count
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    batches,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 
 import spectrain_ext as st
 from spectrain_ext import laws
@@ -23,7 +16,7 @@ from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_
 from spectrain_ext.timelines import simulate_method
 
 
-def trained(method, optimizer=None, n=3, minibatches=9, **more):
+def trained(method, optimizer=None, n=3, minibatches=6, **more):
     torch.manual_seed(0)
     stages = tanh_stages(n)
     pipe = st.Pipeline(stages, optimizer or sgd(), mse, method, **more)
@@ -101,7 +94,7 @@ def test_half_as_far_is_what_half_the_horizon_gives():
     assert same(trained(twice), trained(once))
 
 
-def test_backwards_from_the_last_microbatch_on_are_synchronous_training(float64):  # noqa: F811
+def test_backwards_from_the_last_microbatch_on_are_synchronous_training():
     own = Method("own", "", schedule=last_first, window=lambda k, n, m: m)
     assert flushes(last_first)
     found, weights = trained(own, microbatches=2)
@@ -170,26 +163,6 @@ def ending(place):
     yield from backward(place, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind", "said"),
-    [
-        (tuples, TypeError, "yield from forward(place, i, j)"),
-        (hasty, ValueError, "the window allows 3 microbatches in flight"),
-        (mixed, ValueError, "expected update of minibatch 0 before it"),
-        (waiting, ValueError, "stage 2, "),
-        (ending, ValueError, "missing at the end"),
-        (7, TypeError, "expected a name or a generator, got int"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_schedule_that_is_none(schedule, kind, said):
-    window = (lambda k, n, m: 2) if schedule is mixed else None
-    with pytest.raises(kind) as caught:
-        trained(Method("own", "", schedule=schedule, window=window))
-    assert "method: schedule of 'own': " in str(caught.value)
-    assert said in str(caught.value)
-
-
 @dataclass(frozen=True)
 class Greedy(Half):
     def sgd(self, numbers):
@@ -197,22 +170,26 @@ class Greedy(Half):
 
 
 @pytest.mark.parametrize(
-    ("law", "kind", "said"),
+    ("field", "value", "kind", "said"),
     [
-        (lambda s: 2.0 * s, TypeError, "expected a function that gives a law (sgd, adam), got 2.0"),
-        (Greedy, ValueError, "takes the gradient"),
-        (
-            7,
-            ValueError,
-            "one of linear, geometric, second-order, difference, average, got 7",
-        ),
+        ("schedule", tuples, TypeError, "yield from forward(place, i, j)"),
+        ("schedule", hasty, ValueError, "the window allows 3 microbatches in flight"),
+        ("schedule", mixed, ValueError, "expected update of minibatch 0 before it"),
+        ("schedule", waiting, ValueError, "stage 2, "),
+        ("schedule", ending, ValueError, "missing at the end"),
+        ("schedule", 7, TypeError, "expected a name or a generator, got int"),
+        ("law", lambda s: 2.0 * s, TypeError, "a function that gives a law (sgd, adam), got 2.0"),
+        ("law", Greedy, ValueError, "takes the gradient"),
+        ("law", 7, ValueError, "one of linear, geometric, second-order, difference, average, got"),
     ],
-    ids=["a number", "the gradient", "no function"],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_law_that_is_none(law, kind, said):
+def test_schedules_and_laws_that_are_none(field, value, kind, said):
+    window = (lambda k, n, m: 2) if value is mixed else None
+    method = Method("own", "", **{field: value}, window=window)
     with pytest.raises(kind) as caught:
-        trained(Method("own", "", law=law, forward_horizon=early))
-    assert "method: law of 'own': " in str(caught.value)
+        trained(method if field == "schedule" else replace(method, forward_horizon=early))
+    assert f"method: {field} of 'own': " in str(caught.value)
     assert said in str(caught.value)
 
 

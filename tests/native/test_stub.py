@@ -105,9 +105,3 @@ def test_a_signature_is_read_as_it_should_be() -> None:
     node = ast.parse("def f(self, x: int, y: int = ...) -> None: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     assert _arguments(node) == _native_arguments(function)
-
-
-def test_what_the_functions_return() -> None:
-    info = _C.build_info()
-    assert isinstance(info["version"], str) and isinstance(info["cuda"], bool)
-    assert isinstance(info["openmp"], bool)

@@ -1,4 +1,4 @@
-"""Tests version counters: operators increment them like torch's in-place ones, Plans do not."""
+"""Tests what autograd sees of operators; their version counters are in test_calls.py."""
 
 from __future__ import annotations
 
@@ -10,29 +10,6 @@ from helpers.operator_table import BY_NAME, OPS, Lists, Op
 from torch import Tensor
 
 import spectrain_ext as st
-
-
-@pytest.mark.parametrize(
-    ("op", "without", "options"),
-    [
-        *((op, [], {}) for op in OPS),
-        (BY_NAME["predict"], [], {"steps": 0.0}),
-        (BY_NAME["sgd_step_"], ["predict0", "predict1"], {}),
-        (BY_NAME["adam_step_"], ["predict0", "predict1"], {}),
-        (BY_NAME["sgd_step_"], ["momentum_buffers", "predict0", "predict1"], {"momentum": 0.0}),
-    ],
-)
-def test_what_is_written_is_bumped_and_nothing_else(
-    op: Op, without: list[str], options: dict[str, Any]
-) -> None:
-    lists = {name: tensors for name, tensors in op.build().items() if name not in without}
-    before = {name: [t._version for t in tensors] for name, tensors in lists.items()}
-    if "momentum_buffers" in without:
-        options = {**options, "momentum_buffers": None}
-    op(lists, **options)
-    for name, tensors in lists.items():
-        expected = [version + (name in op.written) for version in before[name]]
-        assert [t._version for t in tensors] == expected, name
 
 
 def _registered(lists: Lists) -> None:
@@ -64,25 +41,6 @@ def test_a_prediction_out_of_place_leaves_the_graph_alone() -> None:
     assert isinstance(hat, Tensor) and not hat.requires_grad
     loss.backward()
     assert w.grad is not None
-
-
-def test_a_plan_does_not_bump() -> None:
-    """A pipeline changes weights between forward and backward, which is what a Plan is for."""
-    tensors = w, v, g, kept, out = [torch.rand(6) for _ in range(5)]
-    plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=kept, outs=[out])
-    before = [t._version for t in tensors]
-    plan.predict_(lr=0.1, steps=1.0)
-    plan.predict(lr=0.1, steps=1.0)
-    plan.stash()
-    plan.restore_()
-    plan.swap_()
-    plan.stash_predict_([st.laws.Sgd(0.1, 0.9)], steps=2.0)
-    plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0])
-    plan.extrapolate(steps=2.0)
-    plan.write_out()
-    adam = st.Plan(w, exp_avgs=v, exp_avg_sqs=kept, grads=g, outs=[out])
-    adam.adam_step_([st.laws.Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)], predict=[2.0])
-    assert [t._version for t in tensors] == before
 
 
 def test_backward_after_a_plan_uses_the_weights_that_are_there_now() -> None:

@@ -1,6 +1,6 @@
 """Tests invalid lists of operators and Plans: errors name argument and index; nothing changes.
 
-Numbers and options are in test_bad_numbers.py.
+Numbers and options are in test_bad_numbers.py, all combinations of dtypes in test_dtypes.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ EVERYWHERE = [(op, name) for op in (*OPS, *PLANS) for name in op.lists]
 #: Lists that are compared with the first one.
 OTHERS = [(op, name) for op, name in EVERYWHERE if name != op.lists[0]]
 WRITTEN = [(op, name) for op, name in EVERYWHERE if name in op.written]
-#: Float32 weights may have these in 16 bits.
-NARROW = [
-    (op, name)
-    for op, name in OTHERS
-    if name.startswith(("grads", "predict")) or (name == "out" and op.name != "stash")
-]
 #: A call and a plan take different paths.
 DEEPLY = [(op, name) for op, name in EVERYWHERE if op.name in ("stash_predict_", "Plan")]
 
@@ -79,12 +73,6 @@ FAULTS = {
     "strides": Fault(OTHERS, ValueError, _one(lambda: torch.rand(3, 4).t()), says=("3, 1", "1, 4")),
     "float64": Fault(
         OTHERS, ValueError, _one(lambda: torch.rand(SHAPE).double()), says=("float32", "float64")
-    ),
-    "bfloat16": Fault(
-        [place for place in OTHERS if place not in NARROW],
-        ValueError,
-        _one(lambda: torch.rand(SHAPE).bfloat16()),
-        says=("float32", "bfloat16"),
     ),
     "the same memory within": Fault(
         EVERYWHERE, ValueError, _one(lambda: torch.rand(1, 3).expand(SHAPE))
@@ -200,26 +188,6 @@ def test_memory_of_a_written_list_in_another(op: Op, written: str, other: str, s
         lists[other][3] = lists[written][3]
     names = f"{_named(written, '3')}|{_named(other, str(index))}"
     raises(ValueError, names, lambda: op(lists), lists)
-
-
-def _bfloat16(lists: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    return {name: [t.bfloat16() for t in tensors] for name, tensors in lists.items()}
-
-
-@pytest.mark.parametrize(
-    ("op", "name", "bad"),
-    [
-        ("sgd_step_", "grads", torch.float32),
-        ("sgd_step_", "predict0", torch.float32),
-        ("predict_", "momentum_buffers", torch.float16),
-        ("predict_", "momentum_buffers", torch.float64),
-    ],
-)
-def test_what_16_bit_weights_do_not_allow(op: str, name: str, bad: torch.dtype) -> None:
-    """Momentum has their type or float32, all else has their type."""
-    lists = _bfloat16(BY_NAME[op].build())
-    lists[name][3] = lists[name][3].to(bad)
-    raises(ValueError, _named(name, "3"), lambda: BY_NAME[op](lists), lists)
 
 
 @pytest.mark.parametrize("strides", [(2, 1), (1, 1), (3, 2)])

@@ -1,8 +1,8 @@
 """Tests that every call of an operator equals its definition to the bit and changes nothing else.
 
-The products of options are in helpers/ops_calls.py: rules, ways to call (functions, plans, groups,
-torch.ops), types, layouts, sizes, numbers, laws, a step's options and numbers of threads. Every
-pair of options that can be combined occurs.
+The products of options are in helpers/ops_options.py: rules, ways to call (functions, plans,
+groups, torch.ops), types, layouts, sizes, numbers, laws, a step's options and numbers of threads.
+Every pair of options that can be combined occurs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hypothesis.strategies as hs
 import pytest
 import torch
-from helpers.ops_calls import PRODUCTS, World
+from helpers.ops_calls import PRODUCTS
 from helpers.ops_covering import Options, allowed, covering_array, pairs_of, required_pairs
+from helpers.ops_tensors import World
 from hypothesis import assume, given, settings
 
 _ROWS = {name: covering_array(*product[1:]) for name, product in PRODUCTS.items()}

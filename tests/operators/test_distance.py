@@ -40,24 +40,6 @@ def test_roots_are_rounded_once() -> None:
     assert torch.equal(each[0], (now - other).abs())
 
 
-def test_nothing_and_the_same() -> None:
-    now = [torch.randn(7), torch.empty(0), torch.randn(3)]
-    each, total = st.distance(now, [[w.clone() for w in now], now])
-    assert not each.any() and not total.any()
-    each, total = st.distance([], [[], []])
-    assert each.shape == (2, 0) and total.tolist() == [0.0, 0.0]
-    each, total = st.distance(now, [])
-    assert each.shape == (0, 3) and total.shape == (0,)
-
-
-def test_what_is_not_finite_shows() -> None:
-    now, other = torch.zeros(5000), torch.zeros(5000)
-    other[4999] = math.inf
-    assert st.distance(now, [other])[1].item() == math.inf
-    other[17] = math.nan
-    assert math.isnan(st.distance(now, [other])[1].item())
-
-
 _W = [torch.randn(4), torch.randn(4)]
 
 

@@ -168,12 +168,6 @@ def test_published_coefficients() -> None:
     assert laws.Geometric(2.5).sgd(undamped) == laws.Linear(2.5).sgd(undamped)
 
 
-def test_no_steps_have_no_terms() -> None:
-    for law in (laws.Linear(0), laws.Geometric(0), laws.SecondOrder(0)):
-        assert law.sgd(laws.Sgd(0.1, 0.9, weight_decay=0.1)) == []
-        assert law.adam(laws.Adam(0.1, (0.9, 0.99), 1e-8, 0.1, 1)) == []
-
-
 @given(
     numbers=sgds(),
     delay=hs.one_of(hs.integers(0, 31), hs.floats(0, 10)),
@@ -332,3 +326,9 @@ def test_only_a_step_can_write_second_order() -> None:
         lambda: plan.stash_predict_([_ADAM], steps=law),
     ):
         raises(ValueError, "steps: .*gradient", call, lists)
+
+
+@pytest.mark.parametrize("steps", [-1.0, math.nan, math.inf])
+def test_steps_of_an_extrapolation_that_cannot_be(steps: float) -> None:
+    w, kept, out = lists = [torch.rand(5) for _ in range(3)]
+    raises(ValueError, "^steps", lambda: st.extrapolate(w, kept, steps=steps, out=out), lists)

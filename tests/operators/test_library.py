@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 from helpers.operator_table import BY_NAME, OPS, Lists, Op, alone
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 import spectrain_ext as st
 from spectrain_ext.operators import laws
@@ -70,7 +70,8 @@ CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
     *((op, _new, {}) for op in OPS if "out" in op.lists),
     *((op, alone, {}) for op in (BY_NAME["predict"], BY_NAME["sgd_step_"], _DISTANCE)),
     (BY_NAME["predict_"], dict, _GEOMETRIC),
-    (BY_NAME["sgd_step_"], dict, {"steps": laws.SecondOrder(3.0, 1.0)}),
+    (BY_NAME["predict_"], dict, {"lr": torch.tensor(0.3)}),
+    (BY_NAME["sgd_step_"], dict, {"steps": laws.SecondOrder(3.0, 1.0), "zero_grad": True}),
     (BY_NAME["sgd_step_"], _without_a_gradient, _SGD),
     (BY_NAME["sgd_step_"], _without_momentum, {"momentum": 0.0, "maximize": True}),
     (BY_NAME["adam_step_"], dict, _ADAM),
@@ -100,10 +101,9 @@ def _compile_afresh() -> Iterator[None]:
 
 
 def _same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if a is not None:
-        for x, y in zip(*([t] if isinstance(t, Tensor) else t for t in (a, b)), strict=True):
-            assert torch.equal(x, y) and x.stride() == y.stride()
+    assert tree_structure(a) == tree_structure(b)
+    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride())
 
 
 def test_every_schema_is_called_here() -> None:
@@ -120,8 +120,7 @@ def test_a_compiled_call_does_what_an_eager_one_does(
     copies = _copied(lists)
     compiled = torch.compile(lambda x: op(x, **options), backend="aot_eager", fullgraph=True)
     _same(compiled(lists), op(copies, **options))
-    for name in lists.keys() - {"grads"}:
-        _same(lists[name], copies[name])
+    _same(lists, copies)
     for name in op.lists:
         # A schema covers whole lists: a tensor without a gradient gets a new version like the rest.
         if isinstance(lists.get(name), list) and name != "grads":
@@ -133,9 +132,9 @@ def test_a_compiled_call_does_what_an_eager_one_does(
 class _Recorded(torch.fx.Interpreter):
     """Runs a graph, and keeps the calls of torch.ops.spectrain in it."""
 
-    def __init__(self, graph: torch.fx.GraphModule) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, calls: list[tuple[Any, Any, Any]]) -> None:
         super().__init__(graph)
-        self.calls: list[tuple[Any, Any, Any]] = []
+        self.calls = calls
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if getattr(target, "namespace", None) == "spectrain":
@@ -148,26 +147,19 @@ class _Recorded(torch.fx.Interpreter):
 def test_the_operator_in_a_graph_keeps_to_its_schema(
     op: Op, given: Callable[[Lists], Lists], options: dict[str, Any]
 ) -> None:
-    """What it marks is written and bumped, and nothing else; autograd records nothing."""
-    graphs: list[_Recorded] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(_Recorded(graph))
-        return graphs[-1].run
-
+    """Its fake and its real kernel agree, and autograd records nothing."""
+    calls: list[tuple[Any, Any, Any]] = []
     lists = given(_lists(op))
-    torch.compile(lambda x: op(x, **options), backend=backend, fullgraph=True)(lists)
-    ((overload, args, kwargs),) = graphs[0].calls
+    torch.compile(
+        lambda x: op(x, **options),
+        backend=lambda graph, _: _Recorded(graph, calls).run,
+        fullgraph=True,
+    )(lists)
+    ((overload, args, kwargs),) = calls
     assert str(overload) == f"spectrain.{_schema(op, lists)}"
-    given_kwargs = _copied(kwargs)
-    new = overload(*args, **given_kwargs)
-    assert not any(t.requires_grad for t in tree_leaves(new) if t is not None)
-    for argument in overload._schema.arguments:
-        value, was = (x.get(argument.name) for x in (given_kwargs, kwargs))
-        for t, before in zip(value, was, strict=True) if isinstance(value, list) else ():
-            if isinstance(t, Tensor):
-                assert t._version == int(argument.is_write), argument.name
-                assert torch.equal(t, before) is not argument.is_write, argument.name
+    assert not any(
+        t is not None and t.requires_grad for t in tree_leaves(overload(*args, **kwargs))
+    )
     kwargs["params" if "params" in kwargs else "a"][0].requires_grad_()
     torch.library.opcheck(overload, args, kwargs)
 
@@ -225,8 +217,7 @@ def test_a_training_step_compiles_once_for_all_learning_rates(device: str) -> No
     for i in range(8):
         result = compiled(lists, 0.1 / (i + 1), i + 1)
         assert torch.equal(result, update(copies, 0.1 / (i + 1), i + 1))
-    for tensors, expected in zip(lists, copies, strict=True):
-        _same([t.detach() for t in tensors], expected)
+    _same(lists, copies)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
@@ -246,8 +237,7 @@ def test_values_computed_in_the_graph_are_those_before_the_writes(backend: str) 
     lists = [[torch.rand(3, 2), torch.rand(5, 4).t()] for _ in range(3)]
     copies = _copied(lists)
     _same(torch.compile(call, backend=backend, fullgraph=True)(lists), call(copies))
-    for tensors, expected in zip(lists, copies, strict=True):
-        _same(tensors, expected)
+    _same(lists, copies)
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
@@ -271,17 +261,6 @@ def test_a_prediction_in_a_graph_is_a_constant_for_autograd() -> None:
     torch.compile(call, backend="aot_eager", fullgraph=True)(w, v, x).backward()
     assert w.grad is not None
     torch.testing.assert_close(w.grad, 2 * w.detach())
-
-
-def test_a_learning_rate_may_be_a_tensor() -> None:
-    def call(lists: Lists, lr: Any) -> None:
-        BY_NAME["predict_"](lists, lr=lr)
-
-    lists, rate = _lists(BY_NAME["predict_"]), torch.tensor(0.3)
-    copies = _copied(lists)
-    torch.compile(call, backend="aot_eager", fullgraph=True)(lists, rate)
-    call(copies, rate.item())
-    _same(lists["params"], copies["params"])
 
 
 def test_a_graph_works_on_the_current_stream() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_calls import DTYPES
+from helpers.ops_options import DTYPES
 from helpers.ops_tensors import values
 from torch import Tensor
 
@@ -37,15 +37,6 @@ def test_many_tensors_get_the_bits_of_a_few(count: int, device: str) -> None:
         st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, weight_decay=0.01, predict=[(3.0, out)])
     for name, many, few in zip(("w", "g", "v", "out"), together, lists, strict=True):
         ref.assert_lists(many, few, name, exact=True)
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 2)])
-def test_empty_tensors_of_any_shape(shape: tuple[int, ...]) -> None:
-    empty = [torch.empty(shape) for _ in range(3)]
-    st.predict_(empty[0], empty[1], lr=0.1, steps=1.0)
-    st.stash_predict_(*empty, lr=0.1, steps=1.0)
-    st.sgd_step_(*empty, lr=0.1, momentum=0.9)
-    assert st.stash(empty[0]).shape == shape
 
 
 def test_tuples_and_generators() -> None:

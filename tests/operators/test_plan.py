@@ -24,16 +24,6 @@ _SGD = laws.Sgd(0.1, 0.9)
 _ADAM = laws.Adam(0.01, step=4)
 
 
-def test_a_plan_sees_values_as_they_are_when_it_runs() -> None:
-    w, v = torch.zeros(4), torch.zeros(4)
-    plan = st.Plan(w, momentum_buffers=v)
-    v.fill_(2.0)
-    w.fill_(1.0)
-    plan.predict_(lr=1.0, steps=1.0)
-    plan.predict_(lr=0.5, steps=4.0)
-    assert w.tolist() == [-5.0] * 4
-
-
 def test_a_plan_keeps_its_tensors_alive_until_a_refresh_replaces_them() -> None:
     """Observed through the numpy arrays that own the tensors' memory."""
     arrays = [np.full(5000, float(k), dtype=np.float32) for k in range(5)]
@@ -95,13 +85,6 @@ class TestRefresh:
         plan.refresh()
         self._step(plan)
         assert p.tolist() == [-2.0] * 6
-
-    def test_gradients_given_become_the_gradients(self) -> None:
-        params = [self._leaf(), self._leaf()]
-        plan = st.Plan(params, grads=[torch.ones(6), torch.ones(6)])
-        plan.refresh([None, torch.full((6,), 5.0)])
-        self._step(plan)
-        assert params[0].tolist() == [0.0] * 6 and params[1].tolist() == [-5.0] * 6
 
     def test_many_real_steps(self) -> None:
         """Autograd hands out gradients whose strides differ in dimensions of size one."""

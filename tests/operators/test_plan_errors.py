@@ -98,7 +98,7 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.predict_([_S, _DECAYED], steps=_SECOND), ValueError, "^steps: .*gradient"),
     *[
         (call, ValueError, name)
-        for value in (-1.0, -0.001, math.nan, math.inf)
+        for value in (-1.0, math.nan)
         for name in ("lr", "steps")
         for call in (
             lambda p, more={**_ONE, name: value}: p.predict_(**more),

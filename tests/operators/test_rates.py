@@ -1,4 +1,4 @@
-"""Tests learning rates that kernels read from memory: inner, because a rate of the CPU is."""
+"""Tests learning rates that kernels read from memory: inner, because `Rate` is, for the CPU."""
 
 from __future__ import annotations
 
@@ -65,16 +65,6 @@ def test_a_law_that_multiplies_twice(lr: float, mu: float, steps: float) -> None
 
 class TestReadWhenTheCallRuns:
     """What a captured graph does at a replay: the same native call with the rate of the moment."""
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_a_changed_tensor_changes_the_next_call(self, dtype: torch.dtype) -> None:
-        w, v, out = tensors(2)
-        lr = torch.tensor(0.5, dtype=dtype)
-        plan = st.Plan(w, momentum_buffers=v, outs=[out])
-        for rate in (0.5, 0.3, 0.0):
-            lr.fill_(rate)
-            plan.predict(lr=Rate(lr), steps=3)
-            assert all(map(torch.equal, out, st.predict(w, v, lr=lr.item(), steps=3)))
 
     def test_a_prepared_call(self) -> None:
         w, g, v, out = tensors(3)

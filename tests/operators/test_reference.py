@@ -12,18 +12,8 @@ import torch
 from helpers import ops_reference as ref
 from hypothesis import given
 
-_EDGES32 = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    2.0**-149,
-    2.0**-126,
-    1 + 2.0**-23,
-    1 - 2.0**-24,
-    float(np.finfo(np.float32).max),
-]
 _LARGEST = np.finfo(np.float32).max
+_EDGES32 = [0.0, -0.0, 1.0, -1.0, 2.0**-149, 2.0**-126, 1 + 2.0**-23, 1 - 2.0**-24, float(_LARGEST)]
 _FLOAT32 = hs.one_of(
     hs.sampled_from(_EDGES32), hs.floats(width=32, allow_nan=False, allow_infinity=False)
 )
@@ -72,12 +62,11 @@ def test_fma64_rounds_once(a: float, b: float, c: float) -> None:
     assert got == expected and math.copysign(1.0, got) == math.copysign(1.0, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_fma64_rounds_once_where_it_cancels(seed: int) -> None:
+def test_fma64_rounds_once_where_it_cancels() -> None:
     """With c close to -a*b, a sum of two rounded terms fails."""
-    rng = np.random.default_rng(seed)
-    a, b = rng.standard_normal(2000), rng.standard_normal(2000)
-    c = -(a * b) * (1 + rng.integers(-3, 4, 2000) * 2.0**-52)
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal(5000), rng.standard_normal(5000)
+    c = -(a * b) * (1 + rng.integers(-3, 4, 5000) * 2.0**-52)
     expected = [_fma_rational(*map(float, abc)) for abc in zip(a, b, c, strict=True)]
     assert np.array_equal(ref.fma64(a, b, c), np.array(expected))
 
@@ -97,11 +86,6 @@ def test_special_values() -> None:
     got = ref.fma32(a, b, c)
     assert np.isnan(got[[0, 1, 3]]).all() and got[2] == 0 and not np.signbit(got[2])
     assert got[4] == inf and np.signbit(got[5])
-
-
-def test_an_infinite_term_beside_a_product_that_overflows() -> None:
-    a, b, c = np.array([2.0]), np.array([-1.7e308]), np.array([np.inf])
-    assert ref.fma64(a, b, c)[0] == np.inf
 
 
 @given(x=_FLOAT32.map(abs), y=_FLOAT32)

@@ -133,31 +133,3 @@ def test_extreme_gradients_are_taken_as_torch_takes_them(name: str, magnitude: f
         if (name, magnitude) != ("NAdam", 1e20):  # torch divides its u by 1 - beta2: infinite
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(second, theirs.state[q]["exp_avg_sq"], rtol=1e-5, atol=0.0)
-
-
-def test_a_mixed_precision_training_loop() -> None:
-    """The step writes bfloat16 working weights; float32 master weights keep what they lose."""
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-    model = model.bfloat16()
-    working = list(model.parameters())
-    master = [p.detach().float() for p in working]
-    plan = st.Plan(
-        master,
-        momentum_buffers=[torch.zeros_like(t) for t in master],
-        grads=[torch.zeros_like(p) for p in working],
-        outs=[[p.detach() for p in working]],
-    )
-    twins = [torch.nn.Parameter(t.clone()) for t in master]
-    optimizer = torch.optim.SGD(twins, lr=1e-4, momentum=0.9)
-    for i in range(20):
-        model.zero_grad(set_to_none=True)
-        model(torch.randn(4, 5).bfloat16()).float().square().mean().backward()
-        for twin, p in zip(twins, working, strict=True):
-            assert p.grad is not None
-            twin.grad = p.grad.float()
-        plan.refresh([p.grad for p in working])
-        plan.sgd_step_(lr=1e-4, momentum=0.9, first_step=i == 0, predict=[0])
-        optimizer.step()
-        for p, t, twin in zip(working, master, twins, strict=True):
-            torch.testing.assert_close(t, twin.detach(), rtol=1e-5, atol=1e-7)
-            assert torch.equal(p.detach(), t.bfloat16())

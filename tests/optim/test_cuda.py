@@ -169,21 +169,6 @@ def test_a_captured_step_is_refused(name: str) -> None:
         optimizer.step()
 
 
-@every_rival
-def test_a_gradient_scaler_on_the_device(name: str) -> None:
-    p = nn.Parameter(torch.linspace(-1, 1, 8, device="cuda"))
-    (q,), optimizer, reference = pair_of(name, [p])
-    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in "12"]
-    for step in range(5):
-        factor = float("inf") if step == 2 else 1.0 + step
-        for param, opt, scaler in ((p, optimizer, scalers[0]), (q, reference, scalers[1])):
-            opt.zero_grad()
-            scaler.scale((param**2 * factor).sum()).backward()
-            scaler.step(opt)
-            scaler.update()
-    assert_same([p], [q])
-
-
 def test_a_scaled_step_of_sgd_does_not_wait_for_the_device() -> None:
     p = nn.Parameter(torch.ones(8, device="cuda"))
     optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)

@@ -225,7 +225,7 @@ def test_laws_that_do_not_apply(name: str) -> None:
             refuses(partial(bound.write_with_next_step, outs, law), ValueError, "steps")
         with pytest.raises(RuntimeError, match="predict_ first"):
             optimizer.restore_()
-    refuses(lambda: bound.write_prediction(outs, "far"), TypeError, "")
+    refuses(lambda: bound.write_prediction(outs, "far"), TypeError, "far")
     give_gradients(copies)
     before = bits(kept)
     bound.step()  # and nothing was ordered

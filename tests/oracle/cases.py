@@ -97,9 +97,9 @@ _OTHERS = {
 _FOREIGN = {f"foreign {name}": (make, make) for name, make in FOREIGN.items() if name != "AdamW"}
 OPTIMIZERS = {**_OF_SGD, **_OTHERS, **_FOREIGN}
 KIND_OF = {
-    **dict.fromkeys(_OF_SGD, "momentum"),
-    **{name: name for name in _OTHERS},
-    "AdamW": "Adam",
+    **dict.fromkeys(_OF_SGD, "SGD"),
+    **dict.fromkeys(_OTHERS, "Adam"),
+    **{"nesterov": "SGD", "no momentum": "no momentum"},
     **dict.fromkeys(_FOREIGN, "foreign"),
 }
 _DEFINED_FOR = {"nesterov": "nesterov", "Adam": "adam", "AdamW": "adam", "NAdam": "nadam"}
@@ -317,23 +317,25 @@ REFUSED = [
         if optimizer != "nesterov"
     ),
 ]
+_ROOMLESS = [m for m in FAMILY_OF if not definition_of(m, True).roomy]
 # Pairs without a meaning, or without a definition to compare with.
 MEANINGLESS = [
     (("stages", [1]), ("model", ["idle", "tied ends", "tied throughout", "tied late"])),
     (("stages", [2]), ("model", ["tied late"])),
     (("clipping", ["global"]), ("window", ["classic", "wide", "2", "uneven"])),
     (("model", ["normed"]), ("sizes", ["single"])),
+    (("method", _ROOMLESS), ("window", ["classic"])),  # it is the usual one
     # The package's law takes the first change of a momentum as zero.
     (("method", _with(SECOND_ORDER | {"second-order"})), ("optimizer", ["dampening"])),
     (("method", ["sc"]), ("optimizer", ["no momentum"])),  # the oracle's formula is for one
-    # The oracle brakes before the optimizer's hooks.
-    (("method", ["braking"]), ("optimizer", ["hooked"])),
+    # The oracle corrects before the optimizer's hooks.
+    (("method", ["braking", "sc", "sc-lwp"]), ("optimizer", ["hooked"])),
 ]
 _FEATURES = ("optimizer", "rates", "clipping", "keeping", "model", "sizes", "runs")
 AXES = Axes(
     {
         "method": FAMILY_OF,
-        "stages": (1, 2, 3, 4, 6),
+        "stages": (1, 2, 3, 5),
         "microbatches": (1, 2, 3, 0),
         "window": ("usual", "classic", "wide", "2", "uneven"),
         "optimizer": OPTIMIZERS,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.partitioning import Profile, cut
-from spectrain_ext.partitioning.profile import BlockProfile, Tie
+from spectrain_ext.partitioning import BlockProfile, Profile, Tie, cut
 
 blocks = some.builds(
     BlockProfile,

@@ -6,20 +6,26 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.cut_models import EVEN, run, sgd, trains_alike
 from helpers.model_programs import GPT2, LLAMA
+from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
 
 tf = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "tie_word_embeddings": False}
 SMALL = {**LLAMA, **SIZES}
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 2}
+PLACES = {"max_position_embeddings": 32}
+NO_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 #: The package's name of a model, and the requirements of its config.
 MODELS = {
@@ -33,30 +39,20 @@ MODELS = {
     "Phi3": {**SMALL, "pad_token_id": 0},
     "Olmo2": SMALL,
     "Mixtral": {**SMALL, "num_local_experts": 2},
-    "GPT2": {**GPT2, "tie_word_embeddings": False, "pad_token_id": 0},
+    "GPT2": {**GPT2, **NO_DROPS, "tie_word_embeddings": False, "pad_token_id": 0},
     "GPTNeo": {
-        **SIZES,
-        "num_layers": 4,
-        "num_heads": 2,
+        **{**SIZES, **PLACES, "num_layers": 4, "num_heads": 2, "window_size": 3},
         "attention_types": [[["global", "local"], 2]],
-        "window_size": 3,
-        "max_position_embeddings": 32,
     },
-    "GPTNeoX": {**SIZES, **HEADS, "intermediate_size": 24, "max_position_embeddings": 32},
-    "OPT": {
-        **SIZES,
-        **HEADS,
-        "ffn_dim": 24,
-        "max_position_embeddings": 32,
-        "word_embed_proj_dim": 8,
-    },
+    "GPTNeoX": {**SIZES, **HEADS, **PLACES, "intermediate_size": 24},
+    "OPT": {**SIZES, **HEADS, **PLACES, "ffn_dim": 24, "word_embed_proj_dim": 8},
     "Bloom": {**SIZES, "n_layer": 4, "n_head": 2},
 }
 TEXT = {"Gemma3": "Gemma3Text"}  # configs with another name
 LM = {"GPT2": "GPT2LMHeadModel"}
 
 
-def made(name, head="ForCausalLM", **more):
+def made(name: str, head: str = "ForCausalLM", **more: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(tf, f"{TEXT.get(name, name)}Config")(**{**MODELS[name], **more})
     cls = LM.get(name, name + head) if head == "ForCausalLM" else name + head
@@ -67,64 +63,9 @@ def made(name, head="ForCausalLM", **more):
     return model
 
 
-def sgd(params):
-    return st.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-def trained(parts, alone, data):
-    """Train a pipeline of these stages and the uncut model, with equal losses."""
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
-    optimizer = sgd(list(alone.parameters()))
-    for result, given in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(result.loss, loss.detach())
-    return pipe
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name):
-    """Padded rows, packed ones, microbatches without a label: the uncut result of ``labels=``."""
-    model = made(name, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    alone = copy.deepcopy(model)
-    parts = st.partition(model, 3, profile=EVEN)
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="1f1b", clip_norm=0.1)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
-    data = []
-    for i in range(4):
-        one = batch(6, 12, "right", positions=True)
-        lengths = torch.tensor([2, 12, 5, 1, 12, 3])
-        one["labels"][torch.arange(12)[None] >= lengths[:, None]] = -100
-        if i == 1:
-            one["labels"][2:4] = -100
-        if i == 2:  # two sequences in a row
-            one["position_ids"] = (torch.arange(12) % 6).repeat(6, 1)
-        data.append(one)
-    for result, one in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        loss = alone(**one).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optimizer.step()
-        torch.testing.assert_close(result.loss, loss.detach())
-        assert result.count == parts.loss_fn.count(one)
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    whole = [alone(**one).loss.item() * parts.loss_fn.count(one).item() for one in data]
-    count = sum(parts.loss_fn.count(one).item() for one in data)
-    assert pipe.evaluate(data)["loss"] == pytest.approx(sum(whole) / count, rel=1e-5)
-
-
-def given(*seconds):
-    return Profile(tuple(BlockProfile(s) for s in seconds))
-
-
-EVEN = given(1, 1, 1, 1, 1, 1)  # embedding, four blocks, head
-
-
-def batch(samples, length, mask=None, positions=False):
+def batch(
+    samples: int, length: int, mask: str | None = None, positions: bool = False
+) -> dict[str, Tensor]:
     ids = torch.randint(1, 61, (samples, length))
     labels = ids.clone()
     found = {"input_ids": ids}
@@ -140,13 +81,12 @@ def batch(samples, length, mask=None, positions=False):
     return {**found, "labels": labels}
 
 
-def run(stages, value):
-    for stage in stages:
-        value = stage(value)
-    return value
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
 
 
-def loss_of(parts, output, given):
+def loss_of(parts: Any, output: Any, given: Any) -> Tensor:
     """Return the model's loss; a mean comes as a sum and a count."""
     found = parts.loss_fn(output, given)
     return found[0] / found[1] if isinstance(found, tuple) else found
@@ -196,19 +136,53 @@ def test_what_goes_from_stage_to_stage():
     assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "GPT2"])
-def test_training_in_a_pipeline_is_the_models(name):
-    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "GPT2" else {}
-    model = made(name, **more).train()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Llama"])
+def test_training_in_a_pipeline_is_the_models(name: str, tied: bool, tmp_path: Path) -> None:
+    model = made(name, tie_word_embeddings=tied).train()
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
-    pipe = trained(
-        parts, alone, [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
-    )
-    found = pipe.state_dict()
-    assert set(found) == set(model.state_dict())
-    for key, tensor in alone.state_dict().items():
-        torch.testing.assert_close(found[key], tensor, msg=key)
+    assert len(getattr(parts.stages[2], "tied_parameters", ())) == tied
+    data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
+    trains_alike(alone, parts, data, parts.loss_fn, own_loss).release()
+    if tied:
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        heads = [each.get_output_embeddings().weight for each in (model, again)]
+        assert heads[0] is model.get_input_embeddings().weight
+        assert torch.equal(*heads)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name: str) -> None:
+    """Padded rows, packed ones, microbatches without a label: the uncut result of ``labels=``."""
+    model = made(name)
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    data = []
+    for i in range(4):
+        one = batch(6, 12, "right", positions=True)
+        lengths = torch.tensor([2, 12, 5, 1, 12, 3])
+        one["labels"][torch.arange(12)[None] >= lengths[:, None]] = -100
+        if i == 1:
+            one["labels"][2:4] = -100
+        if i == 2:  # two sequences in a row
+            one["position_ids"] = (torch.arange(12) % 6).repeat(6, 1)
+        data.append(one)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="1f1b", clip_norm=0.1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for result, one in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = own_loss(alone, one)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+        assert result.count == parts.loss_fn.count(one)
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(alone.state_dict()))
+    counts = [parts.loss_fn.count(one).item() for one in data]
+    whole = sum(own_loss(alone, one).item() * n for one, n in zip(data, counts, strict=True))
+    assert pipe.evaluate(data)["loss"] == pytest.approx(whole / sum(counts), rel=1e-5)
 
 
 def test_the_trained_model_is_saved_as_a_whole(tmp_path):
@@ -229,51 +203,25 @@ def test_the_trained_model_is_saved_as_a_whole(tmp_path):
     torch.testing.assert_close(pipe.eval()(ids).logits, again.eval()(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama"])
-def test_tied_embeddings(name, tmp_path):
-    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "GPT2" else {}
-    model = made(name, tie_word_embeddings=True, **more).train()
-    alone = copy.deepcopy(model)
-    parts = st.partition(model, 3, profile=EVEN)
-    assert len(parts.stages[2].tied_parameters) == 1
-    pipe = trained(parts, alone, [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left")])
-    expected = alone.state_dict()
-    assert set(pipe.state_dict()) == set(expected)
-    for key, tensor in pipe.state_dict().items():
-        torch.testing.assert_close(tensor, expected[key], msg=key)
-    pipe.release()
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
-
-
-def test_a_model_generates_between_runs(tmp_path):
-    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    model = made("GPT2", tie_word_embeddings=True, **more).train()
+def test_a_model_generates_between_runs(tmp_path: Path) -> None:
+    model = made("GPT2", tie_word_embeddings=True).train()
     alone, other = copy.deepcopy(model), copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
-    optimizer = sgd(list(alone.parameters()))
     ids = torch.arange(1, 7).view(2, 3)
-    for _ in range(2):
-        for given in [batch(4, 7, "right") for _ in range(4)]:
-            for _ in pipe.run([given]):
-                optimizer.zero_grad()
-                alone(**given).loss.backward()
-                optimizer.step()
-        for each in (model, other):
-            each.load_state_dict(pipe.state_dict())
-        found = [
-            each.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-            for each in (alone, model, other)
-        ]
-        assert all(torch.equal(found[0], one) for one in found)
-        model.save_pretrained(tmp_path)
-        again = type(model).from_pretrained(tmp_path)
-        torch.testing.assert_close(again(ids).logits, alone(ids).logits)
-        alone.train()
-        pipe.train()
+    data = [batch(4, 7, "right") for _ in range(4)]
+    pipe = trains_alike(alone, parts, data, parts.loss_fn, own_loss)
+    for each in (model, other):
+        each.load_state_dict(pipe.state_dict())
+    found = [
+        each.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        for each in (alone, model, other)
+    ]
+    assert all(torch.equal(found[0], one) for one in found)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(again(ids).logits, alone(ids).logits)
+    pipe.train()
+    list(pipe.run(data))
 
 
 def test_the_model_itself_is_left_alone():
@@ -289,6 +237,7 @@ def test_the_model_itself_is_left_alone():
     assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4
 
 
+@pytest.mark.nightly
 def test_a_model_that_was_compiled_in_place():
     model = made("Llama").eval()
     given = batch(2, 6, "left")
@@ -345,31 +294,31 @@ def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
     assert len(asked) == len(set(asked))
 
 
+def labelled(kind: str, mask: str) -> dict[str, Tensor]:
+    found = batch(4, 7, mask)
+    classes = torch.arange(4) % 3
+    labels = {"token": found["labels"].clamp(max=2), "class": classes, "number": classes.float()}
+    return {**found, "labels": labels[kind]}
+
+
 @pytest.mark.parametrize(
-    ("head", "more"),
+    ("head", "kind", "count"),
     [
-        ("ForSequenceClassification", {"num_labels": 3}),
-        ("ForSequenceClassification", {"num_labels": 1}),
-        ("ForTokenClassification", {"num_labels": 3}),
+        ("ForSequenceClassification", "class", 3),
+        ("ForSequenceClassification", "number", 1),
+        ("ForTokenClassification", "token", 3),
     ],
 )
-def test_classification_heads(head, more):
+def test_classification_heads(head: str, kind: str, count: int) -> None:
     """The class of a sequence is that of its last token, which is found from the ids."""
-    model = made("Llama", head, pad_token_id=0, **more).eval()
+    model = made("Llama", head, pad_token_id=0, num_labels=count).eval()
     parts = st.partition(model, 3, profile=EVEN)
     assert model.config.problem_type is None
-    for mask in ("right", "left"):
-        given = batch(4, 7, mask)
-        if head == "ForTokenClassification":
-            given["labels"] = given["labels"].clamp(max=2)
-        else:
-            given["labels"] = torch.arange(4) % 3
-            if more["num_labels"] == 1:
-                given["labels"] = given["labels"].float()
+    for given in (labelled(kind, "right"), labelled(kind, "left")):
         found, expected = run(parts, given), model(**given)
         torch.testing.assert_close(found.logits, expected.logits)
-        torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
-        torch.testing.assert_close(loss_of(parts, found, given["labels"]), expected.loss)
+        for labels in (given, given["labels"]):
+            torch.testing.assert_close(loss_of(parts, found, labels), expected.loss)
 
 
 def test_module_buffers_beside_the_blocks_are_saved_once():
@@ -424,16 +373,16 @@ def vit():
 
 
 @pytest.mark.parametrize("make", [resnet, pytest.param(vit, marks=pytest.mark.nightly)])
-def test_models_of_images(make):
+def test_models_of_images(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make().train()
     alone = copy.deepcopy(model)
 
-    def images(count):
+    def images(count: int) -> dict[str, Tensor]:
         return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % 3}
 
     parts = st.partition(model, 3, images(4), profile="parameters")
-    pipe = trained(parts, alone, [images(4), images(3)])
+    pipe = trains_alike(alone, parts, [images(4), images(3)], parts.loss_fn, own_loss)
     alone.eval().load_state_dict(pipe.state_dict())
     x = images(2)["pixel_values"]
     for given in (x, {"pixel_values": x}):
@@ -444,52 +393,49 @@ def test_models_of_images(make):
         pipe({"pixels": x})
 
 
-@pytest.mark.nightly
-def test_an_encoder_with_a_decoder_is_traced():
-    """With split_points of several columns; its decoder reads the encoder's output."""
-    torch.manual_seed(0)
-    model = t5().eval()
-    alone = copy.deepcopy(model)
-
-    def texts(count, length):
-        ids = torch.randint(1, 61, (count, length))
-        mask = torch.ones_like(ids).tril(length - 2)
-        return {
-            "idx": ids,
-            "input_ids": ids,
-            "decoder_input_ids": ids[:, 2:],
-            "attention_mask": mask,
-        }
-
-    points = ["decoder.block.0"]
-    parts = st.partition(model, 2, texts(3, 7), split_points=points, profile="parameters")
-    for given in (texts(3, 7), texts(2, 9), texts(1, 6)):
-        expected = alone(**{name: given[name] for name in given if name != "idx"})
-        torch.testing.assert_close(run(parts, given).logits, expected.logits)
+def texts(count: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, 61, (count, length))
+    mask = torch.ones_like(ids).tril(length - 2)
+    added = {"idx": ids, "decoder_input_ids": ids[:, 2:]}
+    return {"input_ids": ids, "attention_mask": mask, **added}
 
 
-@pytest.mark.nightly
-def test_a_model_of_images_and_text_is_traced():
-    torch.manual_seed(0)
+def llava() -> Any:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 16}
     vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
-    config = tf.LlavaConfig(
-        vision_config=vision,
-        text_config={"model_type": "llama", "vocab_size": 61, **sizes},
-        image_token_id=60,
-        vision_feature_layer=-1,
-    )
-    model = tf.LlavaForConditionalGeneration(config)
-    alone = copy.deepcopy(model)
+    text = {"model_type": "llama", "vocab_size": 61, **sizes}
+    more = {"image_token_id": 60, "vision_feature_layer": -1}
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, **more)
+    return tf.LlavaForConditionalGeneration(config).eval()
+
+
+def illustrated() -> dict[str, Tensor]:
     ids = torch.randint(1, 60, (2, 9))
     ids[:, 2:6] = 60  # the patches of the image
-    data = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids}
-    points = ["model.language_model.layers.1"]
-    parts = st.partition(model, 2, data, split_points=points, profile="parameters")
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, "sync", microbatches=1)
-    (result,) = pipe.run([data])
-    torch.testing.assert_close(result.loss, alone(**data).loss.detach())
+    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("make", "batches", "point"),
+    [  # the decoder reads the encoder's output
+        (lambda: t5().eval(), lambda: [texts(3, 7), texts(2, 9), texts(1, 6)], "decoder.block.0"),
+        (llava, lambda: [illustrated()], "model.language_model.layers.1"),
+    ],
+    ids=["encoder and decoder", "images and text"],
+)
+def test_other_models_are_traced(make: Any, batches: Any, point: str) -> None:
+    torch.manual_seed(0)
+    model, data = make(), batches()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 2, data[0], split_points=[point], profile="parameters")
+    for given in data:
+        expected = alone(**{name: given[name] for name in given if name != "idx"})
+        found = run(parts, given)
+        torch.testing.assert_close(found.logits, expected.logits)
+        if "labels" in given:
+            torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
 
 
 # Columns added by collators
@@ -520,14 +466,14 @@ def test_columns_are_dropped_by_the_models_signature():
 
     data = list(torch.utils.data.DataLoader(range(9), batch_size=4, collate_fn=collate))
     parts = st.partition(model, 3, data[0], profile=EVEN, columns=["importance"])
-    pipe = st.Pipeline(parts, sgd, loss_fn, method="sync", microbatches=2)
-    optimizer = sgd(list(alone.parameters()))
-    for result, given in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        expected = loss_fn(alone(**takes_of(given)), given)
-        expected.backward()
-        optimizer.step()
-        torch.testing.assert_close(result.loss, expected.detach())
+    pipe = trains_alike(
+        alone,
+        parts,
+        data,
+        loss_fn,
+        lambda alone, given: loss_fn(alone(**takes_of(given)), given),
+        microbatches=2,
+    )
     kept = {"input_ids", "attention_mask", "labels", "importance"}
     assert seen.count(kept) == 5  # the last minibatch has one sample
     pipe.eval()
@@ -544,13 +490,6 @@ def test_columns_are_dropped_by_the_models_signature():
 
 
 # Errors
-
-
-def test_models_that_have_more_between_blocks_than_a_hidden_state():
-    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
-    model = tf.T5EncoderModel(tf.T5Config(**sizes, num_layers=3))  # its first layer computes a bias
-    with pytest.raises(ValueError, match=r"T5EncoderModel cannot be cut between .*encoder\.block"):
-        st.partition(model, 2)
 
 
 def t5(**more):
@@ -576,6 +515,17 @@ def prophetnet():
     return tf.ProphetNetForCausalLM(tf.ProphetNetConfig(**sizes, **heads))
 
 
+def t5_encoder() -> Any:
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+    return tf.T5EncoderModel(tf.T5Config(**sizes, num_layers=3))  # its first layer computes a bias
+
+
+def asking_for(option: str) -> Any:
+    model = made("Mixtral")
+    setattr(model.config, option, True)
+    return model
+
+
 IDS = torch.arange(1, 9).unsqueeze(0)
 
 
@@ -586,7 +536,7 @@ IDS = torch.arange(1, 9).unsqueeze(0)
         (
             t5,
             IDS,
-            r"example_input: T5ForC.* fails on input_ids \(1, 8\): .* give decoder_input_ids",
+            r"T5ForC.* fails on input_ids \(1, 8\): .* give decoder_input_ids",
         ),
         (
             t5,
@@ -600,9 +550,17 @@ IDS = torch.arange(1, 9).unsqueeze(0)
         ),
         (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
         (prophetnet, None, r"model: ProphetNetForCausalLM's '.*' comes before .*name submodules"),
+        (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
+        (lambda: made("OPT", layerdrop=0.1), None, "make it with layerdrop=0"),
+        *(
+            (partial(asking_for, option), None, f"config asks for {option}, which no stage has")
+            for option in ("output_hidden_states", "output_router_logits")
+        ),
     ],
 )
-def test_models_that_are_no_decoders_are_named(make, example, why):
+def test_models_that_are_no_decoders_are_named(
+    make: Callable[[], Any], example: Any, why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
         st.partition(make(), 2, example, profile="parameters")
 
@@ -636,7 +594,8 @@ def test_weights_that_are_other_ones_in_evaluation(training):
     assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
     model.train().config.rescale_every = 0
     alone = copy.deepcopy(model)
-    pipe = trained(st.partition(model, 3, profile=EVEN), alone, [batch(2, 5), batch(3, 7)])
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = trains_alike(alone, parts, [batch(2, 5), batch(3, 7)], parts.loss_fn, own_loss)
     ids = batch(2, 6)["input_ids"]
     torch.testing.assert_close(pipe.eval()(ids).logits, alone.eval()(ids).logits)
 
@@ -651,22 +610,12 @@ def test_an_example_is_made_up_for_the_config_of_the_text():
     torch.testing.assert_close(run(parts, ids).logits, model(ids).logits)
 
 
-def test_blocks_that_are_left_out_at_random():
-    with pytest.raises(ValueError, match="make it with layerdrop=0"):
-        st.partition(made("OPT", layerdrop=0.1), 3)
+def test_blocks_that_are_left_out_at_random() -> None:
     model = made("OPT").train()
     model.model.decoder.layerdrop = 0.9999  # not in its config
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))
-
-
-@pytest.mark.parametrize("option", ["output_hidden_states", "output_router_logits"])
-def test_what_no_stage_has_of_all_blocks(option):
-    model = made("Mixtral")
-    setattr(model.config, option, True)
-    with pytest.raises(ValueError, match=f"config asks for {option}, which no stage has"):
-        st.partition(model, 2)
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -683,20 +632,27 @@ def test_a_loss_to_which_the_model_adds_something(always):
         _ = parts.loss_fn
 
 
-def test_bad_batches():
-    parts = st.partition(made("Llama"), 2, profile=EVEN)
-    ids = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"batch: expected 'input_ids', and maybe 'attention_m"):
-        parts.stages[0]({"attention_mask": ids})
-    with pytest.raises(TypeError, match=r"batch: the model's forward takes 'inputs_embeds', and"):
-        parts.stages[0]({"input_ids": ids, "inputs_embeds": ids})
-    with pytest.raises(TypeError, match=r"batch: expected a mapping .*'input_ids' alone, got a li"):
-        parts.stages[0]([ids])
-    output = run(parts, ids)
-    with pytest.raises(TypeError, match="the loss needs 'labels', got 'input_ids'"):
-        parts.loss_fn(output, {"input_ids": ids})
-    with pytest.raises(ValueError, match=r"n_stages: expected 1 to 6 \(the blocks\), got 7"):
-        st.partition(made("Llama"), 7, profile=EVEN)
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            lambda p: p.stages[0]({"attention_mask": IDS}),
+            r"batch: expected 'input_ids', and maybe 'attention_m",
+        ),
+        (
+            lambda p: p.stages[0]({"input_ids": IDS, "inputs_embeds": IDS}),
+            r"batch: the model's forward takes 'inputs_embeds', and",
+        ),
+        (lambda p: p.stages[0]([IDS]), r"expected a mapping .*'input_ids' alone, got a li"),
+        (
+            lambda p: p.loss_fn(run(p, IDS), {"input_ids": IDS}),
+            "the loss needs 'labels', got 'input_ids'",
+        ),
+    ],
+)
+def test_bad_batches(call: Callable[[Any], object], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        call(st.partition(made("Llama"), 2, profile=EVEN))
 
 
 @pytest.mark.processes

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from helpers import model_programs
+from helpers.cut_models import Calls, run
 from helpers.model_programs import LLAMA
 from helpers.ranks import run_ranks
 from safetensors.torch import save_file
@@ -26,12 +27,6 @@ with torch.device("cpu"):
 def on_meta(make):
     with torch.device("meta"):
         return make()
-
-
-def run(stages, value):
-    for stage in stages:
-        value = stage(value)
-    return value
 
 
 def assert_same(stage, other):
@@ -247,9 +242,7 @@ def test_modules_initialize_themselves_or_are_initialized(form):
         model = on_meta(make)
         if form == "blocks":
             return st.partition(model, 2, torch.randn(3, 8))
-        around = nn.Module()
-        around.inner = model
-        around.forward = model.forward
+        around = Calls(lambda self, x: self.inner(x), inner=model)
         return st.partition(around, 2, torch.randn(3, 8), split_points=["inner.2"])
 
     stages = parts()

@@ -6,16 +6,13 @@ import copy
 
 import pytest
 import torch
+from helpers.cut_models import EVEN
 from helpers.model_programs import GPT2, LLAMA
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import Profile
-from spectrain_ext.partitioning.profile import BlockProfile
 
 tf = pytest.importorskip("transformers", reason="models of transformers are adapted")
 peft = pytest.importorskip("peft", reason="PEFT makes the adapters")
-
-EVEN = Profile(tuple(BlockProfile(1) for _ in range(6)))  # embedding, four blocks, head
 
 
 def lora(**more):

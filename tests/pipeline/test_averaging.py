@@ -133,16 +133,7 @@ def test_plain_averaging_of_sgd_is_the_sum_of_gradients():
     torch.testing.assert_close(weights(side.pipes[0]), weights(pipe), rtol=1e-10, atol=1e-12)
 
 
-def test_the_parts_of_the_weights_take_turns():
-    for share, size, parts in ((0.3, 11, 4), (0.3, 64 * 3 + 1, 4), (0.05, 20 * 16 * 1024 + 7, 20)):
-        turns = [part_of(t, share, size, stage=1) for t in range(2 * parts)]
-        for half in (turns[:parts], turns[parts:]):
-            assert torch.equal(torch.cat(half).sort().values, torch.arange(size))
-            assert max(map(len, half)) - min(map(len, half)) <= max(1, size / parts / 8)
-        assert torch.cat(turns[:parts]).tolist() != torch.cat(turns[parts:]).tolist()
-
-
-@pytest.mark.parametrize("size", [0, 1, 11, 64 * 3 + 1, 2000, 4 * 16 * 1024 + 5, 4 * 16 * 1030])
+@pytest.mark.parametrize("size", [0, 11, 64 * 3 + 1, 4 * 16 * 1024 + 5])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_replicas_exchange_every_weight_once_a_round(size, delay):
     """Blocks of one, several and 1,024 weights, with and without a shorter last block."""

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.random_modules import Function
 from torch import nn
 
 import spectrain_ext as st
@@ -16,15 +17,6 @@ X = torch.zeros(2, 5)
 
 def scaled(output, target):
     return (output - target) ** 2
-
-
-class Odd(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, value):
-        return self.function(value)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +51,7 @@ def test_losses(loss_fn, error, match, recompute):
     ],
 )
 def test_activations(output, match):
-    pipe = st.Pipeline([*tanh_stages(1), Odd(output), *tanh_stages(1)], sgd(), mse)
+    pipe = st.Pipeline([*tanh_stages(1), Function(output), *tanh_stages(1)], sgd(), mse)
     with pytest.raises(st.StageError, match=match) as caught:
         losses(pipe, batches(4))
     assert isinstance(caught.value.__cause__, TypeError) and caught.value.stage == 1

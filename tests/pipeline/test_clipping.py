@@ -6,15 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, losses, mse, sgd, tanh_stages
 from oracle.methods import hybrid as defined
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spectrain_ext as st
 from spectrain_ext.method import find_method, recipe_clip, second_order
 from spectrain_ext.pipeline.loads import gradient_norm
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize(

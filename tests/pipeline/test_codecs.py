@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers.pipeline_cases import float64  # noqa: F401  # a fixture
 from hypothesis import given
 from hypothesis import strategies as some
 
 from spectrain_ext.codecs import NAMES, BFloat16, Float8, Int4, Int8, packed_bytes
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 every_codec = pytest.mark.parametrize("codec", NAMES.values(), ids=list(NAMES))
 both_ways = pytest.mark.parametrize("backward", [False, True])

@@ -10,12 +10,14 @@ from functools import partial, reduce
 import pytest
 import torch
 from helpers import value_programs
-from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.pipeline_cases import batches, losses, mse, sgd, tanh_stages
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.codecs import NAMES, BFloat16, Float8, Int4, Int8
 from spectrain_ext.rng import mixed_seed
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 every_codec = pytest.mark.parametrize("codec", NAMES.values(), ids=list(NAMES))
 TURNED = NAMES["int4-hadamard"]

@@ -7,32 +7,17 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, close, losses, mse, sgd, tanh_stages
 from oracle.methods import METHODS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spectrain_ext as st
 from spectrain_ext import corrections
-from spectrain_ext.method import (
-    Method,
-    check,
-    find_method,
-    in_words,
-    pipemare,
-    places_of,
-    rules_at,
-)
+from spectrain_ext.method import Method, check, find_method, in_words, pipemare, places_of, rules_at
 from spectrain_ext.schedule import Place
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def without(method, **changed):

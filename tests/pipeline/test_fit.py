@@ -1,5 +1,4 @@
-"""Tests whole trainings, and loaders that give a process a part of its samples: inner, because
-``share_of`` speaks among ranks only."""
+"""Tests whole trainings: inner, because only ranks ask what takes a part of the samples."""
 
 from __future__ import annotations
 

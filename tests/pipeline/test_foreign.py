@@ -15,19 +15,13 @@ from helpers.foreign_optimizers import (
     Together,
     muon_and_adamw,
 )
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, close, losses, mse, tanh_stages
 from oracle.definition import Oracle
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 DIFFERENCE = st.spectrain(law="difference")
 every_optimizer = pytest.mark.parametrize("name", FOREIGN)
@@ -69,20 +63,6 @@ def test_the_optimizers_are_the_users_own():
     assert all(s.optimizer is o for s, o in zip(pipe.schedulers, made, strict=True))
     losses(pipe, batches(2))
     assert [g["lr"] for g in made[0].parts[1].param_groups] == [0.01 / 4]
-
-
-@pytest.mark.parametrize("kind", ["vanilla", "lwp-w"])
-def test_state_dicts_of_one_run_go_on_in_another_pipeline(kind):
-    for name, make in FOREIGN.items():
-        stages, data = tanh_stages(3), batches(8)
-        kept = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
-        losses(kept, data[:4])
-        other = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
-        losses(other, data[4:6])  # it has its own state
-        other.load_state_dict(kept.state_dict())
-        for mine, theirs in zip(other.optimizers, kept.optimizers, strict=True):
-            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        assert losses(other, data[4:]) == losses(kept, data[4:]), name
 
 
 def test_after_release_the_optimizer_goes_on_alone():

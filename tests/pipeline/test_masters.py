@@ -7,21 +7,14 @@ import copy
 import pytest
 import torch
 from helpers.foreign_optimizers import FOREIGN
-from helpers.pipeline_cases import (
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_settings import definition_of, method_of
 from oracle.definition import Oracle
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 OPTIMIZERS = {
     "SGD": (sgd(), torch_sgd()),

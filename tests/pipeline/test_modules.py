@@ -10,6 +10,7 @@ import copy
 import pytest
 import torch
 from helpers.pipeline_cases import Compared, batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.random_modules import Function
 from torch import nn
 
 import spectrain_ext as st
@@ -41,17 +42,11 @@ class Join(nn.Module):
         return self.linear(torch.where(mask, hidden * scale, hidden) + self.embed(positions)), mask
 
 
-class First(nn.Module):
-    """Uses one member, so that no gradient comes back for the other."""
-
-    def forward(self, values):
-        return values[0] * 2
-
-
 @DELAYED
 @pytest.mark.parametrize("recompute", [False, True])
 def test_integers_and_numbers_between_stages(method, recompute):
-    stages = [Split(), Join(), First(), *tanh_stages(1)]
+    one = Function(lambda values: values[0] * 2)  # no gradient comes back for the other member
+    stages = [Split(), Join(), one, *tanh_stages(1)]
     Compared(stages, method, recompute=recompute).run(batches(8))
 
 

@@ -8,20 +8,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    every_method,
-    float64,  # noqa: F401  # a fixture
-    mse,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, every_method, mse, tanh_stages
 from helpers.random_settings import method_of
 from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, REFUSED, Case
 from oracle.methods import METHODS
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 ROWS = AXES.covering()
 

@@ -10,22 +10,15 @@ import json
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
 from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.weights import StageWeights
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 PAIRS = [
     ("pipedream", "sync"),  # arXiv 1912.12675
@@ -72,23 +65,6 @@ def test_three_phases():
     compared = Compared(tanh_stages(4), st.hybrid("sync", end, after=3), definition=definition)
     compared.run(batches(14))
     assert compared.pipe.phase == 2
-
-
-@pytest.mark.parametrize("count", [4, 6, 8])
-def test_left(count):
-    """Work in flight is finished and counts; it may include the last minibatches of a phase."""
-    data = batches(14)
-    pipe = make(stages := tanh_stages(4), "pipedream+sync@8")
-    for result in pipe.run(iter(data)):
-        if result.index + 1 == count:
-            break
-    done = pipe.minibatches
-    assert count <= done <= count + 3
-    assert pipe.phase == (done >= 8)
-    oracle = Oracle(stages, torch_sgd(), mse, defined("pipedream", "sync", 8))
-    oracle.run(data[:done])
-    for loss, result in zip(oracle.run(data[done:]), pipe.run(data[done:]), strict=True):
-        close(result.loss, loss)
 
 
 # Identities, bit for bit

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.pipeline_cases import float64  # noqa: F401  # a fixture
 from helpers.random_modules import OwnRandom
-from helpers.random_programs import Program, covering_seeds, missing
+from helpers.random_programs import Program, covering_seeds, drawn
 from helpers.random_settings import definition_of
 from oracle.definition import Oracle, cut
 from torch import nn
 
 # A stage whose input needs no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
 
 
 def close(found, expected, what):
@@ -47,8 +49,8 @@ class Plain:
         self.model = nn.Sequential(*self.stages)
         self.microbatches = pipe.places[0].microbatches if program.by_microbatch else 1
         self.params = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = program.theirs(self.params)
-        make = program.make_scheduler
+        self.optimizer = program.optimizer.theirs(self.params)
+        make = program.optimizer.make_scheduler
         self.scheduler = None if make is None else make(self.optimizer)
 
     def train(self, batch):
@@ -96,7 +98,7 @@ class Plain:
 
 @pytest.mark.parametrize("against", ["torch", "definition"])
 def test_every_feature_and_pair_is_drawn(against):
-    assert missing(against) == (set(), set())
+    assert drawn(against)[1:] == (set(), set())
 
 
 @pytest.mark.parametrize("seed", covering_seeds("torch"))
@@ -141,10 +143,10 @@ def test_the_definition(seed):
     pipe = program.pipeline()
     oracle = Oracle(
         drawing(program, pipe),
-        program.theirs,
+        program.optimizer.theirs,
         program.loss_fn,
-        definition_of(program.method, program.has_momentum),
-        program.make_scheduler,
+        definition_of(program.method, program.optimizer.has_momentum),
+        program.optimizer.make_scheduler,
         **program.options,
     )
     data = program.batches(program.sizes)

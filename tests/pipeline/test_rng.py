@@ -1,4 +1,4 @@
-"""Tests that stages' random numbers do not depend on pipelines in other threads."""
+"""Tests random numbers of stages in threads: inner, because a checkpoint's draw is watched."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from helpers.pipeline_cases import (
     Compared,
     batches,
     close,
-    float64,  # noqa: F401  # a fixture
     losses,
     mse,
     sgd,
@@ -23,6 +22,8 @@ from helpers.pipeline_cases import (
 from torch import nn
 
 import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def tied(n, places=(0, -1)):
@@ -74,19 +75,6 @@ def test_several_parameters_and_several_names():
     stages[2][2].weight = stages[0][0].weight  # the third time, twice on one stage
     stages[2][2].bias = stages[1][0].bias
     Compared(stages, "auto", microbatches=3).run(batches(8, size=3))
-
-
-def test_frozen_weights():
-    stages = tied(3)
-    stages[0][0].weight.requires_grad_(False)
-    before = stages[0][0].weight.clone()
-    compared = Compared(stages, "spectrain")
-    compared.run(batches(5))
-    with torch.no_grad():
-        compared.pipe.get_submodule("0.0").weight.mul_(0.5)
-        compared.oracle.stages[0][0].weight.mul_(0.5)
-    compared.run(batches(5))
-    close(compared.pipe.get_submodule("2.0").weight, before * 0.5)
 
 
 class Sometimes(nn.Module):

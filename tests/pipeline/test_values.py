@@ -9,34 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture
-from helpers.value_programs import ENDS, data, loss_fn, stages, together
+from helpers.pipeline_cases import losses, mse, sgd, tanh_stages
+from helpers.value_programs import ENDS, data, loss_fn, stages
 from torch import nn
 
 import spectrain_ext as st
 
-SIZES = [8, 8, 8, 8, 8, 8, 5]
-
-
-@pytest.mark.parametrize(
-    ("n", "settings"),
-    [
-        (1, {"method": "auto", "microbatches": 3}),
-        (3, {"method": "spectrain", "microbatches": 1}),
-        (3, {"method": "spectrain", "microbatches": 2, "recompute": True}),
-        (3, {"method": "gpipe", "microbatches": 3, "recompute": True}),
-    ],
-    ids=str,
-)
-def test_dicts_give_the_bits_of_tuples(n, settings):
-    dtype = torch.float64
-    expected, states = together(n, SIZES, "tuple", dtype=dtype, **settings)
-    for end in ENDS:
-        found, its = together(n, SIZES, "dict", end, dtype=dtype, **settings)
-        assert found == expected, end
-        for state, wanted in zip(its, states, strict=True):
-            for name, tensor in wanted.items():
-                assert torch.equal(state[name], tensor), (end, name)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
+from functools import cache
 
 import pytest
 import torch
@@ -98,10 +99,15 @@ def test_a_model_is_cut_where_its_plan_says_without_being_measured(form, tmp_pat
     assert pipe.method.name == found.soonest.method
 
 
-def document_of(model, **changes):
-    layers = measure_layers(model, torch.randn(8, 6), repeats=1)
+@cache
+def document_of(make):
+    layers = measure_layers(make(), torch.randn(8, 6), repeats=1)
     found = plan(layers, 2, link="nvlink", batch=8, replicas=1, methods=["auto"])
-    return {**found.document(), **changes}
+    return found.document()
+
+
+def three():
+    return nn.Sequential(*linears())
 
 
 def apart():
@@ -109,33 +115,28 @@ def apart():
     return nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm)
 
 
+def short():
+    return nn.Sequential(OrderedDict(stem=nn.Linear(6, 8)))
+
+
+X = {"example_input": torch.ones(8, 6)}
+
+
 @pytest.mark.parametrize(
     ("planned", "changes", "model", "more", "why"),
     [
         (Net, {}, lambda: nn.Sequential(*linears(2)), {}, "at block 0 its 'Net' of 5 blocks has "),
-        (
-            *(Net, {}, lambda: nn.Sequential(OrderedDict(stem=nn.Linear(6, 8))), {}),
-            "at block 1 .* 'blocks.0', .* 1 has no",
-        ),
-        (
-            *(Net, {}, lambda: Net(4), {"example_input": torch.randn(8, 6)}),
-            "at block 4 .* has 'head', this one of 6 has 'blocks.3'",
-        ),
-        (
-            *(Net, {}, Net, {"example_input": torch.randn(8, 6), "split_points": ["head"]}),
-            "split_points: the plan has its own",
-        ),
-        (
-            *(apart, {"ends": [2, 4]}, apart, {}),
-            "plan: it separates .*which stages 0 and 1 use",
-        ),
+        (Net, {}, short, {}, "at block 1 .* 'blocks.0', .* 1 has no"),
+        (Net, {}, lambda: Net(4), X, "at block 4 .* has 'head', this one of 6 has 'blocks.3'"),
+        (Net, {}, Net, {**X, "split_points": ["head"]}, "split_points: the plan has its own"),
+        (apart, {"ends": [2, 4]}, apart, {}, "plan: it separates .*which stages 0 and 1 use"),
     ],
 )
 def test_a_plan_of_another_model_is_an_error_that_names_the_first_difference(
     planned, changes, model, more, why
 ):
     with pytest.raises(ValueError, match=why):
-        st.partition(model(), plan=document_of(planned(), **changes), **more)
+        st.partition(model(), plan={**document_of(planned), **changes}, **more)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,10 @@ def test_a_plan_of_another_model_is_an_error_that_names_the_first_difference(
     ],
 )
 def test_a_damaged_plan(tmp_path, change, why):
-    model, path = nn.Sequential(*linears()), tmp_path / "plan.json"
+    model, path = three(), tmp_path / "plan.json"
     if isinstance(change, dict):
-        change, why = json.dumps(document_of(model, **change)), f"one that spectrain plan .*{why}"
+        change = json.dumps({**document_of(three), **change})
+        why = f"one that spectrain plan .*{why}"
     path.write_text(change)
     with pytest.raises(ValueError, match=f"plan.json: expected .*{why}"):
         st.partition(model, plan=path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -46,32 +47,38 @@ def every_way(layers, devices, batch, methods):
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("link", "speeds"),
+    ("link", "speeds", "limits"),
     [
-        *((SLOW, None), (FAST, None), (SLOW, (2, 0.5, 1, 1))),
-        ((FAST, SLOW, Link("late", 1e9, 0.01)), (1, 1, 0.25, 0.5)),
+        *((SLOW, None, None), (FAST, None, None), (SLOW, (2, 0.5, 1, 1), None)),
+        (SLOW, None, (60e3, 30e3, 50e3, 40e3)),
+        ((FAST, SLOW, Link("late", 1e9, 0.01)), (1, 1, 0.25, 0.5), (1e9, 40e3, 50e3, 1e9)),
     ],
 )
-def test_the_search_finds_the_best_of_all_ways(devices, link, speeds):
+def test_the_search_finds_the_best_of_all_ways(devices, link, speeds, limits):
     batch = 12 if devices == 3 else 8
     methods = [find_method(name) for name in ("sync", "1f1b", "gpipe", "vanilla", "auto")]
     if isinstance(link, tuple):
         link = link[: devices - 1]
     setting = Setting(SOME, link, batch, speeds=speeds and speeds[:devices])
-    search = Search(setting, devices, methods)
-    least = dict.fromkeys(methods, math.inf)
+    limits = limits and limits[:devices]
+    search = Search(setting, devices, methods, limits)
+    least, too_large = dict.fromkeys(methods, math.inf), False
     for way in every_way(SOME, devices, batch, methods):
         try:
             costs = Costs(setting, way)
         except ValueError:
             continue
-        if costs.bound < least[way.method]:
+        sizes = [size for size, r in zip(costs.memory, way.replicas, strict=True) for _ in range(r)]
+        if limits and any(map(operator.gt, sizes, limits)):
+            too_large = True
+        elif costs.bound < least[way.method]:
             least[way.method] = min(least[way.method], costs.period)
     for method in methods:
         best = search.best(method, lambda costs: 1.0)
         found = math.inf if best is None else best.period
         assert found <= least[method] * (1 + 1e-9), method.name
         assert (best is None) == (least[method] == math.inf)
+    assert (search.left_out > 0) == too_large
 
 
 # The cost of a way

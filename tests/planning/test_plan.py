@@ -44,8 +44,7 @@ def test_what_takes_too_much_memory_is_left_out_and_said():
     limit = max(plan(SOME, 4, **more).fastest.memory) - 1
     within = plan(SOME, 4, **more, memory=limit)
     assert all(max(c.memory) <= limit for c in within.candidates)
-    assert within.left_out > 0
-    assert within.least_memory > limit
+    assert within.left_out > 0 and within.least_memory > limit
 
 
 SIX = layers_of([0.01] * 6)
@@ -74,12 +73,6 @@ def test_devices_of_different_kinds():
     # Equal speeds give the result of a single number.
     assert best(speeds=(4, 4)) == best(speed=4)
     assert best(3, link=["nvlink"] * 2, memory=[1e9] * 3) == best(3, memory=1e9)
-    # Each device's memory limits it
-    free = best()
-    sizes = [2 * size for size in free.memory]
-    assert best(memory=sizes) == free
-    tight = best(memory=(free.memory[0] - 1, sizes[1]))
-    assert tight.ends[0] < free.ends[0] and tight.memory[0] < free.memory[0] < tight.memory[1]
 
 
 def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():
@@ -184,14 +177,11 @@ def test_what_cannot_be_planned(more, message):
         plan(**{"layers": SOME, "devices": 2, "link": "pcie3", "batch": 8, **more})
 
 
-def test_links():
+def test_links_and_sums_over_them_in_a_ring_or_trees():
     assert find_link("pcie3").bandwidth == pytest.approx(15.75e9, rel=1e-3)
     assert find_link("25e9") == find_link(25e9) == Link("2.5e+10 bytes/s", 25e9)
     wan = find_link("wan200")
     assert wan.inbound and wan.seconds(2.5e6) == pytest.approx(0.15)
-
-
-def test_a_ring_or_trees():
     link = Link("", 1e9, 1e-5)
     assert link.all_reduce(1e6, 1) == 0.0
     assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
@@ -258,20 +248,11 @@ def test_forwards_are_measured_apart(monkeypatch):
         BlockProfile(1.0, forward_seconds=2.0)
 
 
-def test_any_model_that_can_be_cut_has_a_profile():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.b(torch.relu(self.a(x)))
-
-    model = Model()
-    assert len(profile_of(model, torch.randn(2, 4), repeats=1).blocks) == 2
-    model.b.weight = model.a.weight
+def test_what_blocks_share_is_in_the_profile():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
     found = profile_of(model, torch.randn(2, 4), repeats=1)
-    assert [(tie.first, tie.last) for tie in found.shared] == [(0, 1)] and not found.ties
+    assert [(tie.first, tie.last) for tie in found.shared] == [(0, 2)] and not found.ties
 
 
 TIED = replace(

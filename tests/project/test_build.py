@@ -78,15 +78,11 @@ def test_the_extension_links_nothing_of_torch_and_exports_its_entry_alone(
 def test_build_info_is_complete() -> None:
     info = _C.build_info()
     assert info["openmp"] is True
-    assert info["compiler"] and info["version"]
+    assert info["compiler"] and isinstance(info["version"], str)
     assert bool(info["cuda_architectures"]) == info["cuda"] == bool(info["cuda_compiler"])
     assert bool(info["cuda_architectures_why"]) == info["cuda"]
     if platform.machine() == "x86_64":
         assert info["cpu_instruction_set"].startswith("x86-64")
-
-
-def test_the_module_is_named_for_this_python() -> None:
-    assert NATIVE.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
 
 
 def test_sources_that_are_not_built_say_so(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from bench_cost import (
     ALIGNMENT,
     STAGES,
-    batches_of,
     main,
     memory,
     moved,
@@ -122,11 +121,6 @@ def test_times_are_over_the_first_ones() -> None:
         for both in (stage["both"], update, loads):
             assert both["low"] <= both["median"] <= both["high"]
         assert stage["compute_ms"] > 0
-
-
-def test_batches_go_through_the_stages() -> None:
-    x, y = next(batches_of(WIDTH, 3))
-    assert nn.Sequential(*stages_of(WIDTH))(x).shape == y.shape
 
 
 def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ TINY = {
     "own_method.py": "--epochs 1",
     "own_optimizer.py": "--epochs 1",
     "own_workload.py": "--epochs 1 --stages 2 --seeds 1 --microbatches 1 -m vanilla",
-    "resnet18.py": "--steps 3 --width 4",
+    "resnet18.py": "--steps 3 --width 4 --blocks 1",
     "several_optimizers.py": "--epochs 1",
     "subspace.py": "--steps 3 --width 16 --rank 4 --stages 2",
     "torchrun.py": "--epochs 1",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 import zipfile
@@ -43,9 +41,9 @@ def cases(tmp_path: Path) -> Cases:
     return Cases(tmp_path / "a.json", float("inf"))
 
 
-@pytest.mark.processes
-def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part's lines run; tools are replaced by stand-ins, and one is missing."""
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore afterwards what the suite changes in its process; no wheel, one stand-in."""
     for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
@@ -53,10 +51,16 @@ def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(bench_pipeline, "MINIBATCHES", 3)
-    (tmp_path / "carried").mkdir()
-    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("started")
+def test_all_of_it_rehearsed(tmp_path: Path) -> None:
+    """Every part's lines run; tools are replaced by stand-ins, and one is missing."""
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_cuda.py").write_text(
@@ -87,19 +91,18 @@ def test_all_of_it_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.processes
-def test_dry_run(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("started")
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, str(BENCH / "gpu_suite.py"), "--out", str(out), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["dry_run"]
     statuses = {s["name"]: s["status"] for s in summary["steps"]}
     assert statuses.pop("devices") == "skipped"  # needs several
-    assert set(statuses.values()) == {"not run"}
+    assert summary["dry_run"] and set(statuses.values()) == {"not run"}
+    assert set(statuses) < {*WITH_TABLE, *WITHOUT_TABLE}
     assert "Operators: not measured." in (out / "summary.md").read_text()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 2 and "expected an empty folder" in again.stderr
+    assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 2
+    assert "expected an empty folder" in capsys.readouterr().err
 
 
 def _longest(groups: Any) -> float:
@@ -115,17 +118,6 @@ class TestPlan:
         assert [s.name for group in groups[:2] for s in group] == ["install", "first"]
         assert groups[0][0].essential
         assert _longest(plan.plan(tmp_path, [], 57)) == pytest.approx(57)
-
-    def test_every_step_is_known_to_the_report_and_every_part_to_the_plan(
-        self, tmp_path: Path
-    ) -> None:
-        known = [step for group in plan.plan(tmp_path, [], gpus=8) for step in group]
-        assert {step.name for step in known} == {*WITH_TABLE, *WITHOUT_TABLE}
-        called = {step.command[step.command.index("--part") + 1] for step in known}
-        assert called == set(gpu_suite.PARTS)
-        for where in gpu_suite.PARTS.values():
-            module, _, function = where.partition(".")
-            assert callable(getattr(importlib.import_module(f"gpu.{module}"), function)), where
 
     @pytest.mark.parametrize("gpus", [1, 2, 8])
     def test_what_needs_several_gpus_takes_no_time_where_there_is_one(
@@ -389,24 +381,21 @@ def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -
         training.throughput(1, FULL)
 
 
+def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
+    return {"name": name, "cat": kind, "ts": begin, "dur": duration, "ph": "X", "args": at}
+
+
 class TestOverlap:
     """Shares of time in which streams computed together."""
-
-    @staticmethod
-    def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
-        return {
-            **{"name": name, "cat": kind, "ts": begin, "dur": duration},
-            **{"ph": "X", "args": at},
-        }
 
     def test_two_streams(self) -> None:
         """10 us of compute with 4 us of prediction in parallel, 2 us idle, a 4 us copy."""
         predict = "spectrain::run_table<spectrain::SgdPredict<float>>"
         events = [
-            self._event("gemm", 100, 10, stream=7),
-            self._event(predict, 103, 4, stream=8),
-            self._event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
-            self._event("aten::mm", 90, 100, "cpu_op", stream=1),
+            _event("gemm", 100, 10, stream=7),
+            _event(predict, 103, 4, stream=8),
+            _event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
+            _event("aten::mm", 90, 100, "cpu_op", stream=1),
             {"ph": "M", "name": "process_name"},
         ]
         found = overlap(spans(events))
@@ -421,8 +410,8 @@ class TestOverlap:
     def test_two_devices_whose_streams_share_a_number(self) -> None:
         """An NCCL message in parallel with a product."""
         events = [
-            self._event("gemm", 0, 8, stream=7, device=0),
-            self._event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
+            _event("gemm", 0, 8, stream=7, device=0),
+            _event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
         ]
         found = overlap(spans(events))
         share = pytest.approx(4 / 12, abs=1e-4)
@@ -442,21 +431,11 @@ def test_a_late_stream_that_changes_a_bit_is_a_failure(
 class TestCudaTests:
     """The tests of this suite that a GPU runs."""
 
-    @pytest.mark.parametrize(
-        ("printed", "expected"),
-        [
-            (
-                "a.py::b PASSED\n=== 12 passed, 3 skipped in 4.20s ===",
-                {"passed": 12, "skipped": 3},
-            ),
-            (  # its process ended early
-                "t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d ",
-                {"passed": 2, "failed": 1},
-            ),
-        ],
-    )
-    def test_counts_of_a_file(self, printed: str, expected: dict[str, int]) -> None:
-        assert cuda_tests.counts(printed) == expected
+    def test_counts_of_a_file_also_where_its_process_ended_early(self) -> None:
+        whole = "a.py::b PASSED\n=== 12 passed, 3 skipped in 4.20s ==="
+        ended = "t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d "
+        assert cuda_tests.counts(whole) == {"passed": 12, "skipped": 3}
+        assert cuda_tests.counts(ended) == {"passed": 2, "failed": 1}
 
     def test_files_with_tests_for_the_device_are_found(self) -> None:
         tests = BENCH.parent / "tests"
@@ -464,19 +443,14 @@ class TestCudaTests:
         assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
         assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
 
-    @pytest.mark.parametrize(
-        ("count", "given", "expected"),
-        [
+    def test_files_are_tested_on_gpus_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for count, given, expected in (
             (1, "3", [None]),
-            (3, "", ["0,1,2", "1,2,0", "2,0,1"]),
+            (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
             (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
-        ],
-    )
-    def test_files_are_tested_on_gpus_in_turn(
-        self, count: int, given: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cuda_tests.machine, "gpus", lambda: count)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        if not given:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        assert cuda_tests._visible() == expected
+        ):
+            monkeypatch.setattr(cuda_tests.machine, "gpus", lambda n=count: n)
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if given is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+            assert cuda_tests._visible() == expected

@@ -101,8 +101,7 @@ def test_a_benchmark() -> None:
 def test_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     stages = [nn.Linear(4, 4) for _ in range(2)]
-    optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
-    pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, "spectrain")
+    pipe = st.Pipeline(stages, st.optim.AdamW, nn.functional.mse_loss, "spectrain")
     with st.Metrics(pipe, path) as metrics:
         for _ in pipe.run([(torch.zeros(2, 4), torch.zeros(2, 4))] * 3, trace=metrics):
             pass

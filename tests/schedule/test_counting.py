@@ -36,6 +36,8 @@ def met(run, **rules):
             forwards[span.stage][part] = reading
         elif span.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             found[span.stage][part] = Met(forwards[span.stage][part], reading)
+        elif span.kind is Kind.UPDATE:
+            assert reading == (span.minibatch + 1, 0)
     assert [len(of) for of in found] == [run.microbatches * run.minibatches] * run.stages
     return found
 
@@ -59,6 +61,8 @@ def test_any_window_and_any_number_of_microbatches(run):
             assert found.backward == (i, 0)
     for of in met(run, forward_horizon="counted"):
         assert all(f.forward.version + f.forward.horizon == f.backward.version for f in of.values())
+    ahead = {"forward_horizon": 3, "backward": "predict", "backward_horizon": 2}
+    assert {f.horizon for of in met(run, **ahead) for both in of.values() for f in both} == {2, 3}
 
 
 @given(runs(names=["gpipe", "1f1b", "zb-h1"]))
@@ -89,10 +93,7 @@ def test_the_delay_of_2bw_is_exactly_1(n, m):
         assert count.versions == 2
     for of in met(Run("1f1b-async", classic(n), m, 12), **rules):
         assert all(f.backward == (max(0, i - 1), 0) for (i, _), f in of.items())
-
-
-def test_2bw_needs_its_previous_version():
-    rules = {"forward_reads": "previous", "backward": "stash"}
+    # with too wide a window its previous version does not exist
     with pytest.raises(ScheduleError, match=r"stage 0, forward of minibatch 2.*reads version 1 "):
         counts(classic(4), 12, 1, **rules)
 

@@ -142,12 +142,12 @@ def words(place, duties=None):
     return {kind.value: [each.value for each in to] for kind, to in first.items()}
 
 
-MIDDLE = Place(1, 3, 2, 2)
+MIDDLE, LAST = Place(1, 3, 2, 2), Place(2, 3, 1, 2)
 EVERY = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
 
 
 def test_what_belongs_to_an_instruction_comes_in_order():
-    plain, last = words(MIDDLE), words(Place(2, 3, 1, 2))
+    plain, last = words(MIDDLE), words(LAST)
     forward = ["receive activation", "load forward weights", "forward"]
     assert (plain["forward"], last["forward"]) == (
         [*forward, "send activation"],
@@ -157,6 +157,12 @@ def test_what_belongs_to_an_instruction_comes_in_order():
         *("receive gradient", "load backward weights", "backward", "send gradient"),
     ]
     assert last["backward"] == ["load backward weights", "backward", "send gradient"]
+    hear = "hear that the next stage is through"
+    tell = "tell the previous stage that this one is through"
+    for place, send, back in ((MIDDLE, "send activation", [hear, tell]), (LAST, "metrics", [tell])):
+        forward = ["receive activation", "forward", send]
+        evaluated = {"forward": forward, "backward": back, "update": []}
+        assert words(place, Duties(evaluates=True)) == evaluated
     found = words(MIDDLE, EVERY)
     assert found["update"] == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
@@ -178,21 +184,3 @@ def test_what_belongs_to_an_instruction_comes_in_order():
     assert "agree whether to update" not in told["update"]
     assert "recompute" in found["backward of the input"]
     assert "recompute" not in found["backward of the weights"]
-
-
-@pytest.mark.parametrize("field", Duties._fields)
-def test_each_duty_adds_its_own_instructions_and_moves_no_other(field):
-    plain, found = words(MIDDLE), words(MIDDLE, Duties(**{field: True}))
-    if field == "evaluates":
-        assert found["backward"] == [
-            "hear that the next stage is through",
-            "tell the previous stage that this one is through",
-        ]
-        assert found["forward"] == ["receive activation", "forward", "send activation"]
-        return
-    usual = {each for to in plain.values() for each in to}
-    added = {each for to in found.values() for each in to} - usual
-    assert bool(added) == (field != "blocks")
-    for kind, to in plain.items():
-        rest = [each for each in found[kind] if each not in added]
-        assert sorted(rest) == sorted(to) if field == "blocks" else rest == to

@@ -62,80 +62,48 @@ def backward_at(place):
     return [actions[:at] + TURN + actions[at:]]
 
 
+ONE, TWO = ("1f1b-async", [1], 3, 2), ("gpipe", [1, 1], 3, 2)
+
+
 def early_update():
-    (actions,) = finite("1f1b-async", [1], 3, 2)
+    (actions,) = finite(*ONE)
     actions.remove(update(0))
     actions.insert(actions.index(Instruction(Kind.BACKWARD, 0, 1)), update(0))
     return [actions]
 
 
 def swapped_update():
-    (actions,) = finite("1f1b-async", [1], 3, 2)
-    return [[update(1) if a == update(0) else a for a in actions]]
+    return [[update(1) if a == update(0) else a for a in finite(*ONE)[0]]]
 
 
+def forwards():
+    return (Instruction(Kind.FORWARD, i) for i in count())
+
+
+DEADLOCK = (
+    "stage 0, receive gradient of minibatch 0, microbatch 0: a deadlock: stage 1, which sends it, "
+    "waits at receive activation of minibatch 1, microbatch 0, which stage 0 sends later"
+)
+WINDOW = "stage 0, forward of minibatch 2, microbatch 0: the window allows 2"
+NINE = {"minibatches": 9}
 BROKEN = [
-    (
-        *(lambda: without(0, 5), {}),
-        "stage 1, receive activation of minibatch 5.*stage 0 ends without sending it",
-    ),
-    (
-        *(lambda: without(1, 5), {}),
-        "stage 0, receive gradient of minibatch 5.*stage 1 ends without sending it",
-    ),
-    (
-        *(reordered, {}),
-        "stage 1, receive activation of minibatch 0, microbatch 1: "
-        "stage 0 sends minibatch 0, microbatch 0",
-    ),
-    (
-        *(lambda: streams("1f1b-async", [1, 2]), {"minibatches": 9}),
-        "stage 0, receive gradient of minibatch 0, microbatch 0: a deadlock: stage 1, which sends "
-        "it, waits at receive activation of minibatch 1, microbatch 0, which stage 0 sends later",
-    ),
+    (lambda: without(0, 5), {}, "1, receive activation of minibatch 5.*0 ends without sending it"),
+    (lambda: without(1, 5), {}, "0, receive gradient of minibatch 5.*1 ends without sending it"),
+    (reordered, {}, "stage 1, receive activation of .* 1: stage 0 sends minibatch 0, microbatch 0"),
+    (lambda: streams("1f1b-async", [1, 2]), NINE, DEADLOCK),
     # The stages after it wait as well: the error names the cause, not them.
-    (
-        *(lambda: streams("1f1b-async", [4, 4, 1, 2]), {"minibatches": 9}),
-        "stage 2, .*a deadlock",
-    ),
-    (
-        *(lambda: streams("1f1b-async", [3, 2]), {"minibatches": 9, "windows": [2, 2]}),
-        "stage 0, forward of minibatch 2, microbatch 0: the window allows 2",
-    ),
-    (
-        *(lambda: backward_at("first"), {}),
-        "stage 0, backward of minibatch 2.*expected its forward before it",
-    ),
+    (lambda: streams("1f1b-async", [4, 4, 1, 2]), NINE, "stage 2, .*a deadlock"),
+    (lambda: streams("1f1b-async", [3, 2]), {**NINE, "windows": [2, 2]}, WINDOW),
+    (lambda: backward_at("first"), {}, "0, backward of minibatch 2.*expected its forward before"),
     (lambda: backward_at("before"), {}, "backward of minibatch 2.*found again"),
     (lambda: backward_at("last"), {}, "found again: the minibatch has had its update"),
-    (
-        *(early_update, {}),
-        "stage 0, update of minibatch 0: expected backward of minibatch 0, microbatch 1",
-    ),
-    (
-        *(swapped_update, {}),
-        "stage 0, update of minibatch 1: expected update of minibatch 0 first",
-    ),
-    (
-        *(lambda: [finite("1f1b-async", [1], 3, 2)[0][:-1]], {}),
-        "stage 0, update of minibatch 2: missing at the end",
-    ),
-    (
-        *(lambda: finite("1f1b-async", [1], 3, 2), {"minibatches": 4}),
-        "update of minibatch 3: missing at the end",
-    ),
-    (
-        *(lambda: finite("gpipe", [1, 1], 3, 2), {"microbatches": 3}),
-        "expected forward of minibatch 0, microbatch 2 before it",
-    ),
-    (
-        *(lambda: finite("gpipe", [1, 1], 3, 2), {"microbatches": 1}),
-        "forward of minibatch 0, microbatch 1: expected microbatches 0 to 0 only",
-    ),
-    (
-        *(lambda: [(Instruction(Kind.FORWARD, i) for i in count())], {"minibatches": 2}),
-        "expected the update of minibatch 1 before it",
-    ),
+    (early_update, {}, "update of minibatch 0: expected backward of minibatch 0, microbatch 1"),
+    (swapped_update, {}, "0, update of minibatch 1: expected update of minibatch 0 first"),
+    (lambda: [finite(*ONE)[0][:-1]], {}, "stage 0, update of minibatch 2: missing at the end"),
+    (lambda: finite(*ONE), {"minibatches": 4}, "update of minibatch 3: missing at the end"),
+    (lambda: finite(*TWO), {"microbatches": 3}, "expected forward of .* 0, microbatch 2 before it"),
+    (lambda: finite(*TWO), {"microbatches": 1}, "1: expected microbatches 0 to 0 only"),
+    (lambda: [forwards()], NINE, "expected the update of minibatch 8 before it"),
 ]
 
 

@@ -9,13 +9,13 @@ from helpers.schedules import classic, runs, wide
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import Kind, Rules, ScheduleError, backward, forward
+from spectrain_ext.schedule import Kind, ScheduleError, backward, forward
 from spectrain_ext.simulation import Durations, simulate, simulate_repeating, streams, summarize
 
 
-def spans_of(name, windows, minibatches, microbatches=1, rules=None, **durations):
+def spans_of(name, windows, minibatches, microbatches=1, **durations):
     made, of = streams(name, windows, microbatches), Durations.of(len(windows), **durations)
-    return list(simulate(made, of, minibatches=minibatches, rules=rules))
+    return list(simulate(made, of, minibatches=minibatches))
 
 
 def summary_of(*arguments, **durations):
@@ -132,20 +132,6 @@ def test_the_period_without_a_flush(n):
     tight = summary_of("1f1b-async", classic(n), 40 * n, **slow)
     assert tight.period == pytest.approx(3 + 2 * 0.5 * (n - 1) / n, rel=1e-2)
     assert summary_of("1f1b-async", wide(n), 40 * n, **slow).period == pytest.approx(3.0)
-
-
-def test_versions_are_those_that_are_read():
-    n, last = 4, 30
-    rules = [
-        Rules(forward_horizon=k // 2 + n - k - 1, backward="predict", backward_horizon=k // 2)
-        for k in range(n)
-    ]
-    spans = spans_of("1f1b-async", classic(n), 40, rules=rules)
-    for k in range(n):
-        of = {s.kind: s for s in spans if s.stage == k and s.minibatch == last}
-        assert of[Kind.FORWARD][-2:] == (last - (n - k) + 1, k // 2 + n - k - 1)
-        assert of[Kind.BACKWARD][-2:] == (last, k // 2)
-        assert of[Kind.UPDATE][-2:] == (last + 1, 0)
 
 
 def test_spans_come_before_the_run_has_been_read():

@@ -98,13 +98,6 @@ def test_all_methods_that_fit_are_compared_and_the_others_named(tmp_path: Path) 
     assert "Left out: spectrain-smoothed (" in text
 
 
-def test_a_method_that_needs_microbatches_gets_them(tmp_path: Path) -> None:
-    arguments = (*FAST, "-m", "sync,pipedream-2bw", "--stages", 3, "--width", 8)
-    trained(tmp_path / "a", *arguments)
-    trained(tmp_path / "b", *arguments, "--microbatches", 3)
-    assert losses_in(tmp_path / "a")["pipedream-2bw"] == losses_in(tmp_path / "b")["pipedream-2bw"]
-
-
 def test_options_reach_the_settings(tmp_path: Path) -> None:
     given = {
         **{"stages": 3, "epochs": 1, "batch_size": 512, "microbatches": 2, "clip_norm": 5.0},

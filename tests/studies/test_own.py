@@ -190,30 +190,6 @@ def test_a_study_finds_a_method_by_its_module(module: str) -> None:
     assert run_file(Path(), cell, 0.1, 0).path != path
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ("{}_none:mine", "there is no module '{}_none' in "),
-        ("{}:nothing", "module '{}' has no 'nothing'"),
-        ("{}:", "module '{}' has no ''"),
-        (":mine", "module '' cannot be imported: ValueError"),
-        ("{}:number", "'{}:number' is of type int, expected a spectrain_ext.Method"),
-        ("{}:late", "'{}:late', called, failed: RuntimeError: not today ({}.py, line "),
-        ("{}:taken", "has the name 'spectrain', which is a method of spectrain_ext"),
-        ("{}:path", "has the name '../mine', which is to be the name of files"),
-        ("{}_bad:mine", "module '{}_bad' cannot be imported: AttributeError"),
-        ("{}_bad:mine", "({}_bad.py, line 3)"),
-    ],
-)
-@pytest.mark.parametrize("command", ["train", "timeline"])
-def test_what_is_no_method(module: str, asked: str, said: str, command: str) -> None:
-    Path(f"{module}_bad.py").write_text("import torch\n\ntorch.nothing\n")
-    done = run(command, "-m", asked.format(module), "--out", "out.svg")
-    assert done.exit_code == (2 if command == "train" else 1)
-    assert said.format(module, module) in text_of(done)
-    assert not Path("out.svg").exists()
-
-
 # Workloads
 
 EXAMPLE = "examples.own_workload:digits_mlp"
@@ -271,55 +247,62 @@ def test_what_has_no_classes_is_judged_by_its_loss(module: str) -> None:
 
 # Errors
 
-FOR_TRAIN, FOR_STUDY = ("train", "--workload"), ("study", "--workload")
+NO_METHODS = [
+    ("{}_none:mine", "there is no module '{}_none' in "),
+    ("{}:nothing", "module '{}' has no 'nothing'"),
+    ("{}:", "module '{}' has no ''"),
+    (":mine", "module '' cannot be imported: ValueError"),
+    ("{}:number", "'{}:number' is of type int, expected a spectrain_ext.Method"),
+    ("{}:late", "'{}:late', called, failed: RuntimeError: not today ({}.py, line "),
+    ("{}:taken", "has the name 'spectrain', which is a method of spectrain_ext"),
+    ("{}:path", "has the name '../mine', which is to be the name of files"),
+    ("{}_bad:mine", "module '{}_bad' cannot be imported: AttributeError"),
+    ("{}_bad:mine", "({}_bad.py, line 3)"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option", "expected"),
+    ("asked", "option", "expected"),
     [
-        ((*FOR_TRAIN, "no_function"), "workload", "expected module:function"),
-        ((*FOR_TRAIN, "{}_none:line"), "workload", "there is no module"),
-        ((*FOR_TRAIN, "{}:nothing"), "workload", "has no 'nothing'"),
-        ((*FOR_TRAIN, "{}:number"), "workload", "is of type int, expected a function"),
-        ((*FOR_TRAIN, "{}:wrong"), "workload", "returned a int, expected a studies."),
-        ((*FOR_TRAIN, "{}:uncut"), "workload", "returned a model of type Linear"),
-        ((*FOR_TRAIN, "{}:needs"), "workload", "a parameter 'wheel' without a default"),
-        ((*FOR_TRAIN, "{}:no_rate", "--lr", "1"), "lr", "has no parameter 'lr'"),
-        ((*FOR_TRAIN, "{}:line", "--depth", "3"), "depth", "has no parameter 'depth'"),
-        ((*FOR_TRAIN, "{}:line", "--data", "digits"), "data", "of the built-in"),
-        ((*FOR_TRAIN, "{}:line", "--model", "gpt"), "model", "of the built-in"),
-        (("train", "-m", "{}:mine,{}:again"), "method", "are both called 'mine'; expected another"),
-        ((*FOR_STUDY, "{}:no_rate"), "workload", "expected a parameter 'lr' with a"),
-        ((*FOR_STUDY, "{}:line", "--data", "text"), "data", "of the built-in"),
-        (("study", "--epochs", "3"), "epochs", "is of --workload"),
-        ((*FOR_STUDY, "{}:line", "-m", "nesterov-async"), "method", "the optimizer"),
+        *((f"train -m {name}", "method", expected) for name, expected in NO_METHODS),
+        *((f"timeline -m {name}", None, expected) for name, expected in NO_METHODS),
+        ("train -m {}:mine,{}:again", "method", "are both called 'mine'; expected another name"),
+        ("train --workload no_function", "workload", "expected module:function"),
+        ("train --workload {}_none:line", "workload", "there is no module"),
+        ("train --workload {}:nothing", "workload", "has no 'nothing'"),
+        ("train --workload {}:number", "workload", "is of type int, expected a function"),
+        ("train --workload {}:wrong", "workload", "returned a int, expected a studies."),
+        ("train --workload {}:uncut", "workload", "returned a model of type Linear"),
+        ("train --workload {}:needs", "workload", "a parameter 'wheel' without a default"),
+        ("train --workload {}:no_rate --lr 1", "lr", "has no parameter 'lr'"),
+        ("train --workload {}:line --depth 3", "depth", "has no parameter 'depth'"),
+        ("train --workload {}:line --data digits", "data", "of the built-in"),
+        ("train --workload {}:line --model gpt", "model", "of the built-in"),
+        ("study --workload {}:no_rate", "workload", "expected a parameter 'lr' with a"),
+        ("study --workload {}:line --data text", "data", "of the built-in"),
+        ("study --epochs 3", "epochs", "is of --workload"),
+        ("study --workload {}:line -m nesterov-async", "method", "the optimizer"),
+        *(
+            (f"{command} --workload {asked}", None, expected)
+            for command in ("train", "study")
+            for asked, expected in (
+                ("{}:line --stages 4", "stages must be between 1 and the 3 layers"),
+                ("{}:broken", "RuntimeError: not today ({}.py, line "),
+            )
+        ),
     ],
 )
-def test_an_error_names_the_option(
-    module: str, arguments: tuple[str, ...], option: str, expected: str
+def test_what_cannot_be_trained_is_told_before_training(
+    module: str, asked: str, option: str | None, expected: str
 ) -> None:
-    done = run(*(argument.format(module, module) for argument in arguments), "--out", "out")
-    assert done.exit_code == 2, done.output
-    assert f"Invalid value for '--{option}': " in text_of(done)
-    assert expected in text_of(done)
-    assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("{}:line", "--stages", "4"), "stages must be between 1 and the 3 layers"),
-        (("{}:broken",), "RuntimeError: not today ({}.py, line "),
-    ],
-)
-@pytest.mark.parametrize("command", [FOR_TRAIN, FOR_STUDY])
-def test_what_fails_is_told_before_training(
-    module: str, command: tuple[str, ...], arguments: tuple[str, ...], expected: str
-) -> None:
-    done = run(*command, *(argument.format(module) for argument in arguments), "--out", "out")
-    assert done.exit_code == 1, done.output
-    assert expected.format(module) in text_of(done)
+    Path(f"{module}_bad.py").write_text("import torch\n\ntorch.nothing\n")
+    done = run(*asked.format(module, module).split(), "--out", "out.svg")
+    assert done.exit_code == (1 if option is None else 2), done.output
     assert isinstance(done.exception, SystemExit)
+    if option is not None:
+        assert f"Invalid value for '--{option}': " in text_of(done)
+    assert expected.format(module, module) in text_of(done)
+    assert not Path("out.svg").exists()
 
 
 def test_the_functions_options_are_those_of_the_command_and_a_test_has_targets() -> None:

@@ -1,21 +1,27 @@
-"""Tests what runs become: files of finished runs, means over seeds, tables and pictures."""
+"""Tests what runs become: their files, progress, means over seeds, times, tables and pictures."""
 
+import io
 import json
 import math
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from spectrain_ext import files
-from spectrain_ext.method import methods
+from spectrain_ext.method import find_method, methods
+from studies import times
+from studies.builtin import maker_of
 from studies.looks import looks
 from studies.pictures import draw_losses, draw_losses_over_time
+from studies.progress import Progress
 from studies.report import comparison_table
 from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
-from studies.settings import DEFAULT_METHODS
+from studies.settings import DEFAULT_METHODS, settle
+from studies.times import Work, draw_methods_together, minibatch_time, relative_times
 
 
 def run_of(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -33,48 +39,21 @@ def shown(results: list[MethodResult], metric: Metric = ACCURACY) -> str:
 
 # Files of finished runs, which are found complete or not at all
 
-ABOUT: dict[str, object] = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
 
-
-def file_of(folder: Path, about: dict[str, object], name: str = "auto-seed3") -> RunFile[Run]:
-    return RunFile(folder, name, about, Run)
-
-
-def test_a_run_is_found_again_bit_for_bit(tmp_path: Path) -> None:
-    run = Run("auto", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 0.1 + 0.2, 1e-30))
-    file_of(tmp_path / "runs", ABOUT).write(run)
-    again = dict(reversed(ABOUT.items()))
-    assert file_of(tmp_path / "runs", again).read() == run
-    assert file_of(tmp_path / "runs", again, "auto-seed4").read() is None
-    diverged = Run("auto", 0, 0.1, math.nan, 1.0, 1, (1.0, math.inf, -math.inf, math.nan))
-    file_of(tmp_path, ABOUT).write(diverged)
-    assert repr(file_of(tmp_path, ABOUT).read()) == repr(diverged)  # a nan is not equal to itself
-
-
-@pytest.mark.parametrize(
-    "other", [{"lr": 0.2}, {"window": (3, 2)}, {"depth": 0}, {"more": 1}], ids=str
-)
-def test_other_settings_are_other_runs(tmp_path: Path, other: dict[str, object]) -> None:
-    file_of(tmp_path, ABOUT).write(run_of("auto", 3, 0.5))
-    file = file_of(tmp_path, {**ABOUT, **other})
-    assert file.read() is None
-    file.write(run_of("auto", 3, 0.5))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_file_that_was_changed_is_no_finished_run(tmp_path: Path) -> None:
-    file = file_of(tmp_path, ABOUT)
-    file.write(run_of("auto", 3, 0.5))
+def test_a_run_is_found_again_bit_for_bit_and_nothing_else(tmp_path: Path) -> None:
+    about: dict[str, object] = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
+    losses = (1.0, 0.1 + 0.2, 1e-30, math.inf, math.nan)
+    run = Run("auto", 3, 0.25, math.nan, 12.5, 4096, losses)
+    file = RunFile(tmp_path / "runs", "auto-seed3", about, Run)
+    file.write(run)
+    again = RunFile(tmp_path / "runs", "auto-seed3", dict(reversed(about.items())), Run)
+    assert repr(again.read()) == repr(run)  # a nan is not equal to itself
+    for other in ({"lr": 0.2}, {"window": (3, 2)}, {"depth": 0}, {"more": 1}):
+        assert RunFile(tmp_path / "runs", "auto-seed3", {**about, **other}, Run).read() is None
     text = file.path.read_text()
-    losses, no_loss = json.loads(text), json.loads(text)
-    losses["run"]["losses"][0] = [1]
-    del no_loss["run"]["test_loss"]
-    broken = ("", text[:-20], "[]", "{}", '{"run": 3}', json.dumps(losses), json.dumps(no_loss))
-    for each in (*broken, text.replace('"lr": 0.1', '"lr": 0.3')):
-        file.path.write_text(each)
+    for damaged in ("", text[:-20], "{}", text.replace("lr", "rl"), text.replace("losses", "loss")):
+        file.path.write_text(damaged)
         assert file.read() is None
-    file.path.write_text(text)
-    assert file.read() == run_of("auto", 3, 0.5)
 
 
 def test_what_is_interrupted_leaves_the_file_before_it(
@@ -93,143 +72,170 @@ def test_what_is_interrupted_leaves_the_file_before_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
-# Means over seeds and the table
+def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None:
+    now, file = [100.0], io.StringIO()
+    lines = Progress(Console(file=file, width=30), 40, 3, clock=lambda: now[0])
+    lines.skip(40)
+    lines.begin("[vanilla]", "2/3")
+    for _ in range(20):
+        now[0] += 0.5
+        lines.advance(torch.tensor(0.125))
+    # 20 in 10 s: the remaining 60 take 30; one line whatever the width
+    said = "[vanilla], seed 2/3: minibatch 20 of 40, loss 0.125, 2 minibatches/s, 0:00:30 left\n"
+    assert file.getvalue() == said
+    now[0] += 400.0
+    lines.advance(torch.tensor(0.25))
+    # recently one in 400 s; on the whole 21 in 410 s, with 59 left
+    said += (
+        "[vanilla], seed 2/3: minibatch 21 of 40, loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n"
+    )
+    assert file.getvalue() == said
+    written = io.StringIO()
+    for terminal in (False, True):
+        with Progress(Console(file=written, force_terminal=terminal), 2, 1) as progress:
+            progress.begin("own", "1/1")
+            progress.advance(torch.tensor(1.0))
+        assert ("own" in written.getvalue()) == terminal
 
 
-def test_runs_are_grouped_by_method_in_order_of_appearance() -> None:
-    runs = [run_of("b", 0, 0.5), run_of("a", 0, 0.25), run_of("b", 1, 0.75), run_of("a", 1, 0.25)]
-    first, second = summarize(runs)
-    assert (first.method, second.method) == ("b", "a")
-    assert first.mean("test_accuracy") == 0.625
-    assert first.deviation("test_accuracy") == pytest.approx(math.sqrt(2) / 8)
-    assert first.mean("minibatches_per_second") == 100.5
-    assert first.weight_version_bytes == 4096
-    assert second.deviation("test_accuracy") == 0.0
-    assert summarize(runs[:1])[0].deviation("test_accuracy") == 0.0
+# Means over seeds, results.json and the table
 
 
 def test_results_have_the_documented_shape(tmp_path: Path) -> None:
-    results = summarize([run_of("sync", 0, 0.5), run_of("sync", 1, 0.75), run_of("auto", 0, 0.25)])
+    runs = [run_of("sync", 0, 0.5), run_of("auto", 0, 0.25, math.nan), run_of("sync", 1, 0.75)]
     path = tmp_path / "results.json"
-    write(path, results, settings={"lr": 0.1}, versions={"torch": "2"}, times={"sync": 8.0})
-    document = json.loads(path.read_text())
-    assert list(document) == ["methods", "settings", "versions"]
-    assert (document["settings"], document["versions"]) == ({"lr": 0.1}, {"torch": "2"})
-    sync, auto = document["methods"]
-    assert (sync["simulated_time"], auto["simulated_time"]) == (8.0, None)
-    first = ["method", "test_accuracy", "test_loss", "minibatches_per_second"]
-    assert list(sync)[:5] == [*first, "weight_version_bytes"]
-    assert [sync[name] for name in list(sync)[:5]] == ["sync", 0.625, 0.5, 100.5, 4096]
-    assert [run["seed"] for run in sync["seeds"]] == [0, 1]
-    assert auto["seeds"][0]["train_losses"] == [2.0, 1.0, 0.5]
-
-
-def test_a_diverged_run_is_valid_json_and_says_so(tmp_path: Path) -> None:
-    results = summarize([run_of("auto", 0, 0.1, math.inf), run_of("auto", 1, 0.1, math.nan)])
-    path = tmp_path / "results.json"
-    write(path, results, settings={}, versions={})
+    write(path, summarize(runs), settings={"lr": 0.1}, versions={"torch": "2"}, times={"sync": 8.0})
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    (auto,) = json.loads(path.read_text(), parse_constant=refuse)["methods"]
-    assert auto["test_loss"] is None
-    assert auto["seeds"][0]["train_losses"] == [2.0, 1.0, None]
-    assert "2 of 2 diverged" in shown(results)
+    document = json.loads(path.read_text(), parse_constant=refuse)
+    assert list(document) == ["methods", "settings", "versions"]
+    assert (document["settings"], document["versions"]) == ({"lr": 0.1}, {"torch": "2"})
+    sync, auto = document["methods"]
+    assert sync["test_accuracy_std"] == pytest.approx(math.sqrt(2) / 8)
+    assert (sync["simulated_time"], auto["simulated_time"]) == (8.0, None)
+    first = ["method", "test_accuracy", "test_loss", "minibatches_per_second"]
+    assert [*sync][:5] == [*first, "weight_version_bytes"]
+    assert [sync[name] for name in [*sync][:5]] == ["sync", 0.625, 0.5, 100.5, 4096]
+    assert [run["seed"] for run in sync["seeds"]] == [0, 1]
+    assert (auto["test_loss"], auto["seeds"][0]["train_losses"]) == (None, [2.0, 1.0, None])
 
 
-def test_the_table_explains_itself() -> None:
+def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None:
     runs = [run_of(m, s, 0.9 + 0.01 * s) for m in ("sync", "spectrain-stash") for s in (0, 1)]
+    runs += [run_of("auto", s, 0.1, math.inf) for s in (0, 1)]
     text = shown(summarize(runs))
-    for said in ("spectrain-stash", "90.5 ± 0.7", "does not compare throughput"):
+    for said in ("spectrain-stash", "90.5 ± 0.7", "2 of 2 diverged", "does not compare throughput"):
         assert said in text
     assert "One test sample is 0.3 points" in text
     single = shown(summarize(runs[:1]))
-    assert "90.0" in single
-    assert "±" not in single and "diverged" not in single
-
-
-def test_text_is_judged_by_perplexity() -> None:
-    results = summarize([run_of("auto", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
-    assert results[0].mean("perplexity") == pytest.approx(5)
-    assert results[0].deviation("perplexity") == pytest.approx(math.sqrt(2))
-    text = shown(results, PERPLEXITY)
-    assert "5.00 ± 1.41" in text and "per character" in text
-    assert "accuracy" not in text
-    (beyond,) = summarize([run_of("auto", 0, 0.1, 1e4)])  # float64
-    assert beyond.mean("perplexity") == math.inf
-    assert (PERPLEXITY.text(beyond), ACCURACY.text(beyond)) == ("diverged", "10.0")
-
-
-def test_the_best_is_highest_accuracy_or_lowest_perplexity_of_what_overlaps() -> None:
+    assert "90.0" in single and "±" not in single and "diverged" not in single
+    texts = summarize([run_of("auto", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
+    said = shown(texts, PERPLEXITY)
+    assert "5.00 ± 1.41" in said and "accuracy" not in said
     figures = (("sync", 0.99, 0.1), ("vanilla", 0.5, 2.0), ("pipedream", 0.75, 1.0))
-    results = summarize([run_of(m, 0, a, loss) for m, a, loss in (*figures, ("xpipe", 0.25, 800))])
+    results = summarize([run_of(m, 0, a, loss) for m, a, loss in (*figures, ("xpipe", 0.2, 800))])
     assert ACCURACY.best(results) == 75
     assert PERPLEXITY.best(results) == pytest.approx(math.e)
     assert ACCURACY.best(results[:2]) is None  # no comparison
+    # a perplexity beyond float64
+    assert (PERPLEXITY.text(results[3]), ACCURACY.text(results[3])) == ("diverged", "20.0")
+
+
+# Simulated times
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_bubbles_of_even_stages_and_the_slowest_one(stages: int) -> None:
+    """Slots of one forward and one backward: N for one minibatch, M + N - 1 for M parts."""
+    for name, microbatches, slots in (
+        *(("sync", 1, stages), ("1f1b", 8, (8 + stages - 1) / 8), ("gpipe", 4, (3 + stages) / 4)),
+        *(("vanilla", 1, 1.0), ("auto", 4, 1.0)),
+    ):
+        even = Work([1.0] * stages, [2.0] * stages)
+        assert minibatch_time(find_method(name), microbatches, even) == pytest.approx(3 * slots)
+    uneven = Work([1.0, 3.0, 1.0], [2.0, 4.0, 2.0])
+    assert uneven.slowest == 7.0
+    assert minibatch_time(find_method("vanilla"), 1, uneven) == pytest.approx(7.0)
+    assert minibatch_time(find_method("sync"), 1, uneven) == pytest.approx(13.0)
+
+
+def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+
+    asked: list[int] = []
+
+    def given(settings: object, make: object, stages: int, devices: list[str]) -> Work:
+        assert len(devices) == stages
+        asked.append(stages)
+        return Work([1.0] * stages, [2.0] * stages) if stages > 1 else Work([3.0], [6.0])
+
+    settings = settle({"methods": ("xgrad", "sync", "1f1b", "auto"), "stages": 4}, quick=True)
+    make = maker_of(settings, tmp_path)
+    work = times.measured_work(settings, make, 4, ["cpu"] * 4)
+    assert all(0 < seconds < 1 for seconds in (*work.forward, *work.backward))
+    monkeypatch.setattr(times, "measured_work", given)
+    # the uncut model on one device has no bubbles, and all the work
+    expected = {"xgrad": 3.0, "sync": 4.0, "1f1b": 7 / 4, "auto": 1.0}
+    assert relative_times(settings, make) == pytest.approx(expected)
+    assert sorted(asked) == [1, 4]
 
 
 # Pictures
 
 
 def test_every_method_has_a_look_of_its_own() -> None:
-    found = looks(methods())
-    assert len(set(found.values())) == len(methods())
-    for name in methods():  # any drawing style
-        assert looks(["mine", name])[name] == looks([name, "sync"])[name] == found[name]
-    assert len({look.color for name, look in found.items() if name in DEFAULT_METHODS}) == 6
-    names = ["auto", *(f"own-{number}" for number in range(30)), "sync"]
-    others = looks(names)
-    assert list(others) == names
-    assert len(set(others.values())) == 32
+    names = [*methods(), *(f"own-{number}" for number in range(20))]
+    found = looks(names)
+    assert list(found) == names
+    assert len(set(found.values())) == len(names)
+    assert looks(["mine", "auto"])["auto"] == found["auto"]
+    assert len({found[name].color for name in DEFAULT_METHODS}) == 6
 
 
 @pytest.mark.parametrize("over_time", [False, True])
-@pytest.mark.parametrize(("count", "seeds"), [(1, 1), (5, 3), (19, 1)])
+@pytest.mark.parametrize(("count", "seeds"), [(0, 1), (5, 3), (19, 1)])
 def test_the_picture_is_a_png_that_is_not_blank(
     tmp_path: Path, count: int, seeds: int, over_time: bool
 ) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib import image
-
-    names = ["sync", *(f"method-{number}" for number in range(1, count))]
-    results = summarize([run_of(name, seed, 0.5) for name in names for seed in range(seeds)])
-    path = tmp_path / "losses.png"
+    image = pytest.importorskip("matplotlib.image")
+    names = ["sync", *(f"method-{number}" for number in range(count))]
+    runs = [run_of(name, seed, 0.5) for name in names for seed in range(seeds)]
+    results, path = summarize([*runs, run_of("auto", 0, 0.1, math.nan)]), tmp_path / "losses.png"
     if over_time:
-        times = {name: 1.0 + 8.0 * (name == "sync") for name in names}
-        draw_losses_over_time(path, results, times, title="title", window=2)
+        took = {name: 1.0 + 8.0 * (name == "sync") for name in (*names, "auto")}
+        draw_losses_over_time(path, results, took, title="title", window=2)
     else:
         draw_losses(path, results, title="title", window=2)
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = image.imread(path)
-    assert pixels.shape[0] > 400
-    assert pixels.shape[1] > 700
+    assert pixels.shape[0] > 400 and pixels.shape[1] > 700
     assert pixels[..., :3].min() < 0.1
 
 
 def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.axes import Axes
+    axes = pytest.importorskip("matplotlib.axes")
+    plot, drawn = axes.Axes.plot, []
 
-    drawn = []
-    plot = Axes.plot
-
-    def recorded(self: Axes, x: list[float], y: list[float], *more: object, **how: object) -> None:
+    def recorded(self: Any, x: list[float], y: list[float], *more: Any, **how: Any) -> None:
         drawn.append([*y])
         plot(self, x, y, *more, **how)
 
-    monkeypatch.setattr(Axes, "plot", recorded)
+    monkeypatch.setattr(axes.Axes, "plot", recorded)
     for losses, window in (((4.0, 2.0, 0.0, 6.0), 2), ((1.0, math.inf), 1), ((1.0, math.nan), 1)):
         run = Run("sync", 0, 0.1, losses[-1], 1.0, 1, losses)
         draw_losses(tmp_path / "losses.png", summarize([run]), title="", window=window)
     assert drawn == [[4.0, 3.0, 1.0, 3.0], [1.0, 1000.0], [1.0, 1000.0]]
 
 
-def test_a_missing_matplotlib_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'spectrain_ext\[pictures\]'"):
-        draw_losses(tmp_path / "losses.png", [], title="", window=1)
+def test_methods_are_drawn_together(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "t.svg"
+    together = [(find_method("sync"), "#000000"), (find_method("auto"), "#009E73")]
+    draw_methods_together(picture, together, 4)
+    # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
+    for said in ("auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
+        assert said in picture.read_text(), said
+    assert "#009e73" in picture.read_text().lower()

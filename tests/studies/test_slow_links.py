@@ -7,10 +7,8 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.cli_programs import called, text_of
 
 from studies import slow_links, study
-from studies.__main__ import main
 from studies.slow_links import Way, best_of, chains_of, rows_of, search_chain, seconds_per_step
 from studies.study import Cell, Curve
 
@@ -74,22 +72,3 @@ def test_seconds_per_step_are_near_those_that_were_published() -> None:
     for microbatches, token_bytes, seconds in ((64, 2048, 100.475), (32, 322, 19.889)):
         found = seconds_per_step("1f1b", microbatches, token_bytes)
         assert found == pytest.approx(seconds, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "'--data-dir': --data text is read from files"),
-        (("--data-dir", "empty.txt"), "its 0 characters are too few"),
-        (("--data-dir", "none"), "none"),
-    ],
-)
-def test_wrong_data_is_an_error_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty.txt").touch()
-    refused = called(main, "slow-links", "--out", "out", *options)
-    assert isinstance(refused.exception, SystemExit) and refused.exit_code in (1, 2)
-    assert said in text_of(refused)
-    assert not Path("out").exists()

@@ -1,5 +1,4 @@
-"""Tests that events order all buffer uses of a run: inner, because only its waits and its staging
-show on the CPU what a GPU would do."""
+"""Tests that events order all uses of buffers: of messages between stages, and of whole runs."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from helpers.checked_streams import (
     CheckedEvent,
     CheckedStream,
     OrderingError,
+    another_caller,
     checked_streams,
     unchecked_streams,
 )
@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import spectrain_ext as st
 from spectrain_ext.transport import Buffer, Edge, Message, Stream, callers_stream, new_stream
-from spectrain_ext.transport import streams as stream_kinds
 
 CPU = torch.device("cpu")
 
@@ -195,12 +194,6 @@ def test_running_statistics_are_put_back_before_whoever_reads_them():
     pipe = st.Pipeline(stages, sgd(), mse, microbatches=1, recompute=True)
     for _ in pipe.run(batches(9)):
         pipe.state_dict()
-
-
-def another_caller():
-    """Give the caller a new current stream that has not waited for any other."""
-    checked = stream_kinds.cpu_stream
-    checked.caller = CheckedStream("another stream of the caller's", checked.caller.done)
 
 
 @contextmanager

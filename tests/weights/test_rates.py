@@ -1,4 +1,7 @@
-"""Tests learning rates with a factor of the method, which the parameter groups never show."""
+"""Tests learning rates with a factor of the method, which the parameter groups never show.
+
+Factors that change, with schedulers, are in oracle/cases.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, tanh_stages, torch_sgd  # noqa: F401
-from torch.optim import lr_scheduler
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
@@ -57,28 +59,6 @@ def test_a_factor_is_as_good_as_other_rates(make):
         assert all(map(torch.equal, losses(pipe, data), losses(other, data)))
         assert all(a is b for a, b in zip(rates(pipe), before, strict=True))
     assert all(map(torch.equal, pipe.parameters(), other.parameters()))
-
-
-@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
-@pytest.mark.parametrize("decays", [False, True])
-def test_a_factor_that_changes_counts_minibatches(make, decays):
-    """Schedulers, and what they report, are those of a method without a factor."""
-    method, own = st.pipemare(updates=7), 0.5 if decays else 1.0
-    plain, factor = without_rates(method)
-
-    def by_hand(optimizer):
-        place = pipe.places[next(numbers)]
-        return lr_scheduler.LambdaLR(optimizer, lambda t: own ** (t // 2) * factor(place, t))
-
-    stages, numbers = tanh_stages(3), iter(range(3))
-    decay = partial(lr_scheduler.StepLR, step_size=2, gamma=0.5) if decays else None
-    pipe = made(stages, make, method, scheduler=decay)
-    other = made(stages, make, plain, scheduler=by_hand)
-    for data in (batches(4), batches(3), batches(4)):
-        close(losses(pipe, data), losses(other, data))
-    close([*pipe.parameters()], [*other.parameters()])
-    assert set(rates(pipe)) == {0.05 * own**5}
-    assert [each.get_last_lr() for each in pipe.schedulers] == [[0.05 * own**5]] * 3 * decays
 
 
 def test_the_rate_comes_back_after_a_failed_step_and_hooks_may_set_it():

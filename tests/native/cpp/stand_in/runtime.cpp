@@ -59,8 +59,7 @@ struct State {
   cudaError_t last_error = cudaSuccess;
 } state;
 
-// --- memory
-// -----------------------------------------------------------------------------------------
+// --- memory ---
 
 constexpr size_t kArena = size_t{1} << 28, kGuard = 256;
 char* arena = nullptr;
@@ -81,8 +80,7 @@ void protect(int how) {
 }
 int accesses = 0;
 
-// --- a block: its threads are fibers, which change places at barriers
-// ---------------------------------
+// --- a block: its threads are fibers, which change places at barriers ---
 
 struct Fiber {
   ucontext_t context;
@@ -208,8 +206,7 @@ void run_grid(const std::function<void()>& thread, dim3 grid, dim3 block, size_t
   unpoison(behind, rest);
 }
 
-// --- streams
-// ------------------------------------------------------------------------------------------
+// --- streams ---
 
 CUstream_st& stream_of(cudaStream_t given) { return given == nullptr ? state.legacy : *given; }
 

@@ -1,0 +1,285 @@
+"""Tests what else reads a checkpoint: other libraries, models, dtypes, layouts and methods."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoint_cases import (
+    LOSS,
+    batches,
+    body_of,
+    forge,
+    model,
+    nadam,
+    pipeline,
+    same,
+    sgd,
+    state_of,
+    train,
+    weights,
+)
+from helpers.foreign_optimizers import Lion
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointError, load, save
+from spectrain_ext.partitioning import cut_at
+
+
+def test_safetensors_own_tools_read_the_weights_and_people_the_document(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    plain, pipe = model(seed=5), pipeline(3)
+    plain.load_state_dict(load_file(file))
+    load(saved, pipe)
+    same(weights(plain), dict(pipe.state_dict()))
+    assert file.stat().st_mode == (saved / "checkpoint.json").stat().st_mode
+    body = body_of(saved)
+    assert (body["minibatches"], body["version"]) == (3, 2)
+    assert [stage["stage"] for stage in body["stages"]] == [0, 1]
+    assert body["stages"][0]["optimizer"]["groups"][0]["options"]["momentum"] == 0.9
+    assert body["tensors"]["model.2.linear.weight"]["shape"] == [4, 4]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_transformers_read_the_weights(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 3, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    config = transformers.GPT2Config(**sizes, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    parts = st.partition(transformers.GPT2LMHeadModel(config), 2)
+    pipe = st.Pipeline(parts, sgd, loss_fn=parts.loss_fn)
+    ids = torch.arange(8).view(1, 8)
+    train(pipe, [{"input_ids": ids, "labels": ids}] * 3)
+    save(tmp_path / "c", pipe)
+    config.save_pretrained(tmp_path / "c")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    load(tmp_path / "c", pipe)  # entries of others do not disturb it
+    pipe.eval()
+    assert torch.equal(read(ids).logits, pipe({"input_ids": ids}).logits)
+
+
+class Odd(nn.Module):
+    """A module whose names mean something else in JSON documents or in files of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("$w", "$tensor", "$dict", "__metadata__", "model", "a'"):
+            self.register_parameter(name, nn.Parameter(torch.randn(4)))
+        self.register_buffer("$tuple", torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(self.parameters())
+
+
+def test_any_name_of_a_parameter(tmp_path: Path) -> None:
+    pipe, other = (st.Pipeline([nn.Linear(4, 4), Odd()], nadam, LOSS) for _ in range(2))
+    train(pipe, batches(2))
+    save(tmp_path / "c", pipe)
+    load(tmp_path / "c", other)
+    same(dict(other.state_dict()), dict(pipe.state_dict()))
+    states = [[o.state_dict()["state"] for o in each.optimizers] for each in (other, pipe)]
+    same(*states)
+    whole = nn.Sequential(nn.Linear(4, 4), Odd())  # stages without names have its names
+    load(tmp_path / "c", whole)
+    same(dict(whole.state_dict()), dict(pipe.state_dict()))
+
+    plain, copy = Odd(), Odd()
+    optimizer, its = (torch.optim.Adam(each.parameters()) for each in (plain, copy))
+    plain(torch.ones(4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "plain", plain, optimizer=optimizer)
+    load(tmp_path / "plain", copy, optimizer=its)
+    same(weights(copy), weights(plain))
+    same(its.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(12, dtype=torch.bfloat16)[2:8:2],
+        torch.tensor(1 + 2j),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([True, False]),
+        torch.tensor([1, 2, 65535], dtype=torch.uint16),
+        torch.zeros(2).to(torch.float8_e4m3fn),
+        torch.zeros(0, 3),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
+)
+def test_every_tensor_is_read_as_torch_reads_it(tmp_path: Path, tensor: Tensor) -> None:
+    def module(value: Tensor) -> nn.Module:
+        found = nn.Module()
+        found.register_buffer("it", value)
+        return found
+
+    save(tmp_path / "c", module(tensor))
+    loaded = module(torch.zeros_like(tensor))
+    load(tmp_path / "c", loaded)
+    assert torch.equal(loaded.it, tensor)
+
+
+def test_a_complex_weight_does_not_lose_its_imaginary_part(tmp_path: Path) -> None:
+    save(tmp_path / "c", nn.Linear(2, 2).to(torch.complex64))
+    real = nn.Linear(2, 2)
+    before = weights(real)
+    with pytest.raises(CheckpointError, match="'weight' is complex64"):
+        load(tmp_path / "c", real)
+    same(weights(real), before)
+    save(tmp_path / "d", real.double())
+    load(tmp_path / "d", nn.Linear(2, 2))  # a float is valid
+
+
+# Optimizers
+
+
+def test_tensor_learning_rates_stay_what_they_are(tmp_path: Path) -> None:
+    plain = model()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=torch.tensor(0.25))
+    save(tmp_path / "c", plain, optimizer=optimizer)
+    a = torch.optim.Adam(plain.parameters(), lr=torch.tensor(0.5), foreach=False)
+    b = torch.optim.Adam(plain.parameters(), lr=0.5)
+    for other in (a, b):
+        load(tmp_path / "c", plain, optimizer=other)
+    (one,), (two,) = a.param_groups, b.param_groups
+    same([one["lr"], one["foreach"], two["lr"]], [torch.tensor(0.25), False, 0.25])
+
+
+def test_in_a_model_of_another_dtype_torch_casts_tensors_only(tmp_path: Path) -> None:
+    class Remembering(Lion):
+        def step(self) -> None:
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                past = deque([torch.ones(3), "one"], maxlen=2)
+                self.state[p].update(past=past, name="it", rate=0.5)
+
+    kept = pipeline(2, optimizer=Remembering, method="sync", scheduler=None)
+    train(kept, batches(1))
+    save(tmp_path / "c", kept)
+    wide = model().double()
+    optimizer = Remembering(list(wide.parameters()))
+    load(tmp_path / "c", wide, optimizer=optimizer)
+    past = deque([torch.ones(3).double(), "one"], maxlen=2)
+    for p in wide.parameters():
+        average = optimizer.state[p].pop("exp_avg")
+        assert average.dtype == torch.float64
+        same(optimizer.state[p], {"past": past, "name": "it", "rate": 0.5})
+
+
+# Masters
+
+
+def narrow(seed: int) -> nn.Sequential:
+    return model(seed).bfloat16()
+
+
+def test_masters_and_float32_models_exchange_all_digits(tmp_path: Path) -> None:
+    pipe, plain = pipeline(2, make=narrow, master_dtype=torch.float32), model(seed=5)
+    train(pipe, batches(3, dtype=torch.bfloat16))
+    masters = state_of(pipe)["masters"]
+    assert any(not torch.equal(m.bfloat16().float(), m) for m in masters.values())
+    save(tmp_path / "narrow", pipe)
+    load(tmp_path / "narrow", plain)
+    same({name: p.data for name, p in plain.named_parameters()}, masters)
+    save(tmp_path / "wide", plain)
+    other = pipeline(4, 6, make=narrow, master_dtype=torch.float32)
+    load(tmp_path / "wide", other, only_model=True)
+    same(state_of(other)["masters"], masters)
+    save(tmp_path / "model", pipe, only_model=True)  # without the masters
+    load(tmp_path / "model", plain)
+    for name, tensor in pipe.state_dict().items():
+        same(plain.state_dict()[name], tensor.to(plain.state_dict()[name].dtype))
+
+
+def test_a_parameter_that_was_changed_counts_more_than_its_master(tmp_path: Path) -> None:
+    pipe, plain = pipeline(2, make=narrow, master_dtype=torch.float32), model(seed=5)
+    train(pipe, batches(2, dtype=torch.bfloat16))
+    with torch.no_grad():
+        next(pipe.parameters()).fill_(3.0)
+    save(tmp_path / "c", pipe)
+    load(tmp_path / "c", plain)
+    assert torch.equal(plain[0].linear.weight, torch.full((4, 4), 3.0))
+
+
+# Tied weights
+
+
+def tied(seed: int = 0) -> nn.Sequential:
+    """Return blocks of which the first and the last share a weight."""
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    blocks[3][0].weight = blocks[0][0].weight
+    return nn.Sequential(*blocks)
+
+
+def test_compiled_stages(tmp_path: Path) -> None:
+    stages = [torch.compile(stage, backend="eager") for stage in cut_at(tied(), [2, 4])]
+    pipe = st.Pipeline(stages, sgd, LOSS, scheduler=None)
+    train(pipe, batches(2))
+    save(tmp_path / "c", pipe)
+    plain, other = tied(seed=3), pipeline(3, 4, make=tied, scheduler=None)
+    for target in (plain, other, pipe):
+        load(tmp_path / "c", target)
+        same(dict(target.state_dict()), dict(pipe.state_dict()))
+
+
+def test_stages_behind_those_of_another_process(tmp_path: Path) -> None:
+    """The other process has its own stage 0, possibly with a weight of that name."""
+    home, away = nn.Linear(4, 4), nn.Linear(4, 4)
+    away.weight = home.weight
+    pipe = st.Pipeline([nn.Sequential(home), nn.Sequential(away)], sgd, LOSS)
+
+    def other_process(body: Any) -> None:
+        body["stages"].append(copy.deepcopy(body["stages"][0]))
+        body["stages"][2] |= {"stage": 0, "weights": {"0.0.weight": {"$tensor": "model.3.0.bias"}}}
+
+    for path in (tmp_path / "bound", tmp_path / "released"):
+        save(path, pipe, first_stage=3)
+        stages = body_of(path)["stages"]
+        assert [sorted(stage["weights"]) for stage in stages] == [
+            ["3.0.bias", "3.0.weight"],
+            ["4.0.bias", "4.0.weight"],
+        ]
+        load(path, pipe, first_stage=3)
+        forge(path, other_process)
+        with pytest.raises(CheckpointError, match=r"has '0\.0\.weight', which the model has not"):
+            load(path, pipe, first_stage=3)
+        pipe.release()
+
+
+def test_a_checkpoint_of_a_model_without_the_tie_is_refused(tmp_path: Path) -> None:
+    untied = tied(seed=3)
+    untied[3][0].weight = nn.Parameter(untied[0][0].weight.detach().clone())
+    save(tmp_path / "same", untied)
+    with torch.no_grad():
+        untied[3][0].weight[0, 0] += 1
+    save(tmp_path / "other", untied)
+    for target in (tied(), pipeline(1, make=tied), pipeline(3, make=tied)):
+        before = weights(target)
+        with pytest.raises(CheckpointError, match=r"'0\.0\.weight' and '3\.0\.weight' are one ten"):
+            load(tmp_path / "other", target, only_model=True)
+        same(weights(target), before)
+        load(tmp_path / "same", target, only_model=True)
+        assert torch.equal(target.state_dict()["3.0.weight"], untied[0][0].weight)
+
+
+def test_the_uncut_model_loads_what_other_processes_have_trained_without_a_warning(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    stages = cut_at(model, [1, 2])
+    save(tmp_path / "c", model)
+    stages[0].uncut.trained_elsewhere([1])
+    with pytest.warns(UserWarning, match=r"have trained stages \[1\] of this model"):
+        model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(tmp_path / "c", model)
+        model.state_dict()

@@ -1,0 +1,325 @@
+"""Tests what cannot be saved, and what does not fit where it is loaded: it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoint_cases import (
+    batches,
+    forge,
+    halving,
+    model,
+    nest,
+    pipeline,
+    refused,
+    same,
+    state_of,
+    train,
+)
+from helpers.foreign_optimizers import FOREIGN, Counting, Lion, Projecting
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointError, ShuffledSampler, load, save
+
+
+def wider() -> nn.Sequential:
+    found = model()
+    found[2].linear = nn.Linear(4, 5)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: model(blocks=3), r"has no '3\.linear\.weight', which stage 1 has"),
+        (lambda: model(blocks=5), r"has '4\..*', which the model has not \(7 such tensors\)"),
+        (lambda: nn.Linear(2, 2), "has no '0.linear.weight', which stage 0 has"),
+        (wider, r"'2\.linear\.weight' has shape \[5, 4\], expected \[4, 4\]"),
+        (model, "has no optimizer for stage 0; only_model=True loads without"),
+        (lambda: pipeline(scheduler=None), "has no scheduler for stage 0; only_model=True lo"),
+        (lambda: pipeline(optimizer=FOREIGN["AdamW"], method="sync"), "a AdamW, expected a SGD"),
+    ],
+)
+def test_another_model(
+    tmp_path: Path, trained: st.Pipeline, make: Callable[[], nn.Module], match: str
+) -> None:
+    save(tmp_path / "c", make())
+    refused(tmp_path / "c", match, trained)
+
+
+def test_a_checkpoint_of_the_model_only(tmp_path: Path, trained: st.Pipeline) -> None:
+    save(tmp_path / "c", pipeline(3), only_model=True)
+    refused(tmp_path / "c", "has no optimizer for stage 0; only_model=True lo", trained)
+    expected = {**state_of(trained), "model": dict(pipeline(3).state_dict())}
+    assert not load(tmp_path / "c", trained, only_model=True).random
+    same(state_of(trained), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*rounded away")
+def test_a_failure_after_everything_is_undone(tmp_path: Path) -> None:
+    """State that is wider than its parameters too, which torch's load_state_dict would round."""
+
+    def made(seed: int) -> st.Pipeline:
+        def narrow(seed: int) -> nn.Sequential:
+            return model(seed).bfloat16()
+
+        pipe = pipeline(2, seed, optimizer=torch.optim.NAdam, method="vanilla", make=narrow)
+        train(pipe, batches(2, dtype=torch.bfloat16))
+        return pipe
+
+    kept, pipe = made(0), made(1)
+    save(tmp_path / "c", kept, sampler=ShuffledSampler(10, 3))
+    other = ShuffledSampler(11, 3)
+    match = "does not fit the sampler: samples: expected 11, got 10"
+    refused(tmp_path / "c", match, pipe, sampler=other)
+    assert other.position == 0
+    load(tmp_path / "c", pipe)
+    same(state_of(pipe), state_of(kept))
+    save(tmp_path / "none", kept)
+    refused(tmp_path / "none", "has no state of a sampler", pipe, sampler=other)
+
+
+def test_a_failure_of_the_last_part_is_undone(saved: Path, trained: st.Pipeline) -> None:
+    """A module's own hook raises after the weights of the first stage are in place."""
+
+    def refuse(*_: object) -> None:
+        raise KeyError("not mine")
+
+    list(trained.children())[-1].register_load_state_dict_post_hook(refuse)
+    refused(saved, "does not fit stage 1: 'not mine'", trained)
+
+
+def test_refused_while_a_run_is_under_way(saved: Path, trained: st.Pipeline) -> None:
+    run = trained.run(batches(3))
+    next(run)
+    for action, path in ((save, saved.parent / "d"), (load, saved)):
+        with pytest.raises(RuntimeError, match="a run of this pipeline has not ended"):
+            action(path, trained)
+    assert not (saved.parent / "d").exists()
+    run.close()
+
+
+# Schedulers
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> schedules.OneCycleLR:
+    return schedules.OneCycleLR(optimizer, 0.1, total_steps=99)
+
+
+def step(optimizer: torch.optim.Optimizer) -> schedules.StepLR:
+    return schedules.StepLR(optimizer, 3)
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> schedules.ExponentialLR:
+    return schedules.ExponentialLR(optimizer, 0.9)
+
+
+def in_sequence(first: Any) -> Callable[[Any], schedules.SequentialLR]:
+    return lambda o: schedules.SequentialLR(
+        o, [first(o), schedules.ConstantLR(o, 1.0)], milestones=[3]
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "change", "match"),
+    [
+        (
+            one_cycle,
+            one_cycle,
+            lambda state: state["_schedule_phases"][1].pop("end_step"),
+            r"stage 0\._schedule_phases\[1\]: has no 'end_step', which OneCycleLR has",
+        ),
+        (one_cycle, one_cycle, lambda state: state.pop("total_steps"), "has no 'total_steps'"),
+        (
+            step,
+            halving,
+            None,
+            r"stage 0: has no 'milestones', which MultiStepLR has; has 'step_size', which MultiSt",
+        ),
+        (step, exponential, None, "stage 0: has 'step_size', which ExponentialLR has not"),
+        (
+            in_sequence(step),
+            in_sequence(exponential),
+            None,
+            r"stage 0\._schedulers\[0\]: has 'step_size', which SequentialLR has not",
+        ),
+    ],
+)
+def test_the_state_of_another_scheduler(
+    tmp_path: Path, saved: Any, here: Any, change: Any, match: str
+) -> None:
+    """Some would fail in their first step, and some would silently continue with missing state."""
+    save(tmp_path / "c", pipeline(2, scheduler=saved))
+    if change is not None:
+        forge(tmp_path / "c", lambda body: change(body["stages"][0]["scheduler"]))
+    pipe = pipeline(2, seed=1, scheduler=here)
+    train(pipe, batches(2))
+    refused(tmp_path / "c", match, pipe)
+    train(pipe, batches(2))
+
+
+def test_what_versions_add_to_a_scheduler(tmp_path: Path) -> None:
+    plain, paced = (pipeline(2, scheduler=step, method=m) for m in ("vanilla", "pipemare"))
+    for pipe, other in ((plain, paced), (paced, plain)):
+        train(pipe, batches(2))
+        save(tmp_path / pipe.method.name, pipe)
+
+        def older(body: Any) -> None:
+            del body["stages"][0]["scheduler"]["_is_initial"]
+            body["stages"][1]["scheduler"]["_of_later"] = 3
+
+        forge(tmp_path / pipe.method.name, older)
+        load(tmp_path / pipe.method.name, other)
+        train(other, batches(1))
+
+
+# Optimizers
+
+
+def test_options_that_an_optimizer_does_not_know(tmp_path: Path) -> None:
+    def smoothed(params: Any) -> st.optim.SGD:
+        return st.optim.SGD(params, lr=0.1, momentum=0.9, smoothed=True)
+
+    save(tmp_path / "c", pipeline(2, optimizer=smoothed, scheduler=None))
+    plain = model()
+    for optimizer, match in (
+        (torch.optim.SGD(plain.parameters(), momentum=0.9), "saved with smoothed=True, which this"),
+        (torch.optim.AdamW(plain.parameters()), "stage 0 was a SGD, expected a AdamW"),
+    ):
+        with pytest.raises(CheckpointError, match=match):
+            load(tmp_path / "c", plain, optimizer=optimizer)
+
+
+def test_values_of_one_stage_do_not_load_into_parts_of_two(tmp_path: Path) -> None:
+    kept, other = (pipeline(n, optimizer=Counting, method="sync") for n in (2, 1))
+    train(kept, batches(1))
+    kept.optimizers[0].state["total"] = 7
+    save(tmp_path / "state", kept)
+    kept.optimizers[0].param_groups[0]["powers"] = torch.zeros(3)
+    save(tmp_path / "group", kept)
+    for name, match in (("state", "the state of .* with state="), ("group", "with powers=")):
+        refused(tmp_path / name, f"{match}.*load into the saved stages", other)
+
+
+def test_groups_of_two_stages_do_not_load_into_one(tmp_path: Path) -> None:
+    def grouped(params: Any) -> st.optim.SGD:
+        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "nesterov": True}]
+        return st.optim.SGD(groups if len(params) > 1 else params, lr=0.3, momentum=0.5)
+
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
+        found[0].bias.requires_grad_(False)
+        return found
+
+    kept, other = (pipeline(3, seed, optimizer=grouped, make=made) for seed in (1, 2))
+    train(kept, batches(3))
+    save(tmp_path / "c", kept)
+    load(tmp_path / "c", other)
+    same(state_of(other), state_of(kept))
+    assert [[g["lr"] for g in o.param_groups] for o in other.optimizers] == [[0.15], [0.25, 0.15]]
+    merged = pipeline(1, optimizer=lambda p: st.optim.SGD(p, lr=0.3, momentum=0.5), make=made)
+    refused(tmp_path / "c", r"group 0 of the optimizer of stage 0: holds '0\.we", merged)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_the_packages_own_and_torchs_take_only_their_own_state(tmp_path: Path, k: int) -> None:
+    name, ours = (("SGD", st.optim.SGD), ("AdamW", st.optim.AdamW))[k]
+    pipe = pipeline(2, optimizer=FOREIGN[name], method="vanilla")
+    train(pipe, batches(2))
+    save(tmp_path / "c", pipe)
+    for optimizer in (FOREIGN[name], lambda p: ours(p, lr=1.0)):
+        back = pipeline(3, seed=2, optimizer=optimizer, method="vanilla")
+        load(tmp_path / "c", back)
+        train(back, batches(1))
+    key = f"optimizer.state.0.linear.weight.{('momentum_buffer', 'exp_avg')[k]}"
+    forge(tmp_path / "c", lambda body: body["tensors"][key].update(shape=[16]))
+    for optimizer in (FOREIGN[name], lambda p: ours(p, lr=1.0)):
+        other = pipeline(2, seed=2, optimizer=optimizer, method="vanilla")
+        refused(tmp_path / "c", r"has shape \[16\], expected \[4, 4\]", other)
+
+
+# What cannot be saved
+
+
+class Peculiar(Lion):
+    """Has more state than Lion."""
+
+    def __init__(self, params: Any, kept: object = None) -> None:
+        super().__init__(params)
+        self.kept = kept
+
+    def step(self) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if isinstance(self.kept, bytes):
+                self.state[p] = {1: 2}
+            else:
+                self.state[p]["more"] = self.kept
+
+
+class Own(Lion):
+    def state_dict(self) -> Any:
+        return {"whole": super().state_dict()}
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"x": 1}
+
+
+class Scaled(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.ones(())
+
+
+def by(optimizer: Any, *args: Any) -> st.Pipeline:
+    pipe = pipeline(2, optimizer=lambda params: optimizer(params, *args), method="vanilla")
+    train(pipe, batches(1))
+    return pipe
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("make", "extra", "match"),
+    [
+        (lambda: by(Peculiar, object()), None, r"stage 0: 0\.linear\.weight\.more: .*ns\.object"),
+        (lambda: by(Peculiar, [{1, 2}]), None, r"\.more\[0\]: a checkpoint cannot hold .*ns\.set"),
+        (lambda: by(Peculiar, b""), None, r"stage 0: 0\.linear\.weight: its state is not a dict"),
+        (lambda: by(Projecting), None, r"0\.linear\.weight\.projector: .*\.Projecting\.Projector"),
+        (lambda: by(Own), None, r"stage 0: the state_dict\(\) of a Own has not the form"),
+        (lambda: Extra(1, 1), None, "'_extra_state' in its state_dict is a dict"),
+        (lambda: Scaled(4, 4), None, r"Scaled refuses to load 'scale'.* trained"),
+        (model, {"a": [1, {2}]}, r"extra\.a\[1\]: a checkpoint cannot hold a builtins\.set"),
+        (model, nest(1, 101), "extra.*more than 100 containers"),
+        (model, ENDLESS, "extra.*more than 100 containers"),
+        (model, torch.tensor(1j), r"extra: .* torch\.Tensor of 1 elements"),
+    ],
+)
+def test_what_cannot_be_saved(
+    tmp_path: Path, make: Callable[[], nn.Module], extra: object, match: str
+) -> None:
+    with pytest.raises(TypeError, match=match):
+        save(tmp_path / "c", make(), extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path, trained: st.Pipeline) -> None:
+    with pytest.raises(ValueError, match="optimizer, scheduler: a pipeline has its own"):
+        save(tmp_path / "c", trained, optimizer=trained.optimizers[0])
+    save(tmp_path / "c", trained)
+    with pytest.raises(FileExistsError, match=r"path: .* exists; overwrite=True replaces it"):
+        save(tmp_path / "c", trained)
+    save(tmp_path / "c", trained, overwrite=True, minibatches=8)
+    assert load(tmp_path / "c", trained).minibatches == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -1,0 +1,536 @@
+"""Tests stages of traced models: in both modes they compute and train as the uncut model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import rank_pipelines
+from helpers.cut_models import LOSS, Calls, Two, alike, sgd, split, taking, trains_alike
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import SplitPoint
+
+import spectrain_ext as st
+from studies.models.vision import resnet
+
+
+def noise(self: nn.Module, x: Tensor) -> Tensor:
+    return x + torch.randn_like(x) if self.training else x * 2.0
+
+
+def attention() -> nn.Module:
+    def attend(self: Any, x: Tensor) -> Tensor:
+        found: Tensor = self.part(x, x, x, need_weights=False)[0]
+        return found
+
+    return Calls(attend, part=nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True))
+
+
+def recurrent() -> nn.Module:
+    part = nn.GRU(4, 4, num_layers=2, dropout=0.4, batch_first=True)
+    return Calls(lambda self, x: self.part(x)[0], part=part)
+
+
+class Skips(nn.Module):
+    """Its end needs its first value and one of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        first = self.embed(x)
+        h = first
+        for layer in self.layers:
+            h = torch.relu(layer(h))
+        return self.head(self.norm(h) + first * mask)
+
+
+def twice() -> nn.Module:
+    """Return a model with one module in two places: its parameter has one name."""
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.first(self.middle(self.first(x)))
+
+    return Calls(call, first=nn.Linear(4, 4), middle=nn.Linear(4, 4))
+
+
+class Heads(Two):
+    """Returns something else in evaluation."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.middle(self.first(x))
+        y = self.last(x)
+        return (y, {"x": x, "more": [x * 2]}) if self.training else y
+
+
+class Sizes(nn.Module):
+    """Uses the sizes of its input on every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        y = self.first(x).reshape(n * t, 4)
+        total = self.middle(y).sum(0) / (n * t)
+        return self.last(total).expand(n, 4) + mask
+
+
+def convolving() -> nn.Module:
+    """Return a model that attends over the pixels, and returns to the image's size."""
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.stem(x)))
+        h = h.view(x.size(0), 4, -1).transpose(1, 2)
+        h = self.attention(h, h, h, need_weights=False)[0]
+        h = self.last(h).transpose(1, 2).reshape(-1, 2, *x.shape[2:])
+        return h.mean((2, 3))
+
+    stem, norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+    part = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Calls(call, stem=stem, norm=norm, attention=part, last=nn.Linear(4, 2))
+
+
+def folding() -> nn.Module:
+    """Return a model that passes on the tokens of all samples as rows, without their number."""
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        h = self.first(x)
+        rows = self.attention(h, h, h, need_weights=False)[0].reshape(-1, 4)
+        return self.last(rows).view(x.size(0), -1, 2).softmax(0).mean(1)
+
+    part = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Calls(call, first=nn.Linear(4, 4), attention=part, last=nn.Linear(4, 2))
+
+
+class Passes(Two):
+    """Treats a single sample in another way, and its last stage sees the samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.middle(self.first(x).sum(0)))
+        return y * (5.0 if x.size(0) == 1 else 1.0) + x.sum(1, keepdim=True)
+
+
+class Unused(Two):
+    """Has parameters and a buffer that no graph uses, which checkpoints keep."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU())
+        self.head = nn.Linear(4, 4)
+        self.last.register_buffer("scale", torch.ones(2))
+
+
+@torch.library.custom_op("spectrain_test::rounded", mutates_args=())
+def rounded(x: Tensor) -> Tensor:
+    return x.round()
+
+
+rounded.register_fake(torch.empty_like)
+rounded.register_autograd(lambda ctx, gradient: gradient)
+
+
+def frozen_norm(self: Any, mode: bool = True) -> Any:
+    nn.Module.train(self, mode)
+    self.middle.eval()
+    return self
+
+
+class FrozenNorm(Two):
+    train = frozen_norm
+
+
+def some_evaluated() -> nn.Module:
+    model = Two(nn.BatchNorm1d(4))
+    model.middle.eval()
+    return model
+
+
+class Kind(NamedTuple):
+    make: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4), (7, 4), (1, 4))  # the first is the example's
+    points: tuple[str, ...] = ("last",)
+
+
+WORDS = (3, 5, 4), (7, 5, 4), (1, 5, 4)
+SEVERAL = (3, 4), (7, 4)  # training with batch norm needs more than a sample
+SPLIT = {
+    "batch norm": Kind(lambda: Two(nn.BatchNorm1d(4)), SEVERAL),
+    "in evaluation": Kind(lambda: Two(nn.BatchNorm1d(4)).eval(), SEVERAL),
+    "a part in evaluation": Kind(some_evaluated, SEVERAL),
+    "never trained norm": Kind(lambda: FrozenNorm(nn.BatchNorm1d(4)).train(), SEVERAL),
+    "instance norm": Kind(lambda: Two(nn.InstanceNorm1d(5, track_running_stats=True)), WORDS),
+    "dropout": Kind(lambda: Two(nn.Dropout())),
+    "dropout of rows": Kind(lambda: Two(nn.Dropout1d()), WORDS),
+    "alpha dropout": Kind(lambda: Two(nn.AlphaDropout())),
+    "feature alpha dropout": Kind(lambda: Two(nn.FeatureAlphaDropout()), WORDS),
+    "a function's dropout": Kind(
+        lambda: Two(Calls(lambda self, x: F.dropout(x, 0.5, training=self.training)))
+    ),
+    "random slopes": Kind(lambda: Two(nn.RReLU())),
+    "branch by mode": Kind(lambda: Two(Calls(noise))),
+    "branch by gradients": Kind(
+        lambda: Two(Calls(lambda _, x: x * 2.0 if torch.is_grad_enabled() else x * 3.0))
+    ),
+    "custom operator": Kind(lambda: Two(Calls(lambda _, x: rounded(x * 1.0)))),
+    "attention": Kind(lambda: Two(attention()), WORDS),
+    "recurrent": Kind(lambda: Two(recurrent()), WORDS),
+    "skip connections": Kind(Skips, SEVERAL, ("layers.1", "norm")),
+    "one module twice": Kind(twice, points=("middle",)),
+    "other results in evaluation": Kind(lambda: Heads(nn.ReLU())),
+    "sizes": Kind(Sizes, ((3, 5, 4), (2, 7, 4), (6, 3, 4)), ("middle", "last")),
+    "single samples of any length": Kind(
+        convolving, ((3, 3, 6, 4), (1, 3, 6, 4), (2, 3, 5, 5), (1, 3, 5, 5))
+    ),
+    "rows": Kind(folding, ((3, 5, 4), (1, 5, 4), (2, 3, 4), (1, 3, 4))),
+    "rows of one": Kind(folding, ((1, 5, 4), (2, 5, 4), (1, 3, 4))),
+    "single samples apart": Kind(Passes, ((3, 4), (1, 4), (2, 4)), ("middle",)),
+    "unused parameters": Kind(Unused),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_stages_are_the_model_in_both_modes(name: str) -> None:
+    kind = SPLIT[name]
+    torch.manual_seed(0)
+    model, values = kind.make(), [torch.randn(shape) for shape in kind.shapes]
+    if isinstance(model, (Skips, Sizes)):
+        values = [(x, torch.rand(x.shape[0], 4)) for x in values]
+    modes = (True, False, True) if model.training else (False, True, False)
+    alike(model, lambda whole: split(whole, values[0], kind.points), values, modes)
+
+
+@pytest.mark.parametrize("points", [["head"], ["middle", "head"]])
+def test_tied_weights(points: list[str]) -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(x)))
+
+    embed, head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    head.weight = embed.weight
+    model = Calls(call, embed=embed, middle=nn.Linear(4, 4), head=head)
+    alone, stages = copy.deepcopy(model), split(model, torch.zeros(2, 4), points)
+    first, last = stages[0], stages[-1]
+    assert last.tied_parameters == {"0.part.head.weight": (0, "0.part.embed.weight")}
+    names = [[stage.full_name(name) for name in stage.state_dict()] for stage in (first, last)]
+    assert "embed.weight" in names[0] and "head.weight" not in names[0]
+    assert names[1] == ["head.weight"]
+    data = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(3)]
+    trains_alike(alone, stages, data).release()
+    assert model.embed.weight is model.head.weight
+    assert first[0].part.embed.weight is last[0].part.head.weight
+
+
+@pytest.mark.parametrize("blocks", [2, pytest.param(9, marks=pytest.mark.nightly)])
+def test_a_resnet_trains_and_evaluates(blocks: int) -> None:
+    """Training updates running statistics once per minibatch; evaluation never does."""
+
+    body = nn.Sequential(*resnet(10, width=4, seed=1)[:blocks], nn.AdaptiveAvgPool2d(2))
+
+    def images(count: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(count, 3, 8, 8), torch.randint(10, (count,))
+
+    torch.manual_seed(0)
+    model = Calls(lambda self, x: self.body(x).flatten(1), body=body)
+    alone = copy.deepcopy(model)
+    pipe = trains_alike(
+        alone,
+        split(model, images(4)[0], ["body.1"]),
+        [images(4) for _ in range(3)],
+        F.cross_entropy,
+    )
+    assert int(alone.state_dict()["body.0.1.num_batches_tracked"]) == 3
+    for mode, sizes in ((False, (4, 6, 1)), (True, (4,))):
+        pipe.train(mode)
+        alone.train(mode)
+        for size in sizes:
+            x, _ = images(size)
+            with torch.no_grad():
+                torch.testing.assert_close(pipe(x), alone(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            dict(pipe.state_dict()), dict(alone.state_dict()), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_an_epoch_whose_last_microbatch_has_one_sample() -> None:
+    torch.manual_seed(0)
+    model = convolving()
+    alone = copy.deepcopy(model)
+    data = [(torch.randn(n, 3, 6, 4), torch.randint(2, (n,))) for n in (4, 3)]
+
+    def halves(whole: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return sum(
+            F.cross_entropy(whole(a), b) * (len(a) / len(x))
+            for a, b in zip(x.split(2), y.split(2), strict=True)
+        )
+
+    parts = st.partition(model, 2, torch.randn(2, 3, 5, 5), profile="parameters")
+    more = {"method": "gpipe", "microbatches": 2}
+    trains_alike(alone, parts, data, F.cross_entropy, halves, **more)
+
+
+def test_microbatches_of_uneven_sizes() -> None:
+    torch.manual_seed(0)
+    model = Two(Calls(lambda _, x: (x - x.sum(0) / x.size(0)).view(x.size(0), -1)))
+    alone = nn.Sequential(copy.deepcopy(model))
+    data = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (5, 4, 2, 1)]
+    found = [
+        [r.loss for r in st.Pipeline(s, sgd, LOSS, method="gpipe", microbatches=2).run(data)]
+        for s in (split(model, data[0][0], ["middle", "last"]), alone)
+    ]
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", ["sync", "spectrain"])
+def test_recomputation_moves_running_statistics_once(method: str) -> None:
+    torch.manual_seed(0)
+    model = Two(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)))
+    other = copy.deepcopy(model)
+    data = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
+    found = []
+    for each, recompute in ((model, False), (other, True)):
+        torch.manual_seed(1)
+        stages = split(each, data[0][0])
+        pipe = st.Pipeline(stages, sgd, LOSS, method=method, recompute=recompute)
+        losses = [result.loss for result in pipe.run(data)]
+        assert pipe.state_dict()["middle.0.num_batches_tracked"] == 4
+        pipe.eval()
+        found.append([*losses, pipe(data[0][0]).detach()] if method == "sync" else [])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_copies_and_conversions_keep_both_modes() -> None:
+    model = Two(nn.BatchNorm1d(4)).double().float()
+    stages = nn.Sequential(*split(model))
+    x = torch.randn(3, 4)
+    copied = copy.deepcopy(stages)
+    stages(x)
+    assert not torch.equal(copied.eval()(x), stages.eval()(x))
+    copied.load_state_dict(stages.state_dict())
+    assert torch.equal(copied(x), stages(x))
+    other = copy.deepcopy(stages).double().train()
+    other(x.double())  # its buffers differ from before
+    alone = copy.deepcopy(model).double().train()
+    alone(x.double())
+    torch.testing.assert_close(other.eval()(x.double()), alone.eval()(x.double()))
+    assert other[0].state_dict()["0.part.middle.num_batches_tracked"] == 2
+    assigned = copy.deepcopy(copied)
+    assigned.load_state_dict(other.float().state_dict(), assign=True)
+    assert torch.equal(assigned(x), other(x))
+
+
+def constants(self: Any, x: Tensor) -> Tensor:
+    """Use a device and a dtype, a literal, and a tensor that is not a module buffer."""
+    with torch.no_grad():
+        noise = torch.zeros(x.size(0), 4, device=x.device, dtype=x.dtype)
+    x = self.linear(x) + noise + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+    return x.to(noise.device) * self.table.to(x.device)
+
+
+def test_stages_move_to_another_device_but_not_from_a_dtype_that_the_code_names() -> None:
+    middle = Calls(constants, linear=nn.Linear(4, 4))
+    middle.table = torch.ones(4)
+    stages = nn.Sequential(*split(Two(middle)))
+    assert all("_constants" not in key for key in stages.state_dict())
+    moved = copy.deepcopy(stages).to("meta")
+    assert moved(torch.empty(2, 4, device="meta")).device.type == "meta"
+    assert stages(torch.randn(2, 4)).device.type == "cpu"
+    with pytest.raises(TypeError, match=r"expected torch\.float32 .* convert the model before"):
+        stages[0].double()(torch.randn(3, 4, dtype=torch.double))
+    plain = nn.Sequential(*split(Two(nn.ReLU()))).bfloat16()
+    assert plain(torch.randn(3, 4).bfloat16()).dtype is torch.bfloat16
+
+
+def test_autocast_follows_the_device() -> None:
+    def casts(_: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return x @ x.T
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.middle(self.first(x)) + self.last(x).sum()
+
+    parts = {"first": nn.Linear(4, 4), "middle": Calls(casts), "last": nn.Linear(4, 2)}
+    first, _ = split(Calls(call, **parts))
+    assert torch.bfloat16 in {tensor.dtype for tensor in first(torch.randn(5, 4))}
+    with pytest.raises(RuntimeError, match="unsupported autocast device_type 'meta'"):
+        first.to("meta")(torch.empty(5, 4, device="meta"))  # as the model itself
+
+
+def test_splitting_leaves_the_model_as_it_was() -> None:
+    model, example = Skips(), (torch.randn(3, 4), torch.ones(3, 4))
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    expected = model.eval()(*example)
+    st.partition(model, 2, example, split_points={"norm": SplitPoint.BEGINNING})
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(model(*example), expected)
+
+
+@pytest.mark.nightly
+def test_ranks_have_the_stages_of_one_process() -> None:
+    torch.set_num_threads(1)
+    alone = rank_pipelines.cut(0, 1)
+    for (expected,), (state, value) in zip(run_ranks(rank_pipelines.cut, 3), alone, strict=True):
+        torch.testing.assert_close(expected, (state, value), rtol=0.0, atol=0.0)
+
+
+# Computed cuts
+
+
+class Net(nn.Module):
+    """A residual net with a long skip connection, in which some modules are called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "123")
+        self.twice = nn.Linear(4, 4)
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first = x = self.stem(x.flatten(1))
+        for block in self.body:
+            x = self.twice(x) if block is self.body[1] else x
+            x = torch.relu(block(x) + x)
+        return {"logits": self.head(self.twice(x) + first)}
+
+
+def test_places_to_cut_are_found() -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(size, 2, 2) for size in (3, 5)]
+
+    def cut(model: nn.Module) -> list[nn.Module]:
+        parts = st.partition(model, 3, values[0], profile=taking(*range(1, 9)))
+        assert parts.cut.ends == (4, 6, 8)  # of stem, three times two, and head
+        assert [stage.takes for stage in parts] == [1, 3, 3]
+        return parts.stages
+
+    alike(Net(), cut, values)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends"),
+    [
+        ((4, 1, 4, 4, 1, 4), (3, 6)),
+        ((3, 2, 4, 4, 2, 2), (3, 6)),
+        ((1, 9, 9, 1, 1, 1), (2, 6)),  # within a branch
+    ],
+)
+def test_one_tensor_is_passed_where_that_costs_little(
+    seconds: tuple[float, ...], ends: tuple[int, ...]
+) -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        a, b, c, d, e, f = self.layers
+        x = a(x)
+        x = b(x) * c(x)
+        x = d(x)
+        return e(x) * f(x)
+
+    model = Calls(call, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(6)))
+    parts = st.partition(model, 2, torch.randn(3, 4), profile=taking(*seconds))
+    assert parts.cut.ends == ends
+
+
+def test_more_split_points_than_needed_are_candidates() -> None:
+    example = torch.randn(3, 4), torch.ones(3, 4)
+    more = {"split_points": ["layers.1", "norm"], "profile": taking(1, 1, 4)}
+    parts = st.partition(Skips(), 2, example, **more)
+    assert parts.cut.ends == (2, 3)
+    assert {s.full_name(n) for s in parts for n in s.state_dict()} == {*Skips().state_dict()}
+
+
+def test_coarser_places_where_finer_ones_do_not_do() -> None:
+    def count(self: Any, x: Tensor) -> Tensor:
+        """Pass a number from one inner module to the next."""
+        y = self.one(x)
+        number = y.sum().item()
+        return self.two(y) * number
+
+    first, last = (Calls(count, one=nn.Linear(4, 4), two=nn.Linear(4, 4)) for _ in range(2))
+    model = Calls(lambda self, x: self.last(self.first(x)), first=first, last=last)
+    parts = st.partition(model, 2, torch.randn(3, 4))
+    assert len(parts.profile.blocks) == 2
+    with pytest.raises(ValueError, match=r"takes .*, a .*; stages can pass on nothing but tensors"):
+        st.partition(model, 3, torch.randn(3, 4))
+
+
+# Batches that are mappings
+
+
+class Named(nn.Module):
+    """Takes its arguments by names; one has a default that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, *, scale: Any = None, ids: Tensor, mask: Any = None) -> Tensor:
+        h = torch.relu(self.inner(self.embed(ids)))
+        if mask is not None:
+            h = h * mask.unsqueeze(-1)
+        return self.head(h.mean(1)) * (2.0 if scale is None else scale)
+
+
+class TakesDict(Named):
+    def forward(self, batch: Any, doubled: bool = True) -> Tensor:
+        return super().forward(ids=batch["ids"], mask=batch["mask"]) * (2.0 if doubled else 1.0)
+
+
+class TakesAny(Named):
+    def forward(self, ids: Tensor, **more: Any) -> Tensor:
+        return super().forward(ids=ids, mask=more["mask"])
+
+
+def sentences(count: int) -> dict[str, Any]:
+    mask, ids = torch.rand(count, 5), torch.randint(9, (count, 5))
+    labels = torch.arange(count) % 3
+    return {"mask": mask, "text": ["a"] * count, "ids": ids, "more": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("points", [None, ["head"]])
+@pytest.mark.parametrize("make", [Named, TakesDict, TakesAny])
+def test_a_mapping_is_taken_as_forward_takes_it(make: type[Named], points: Any) -> None:
+    torch.manual_seed(0)
+    model, example = make(), sentences(4)
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 2, example, split_points=points, profile="parameters")
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        assert "text" not in batch
+        assert ("more" in batch) == (make is not Named)
+        return F.cross_entropy(output, batch["labels"])
+
+    def expected(alone: nn.Module, batch: Any) -> Tensor:
+        taken = {name: batch[name] for name in ("ids", "mask")}
+        output = alone(taken) if make is TakesDict else alone(**taken)
+        return F.cross_entropy(output, batch["labels"])
+
+    data = [sentences(count) for count in (4, 3, 1)]
+    pipe = trains_alike(alone, parts, data, loss_fn, expected, microbatches=2)
+    del example["mask"]
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected .*'mask'.*; got 'text', 'ids'"):
+        list(pipe.run([example]))
+
+
+def test_arguments_that_the_example_has_not(caplog: pytest.LogCaptureFixture) -> None:
+    """Stages always use their defaults; a batch that has one is rejected."""
+    batch = sentences(4)
+    parts = st.partition(Named(), 2, {"ids": batch["ids"]}, profile="parameters", columns=["more"])
+    kept: list[set[str]] = []
+    pipe = st.Pipeline(parts, sgd, lambda output, batch: kept.append(set(batch)) or output.sum())
+    with pytest.raises(TypeError, match=r"takes 'mask', and its stages do not, which were cut wi"):
+        list(pipe.run([batch]))
+    del batch["mask"]
+    with caplog.at_level("INFO", "spectrain_ext"):
+        list(pipe.run([batch]))
+    assert "does not take are dropped: ['text']" in caplog.text
+    assert kept == [{"ids", "more", "labels"}] * 2

@@ -1,0 +1,150 @@
+"""Tests what a caller does between the results of a run, as in a plain training loop."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    close,
+    every_method,
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def same(found, expected):
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
+
+
+@every_method
+def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(4)]
+    stages[3][0].weight = stages[0][0].weight
+    compared, data, updates = Compared(stages, method), batches(10), [0] * 4
+    compared.oracle.run(data)
+    for k, opt in enumerate(compared.pipe.optimizers):
+        opt.register_step_post_hook(lambda *_, k=k: updates.__setitem__(k, updates[k] + 1))
+    for result in compared.pipe.run(data):
+        state = compared.pipe.state_dict(prefix="model.")
+        for k, (stage, made) in enumerate(zip(compared.oracle.stages, updates, strict=True)):
+            places = {p: i for i, p in enumerate(compared.oracle.params[k])}
+            for name, p in stage.named_parameters():
+                if p in places:
+                    row = compared.oracle.versions[k][made][places[p]]
+                    close(state[f"model.{k}.{name}"], row.weight)
+        assert torch.equal(state["model.3.0.weight"], state["model.0.0.weight"])
+        if result.index == 6:
+            snapshot = state
+            copied = {name: tensor.clone() for name, tensor in state.items()}
+    for name, tensor in snapshot.items():
+        assert torch.equal(tensor, copied[name])  # later updates do not change it
+    same(compared.pipe.state_dict(), nn.Sequential(*compared.pipe.children()).state_dict())
+
+
+def refused(pipe):
+    """Return the calls that a run refuses, with their names."""
+    yield from (("step", optimizer.step) for optimizer in pipe.optimizers)
+    yield from (("zero_grad", optimizer.zero_grad) for optimizer in pipe.optimizers)
+    yield from (("step", scheduler.step) for scheduler in pipe.schedulers)
+    yield "zero_grad", pipe.zero_grad
+
+
+def has_no_effect(pipe):
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+    for stage in pipe.children():
+        stage.zero_grad()
+    for each in (*pipe.optimizers, *pipe.schedulers):
+        copy.deepcopy(each.state_dict())
+    for optimizer, scheduler in zip(pipe.optimizers, pipe.schedulers, strict=True):
+        assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+        assert "step" not in scheduler.state_dict()
+        assert isinstance(scheduler, ExponentialLR)
+        assert type(scheduler).__name__ == "ExponentialLR"
+        optimizer.param_groups[0]["lr"] *= 1
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    pipe.state_dict()
+    # A model of the caller's own, and gradients that reach no parameter.
+    loss = sum(p.square().sum() for p in pipe.parameters())
+    torch.autograd.grad(loss, list(pipe.parameters()))
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize(("make", "method"), [(sgd(), "auto"), (torch_sgd(), "1f1b")])
+def test_habits_of_a_plain_loop_change_nothing(make, method):
+    """They are refused, or have no effect; the run goes on, also where the caller leaves it."""
+    more = {"scheduler": lambda o: ExponentialLR(o, 0.9), "microbatches": 2}
+    stages = tanh_stages(3)
+    pipes = [st.Pipeline(copy.deepcopy(stages), make, mse, method, **more) for _ in range(2)]
+    pipe, other = pipes
+    data = batches(8, size=4)
+    for n, (found, expected) in enumerate(zip(*(pipe.run(data) for pipe in pipes), strict=True)):
+        assert torch.equal(found.loss, expected.loss)
+        for name, call in refused(pipe):
+            match = rf"^{name}: a run of the pipeline has not ended; .* docs/loops\.md"
+            with pytest.raises(RuntimeError, match=match):
+                call()
+        has_no_effect(pipe)
+        if n == 6:
+            break
+    same(pipe.state_dict(), other.state_dict())
+    rates = [[each.param_groups[0]["lr"] for each in one.optimizers] for one in pipes]
+    assert rates[0] == rates[1]
+    for scheduler in pipe.schedulers:
+        assert type(scheduler) is ExponentialLR
+    for _, call in refused(pipe):
+        call()
+
+
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+def test_a_gradient_that_the_caller_makes_ends_the_run(make):
+    pipe = st.Pipeline(tanh_stages(3), make, mse, "1f1b", microbatches=2)
+    data = batches(6, size=4)
+    losses(pipe, data)
+    match = r"stages\[1\]: parameter '2\.weight' got a gradient in the loop, as by backward\(\)"
+    for leaves in (False, True):
+        run = pipe.run(data)
+        next(run)
+        next(run)
+        list(pipe.children())[1][2].weight.square().sum().backward()
+        with pytest.raises(RuntimeError, match=match):
+            run.close() if leaves else next(run)
+        assert all(p.grad is None for p in pipe.parameters())
+        for _, call in refused(pipe):
+            call()
+        fresh = st.Pipeline(copy.deepcopy(list(pipe.children())), make, mse, "1f1b", microbatches=2)
+        assert torch.equal(losses(pipe, data)[0], losses(fresh, data)[0])
+
+
+def test_what_a_suspended_run_forbids():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    state = copy.deepcopy(pipe.state_dict())
+    with closing(pipe.run(batches(8))) as results:
+        next(results)
+        for forbidden in (
+            lambda: pipe(torch.randn(2, 5)),
+            lambda: pipe.load_state_dict(state),
+            lambda: nn.Sequential(pipe).load_state_dict({f"0.{k}": v for k, v in state.items()}),
+            lambda: pipe.run(batches(1)),
+            pipe.release,
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"a run of this pipeline has not ended.*close\(\)"
+            ):
+                forbidden()
+    pipe.load_state_dict(state)
+    same(pipe.state_dict(), state)
+    pipe(torch.randn(2, 5))
