@@ -53,7 +53,7 @@ def covering_seeds(against, without=()):
 # Kinds of features of which every pair is drawn, except for those that no program can have.
 PAIRED = (
     *("between stages", "output", "input", "batch", "target", "loss", "recompute", "offload"),
-    *("tied", "cut by the package", "clipping", "groups", "frozen", "window", "head"),
+    *("tied", "cut by the package", "clipping", "groups", "frozen", "window", "head", "phases"),
 )
 IMPOSSIBLE = {
     frozenset(pair)
@@ -64,6 +64,7 @@ IMPOSSIBLE = {
         (("loss", "huber"), ("target", "tuple")),
         (("loss", "cross entropy"), ("target", "tuple")),
         (("offload", "activations"), ("recompute", True)),
+        (("clipping", "global"), ("phases", True)),  # one of which does not flush
         # a norm of all stages needs a flush, which leaves no window to choose
         *((("clipping", "global"), ("window", w)) for w in ("classic", "wide", int, list)),
     )
@@ -153,6 +154,7 @@ class Program:
             *(("block", (self.domain, name)) for name in self.used),
             *(("between stages", form) for form in self.forms),
             *(("frozen", what) for what in self.frozen),
+            ("phases", "+" in self.method),
             ("output", self.out),
             ("input", self.input_form),
             ("batch", self.batch_form),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -93,44 +92,6 @@ def test_three_replicas_and_other_optimizers(way):
         oracle = kind(*numbers, 3, stages(2), plain, mse, method, steps, microbatches=6)
         wanted = [oracle.run(data(*run)) for run in ((6, 12, 5), (4, 12, None))]
         torch.testing.assert_close(trained(side), wanted, rtol=1e-7, atol=1e-9)
-
-
-def plainly(replica, method, runs=((6, 12, None), (4, 12, None))):
-    """Return a pipeline of only this replica's microbatches."""
-    pipe = st.Pipeline(stages(2), sgd, mse, method, microbatches=2, scheduler=steps)
-    losses = []
-    for run in runs:
-        own = [
-            tuple(torch.cat([t[s : s + 3] for s in range(3 * replica, 12, 6)]) for t in batch)
-            for batch in data(*run)
-        ]
-        losses.append([r.loss.item() for r in pipe.run(own)])
-    return losses, weights(pipe)
-
-
-@pytest.mark.parametrize("method", ["sync", "vanilla", "spectrain", "auto", "xpipe"])
-def test_elastic_averaging_without_strength_is_nothing(method):
-    side = group(st.averaging.Elastic(0.0), method)
-    found = trained(side, ((6, 12, None), (4, 12, None)))
-    for c, pipe in enumerate(side.pipes):
-        losses, alone = plainly(c, method)
-        assert [[each[c] for each in run] for run in found] == losses
-        assert torch.equal(weights(pipe), alone)
-
-
-def test_plain_averaging_of_sgd_is_the_sum_of_gradients():
-    """Without momentum, the mean of all steps is the step by the mean gradient."""
-
-    def bare(params):
-        return st.optim.SGD(params, lr=0.1)
-
-    side = group(st.averaging.Sparse(1.0, 0), "gpipe", optimizer=bare)
-    pipe = st.Pipeline(stages(2), bare, mse, "gpipe", microbatches=4, scheduler=steps)
-    for run in ((6, 12, None), (4, 12, None)):
-        found = [sum(r.loss.item() for r in results) / 2 for results in side.run(data(*run))]
-        assert found == pytest.approx([r.loss.item() for r in pipe.run(data(*run))], rel=1e-10)
-    assert torch.equal(weights(side.pipes[0]), weights(side.pipes[1]))
-    torch.testing.assert_close(weights(side.pipes[0]), weights(pipe), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [0, 11, 64 * 3 + 1, 4 * 16 * 1024 + 5])
@@ -233,30 +194,6 @@ def test_weights_that_are_loaded_have_a_centre_of_their_own():
         assert torch.equal(
             weights(side.pipes[0]), torch.cat([v.reshape(-1) for v in state.values()])
         )
-
-
-def test_what_fails_in_one_replica_ends_all():
-    def fails(value, target):
-        if value.shape[0] == 1:
-            raise ArithmeticError("odd")
-        return mse(value, target)
-
-    pipes = [st.Pipeline(stages(2), sgd, fails, "vanilla", microbatches=1) for _ in range(2)]
-    side = SideBySide(pipes, st.averaging.Elastic(0.5))
-    with pytest.raises(st.StageError, match="odd"):
-        list(side.run(data(4, 8, last=3)))  # two samples for one replica, one for the other
-
-
-def test_leaving_the_loop_finishes_what_is_in_flight():
-    side, updates = group(st.averaging.Elastic(0.5), "vanilla"), Counter()
-    for optimizer in (optimizer for pipe in side.pipes for optimizer in pipe.optimizers):
-        optimizer.register_step_post_hook(lambda made, *_: updates.update([id(made)]))
-    for n, _ in enumerate(side.run(data(50))):
-        if n == 2:
-            break
-    (made,) = set(updates.values())
-    assert 3 <= made < 50
-    assert len(list(side.run(data(3)))) == 3
 
 
 def test_bad_values():

@@ -9,7 +9,6 @@ import torch
 from helpers.pipeline_cases import Compared, batches, losses, mse, sgd, tanh_stages
 from oracle.methods import hybrid as defined
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, recipe_clip, second_order
@@ -72,33 +71,6 @@ BAD = dataclasses.replace(find_method("vanilla"), name="bad", clip=lambda place:
 def test_what_is_refused(error, match, more):
     with pytest.raises(error, match=match):
         st.Pipeline(tanh_stages(3), sgd(), mse, **more)
-
-
-class Dispatched(TorchDispatchMode):
-    """Counts operators dispatched to a device: on a GPU each is at least one launch."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "limit"),
-    [([torch.float32], 3), ([torch.bfloat16], 3), ([torch.bfloat16, torch.float64], 4)],
-)
-def test_the_norm_of_many_gradients_takes_few_launches(dtypes, limit):
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.empty(n, dtype=d)) for n in (0, 1, 700) for d in dtypes * 20]
-    for p in params[1:]:
-        p.grad = torch.randn(p.shape).to(p.dtype)
-    with Dispatched() as counted:
-        norm = gradient_norm(params, torch.device("cpu"))
-    assert counted.count <= limit
-    exact = torch.cat([p.grad.double() for p in params[1:]]).norm()
-    torch.testing.assert_close(norm.double(), exact, rtol=1e-6, atol=0)
-    assert norm.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
 
 
 def test_the_norm_of_large_16_bit_gradients_does_not_overflow():

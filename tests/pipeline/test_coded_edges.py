@@ -189,30 +189,6 @@ def test_values_with_other_members(form):
     assert value_programs.together(3, [6, 6, 5], form, **coded)[0] != plain[0]
 
 
-class Mixed(nn.Module):
-    """Takes and returns a dict of trained values, integers, and unused values."""
-
-    def __init__(self, last=False):
-        super().__init__()
-        self.linear, self.last = nn.Linear(6, 6), last
-
-    def forward(self, value):
-        if isinstance(value, torch.Tensor):
-            value = {"x": value, "n": torch.arange(12).view(3, 4), "unused": value * 1.0}
-        assert torch.equal(value["n"].cpu(), torch.arange(12).view(3, 4))
-        assert value.get("tag", "a") == "a"
-        x = torch.tanh(self.linear(value["x"]))
-        unused = self.linear(value["unused"]) if not self.last else None
-        return x if self.last else {"x": x, "n": value["n"], "tag": "a", "unused": unused}
-
-
-@every_codec
-def test_integers_and_gradients_that_nobody_has(codec):
-    stages = [Mixed(), Mixed(), Mixed(last=True)]
-    found = losses(st.Pipeline(stages, sgd(), mse, codec=codec), batches(6, width=6))
-    assert all(loss.isfinite() for loss in found)
-
-
 @dataclass(frozen=True)
 class Halved:
     """A user-defined codec, which draws random numbers and records its input."""

@@ -17,32 +17,12 @@ from helpers.foreign_optimizers import (
 )
 from helpers.pipeline_cases import Compared, batches, close, losses, mse, tanh_stages
 from oracle.definition import Oracle
-from torch import nn
 
 import spectrain_ext as st
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 DIFFERENCE = st.spectrain(law="difference")
-every_optimizer = pytest.mark.parametrize("name", FOREIGN)
-
-
-@every_optimizer
-def test_one_minibatch_at_a_time_is_a_plain_loop_to_the_bit(name):
-    stages, data = tanh_stages(3), batches(7)
-    pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN[name], mse, "sync")
-    found = losses(pipe, data)
-    optimizers = [FOREIGN[name](list(stage.parameters())) for stage in stages]
-    model = nn.Sequential(*stages)
-    for (x, y), loss in zip(data, found, strict=True):
-        model.zero_grad()
-        expected = mse(model(x), y)
-        assert torch.equal(loss, expected.detach())
-        expected.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for mine, expected in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
 
 
 def test_the_optimizers_are_the_users_own():
@@ -63,31 +43,6 @@ def test_the_optimizers_are_the_users_own():
     assert all(s.optimizer is o for s, o in zip(pipe.schedulers, made, strict=True))
     losses(pipe, batches(2))
     assert [g["lr"] for g in made[0].parts[1].param_groups] == [0.01 / 4]
-
-
-def test_after_release_the_optimizer_goes_on_alone():
-    stages, data = tanh_stages(2), batches(6)
-    pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN["AdamW"], mse, "lwp-w")
-    losses(pipe, data[:3])
-    pipe.release()
-    oracle = Oracle(stages, FOREIGN["AdamW"], mse, "lwp-w")
-    oracle.run(data[:3])
-    x, y = data[3]
-    for modules, optimizers in (
-        (list(pipe.children()), pipe.optimizers),
-        (oracle.stages, oracle.optimizers),
-    ):
-        mse(nn.Sequential(*modules)(x), y).backward()
-        if modules is oracle.stages:  # its optimizers have other tensors
-            for stage, true in zip(oracle.stages, oracle.true, strict=True):
-                for p, t in zip(stage.parameters(), true, strict=True):
-                    t.grad = p.grad
-        for optimizer in optimizers:
-            optimizer.step()
-    versions = [true for stage in oracle.true for true in stage]
-    for mine, true in zip(pipe.parameters(), versions, strict=True):
-        close(mine, true.detach())
-    assert torch.stack(losses(pipe, data[4:])).isfinite().all()
 
 
 class Failing(Lion):

@@ -21,7 +21,6 @@ from spectrain_ext.schedule import (
     ScheduleError,
     backward_input,
     backward_weights,
-    find_generator,
     forward,
 )
 from spectrain_ext.simulation import check_generator
@@ -192,16 +191,6 @@ def trained(method, n=3, m=1):
     return bits(tanh_stages(n), method, batches(7, size=5, last=2), microbatches=m)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Replacing"])
-def test_updates_between_the_halves_by_the_difference_law(name):
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(8, size=4)]
-    stages = [stage.bfloat16() for stage in tanh_stages(4)]
-    whole = st.spectrain(law="difference")
-    halves = replace(whole, name="own", schedule="zb-h1-async")
-    more = {"optimizer": FOREIGN[name], "microbatches": 1, "master_dtype": torch.float32}
-    assert_same(*(bits(stages, method, data, **more) for method in (halves, whole)))
-
-
 def late(place):
     """A forward between the halves, without the update that follows them."""
     ahead = place.window - 1
@@ -221,16 +210,6 @@ def test_a_forward_between_the_halves(name):
     whole = replace(find_method(name), name="other", window=lambda k, n, m: n - k + 1)
     halves = replace(whole, schedule=late)
     assert_same(trained(halves), trained(whole))
-
-
-def mixed(place):
-    """Whole backwards on stage 0, and halves elsewhere."""
-    return find_generator("zb-h1" if place.stage else "1f1b")(place)
-
-
-def test_halves_on_some_stages():
-    own = st.Method("own", "", mixed, window=lambda k, n, m: n)
-    assert_same(trained(own, 3, 4), trained("1f1b", 3, 4))
 
 
 def crossing(place):

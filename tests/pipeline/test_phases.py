@@ -9,7 +9,6 @@ import copy
 import json
 
 import pytest
-import torch
 from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
@@ -20,41 +19,11 @@ from spectrain_ext.weights import StageWeights
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-PAIRS = [
-    ("pipedream", "sync"),  # arXiv 1912.12675
-    ("1f1b", "vanilla"),  # PipeMare's T3
-    ("xpipe", "msnag-stash"),
-]
-
 
 def make(stages, method, **more):
     more.setdefault("optimizer", sgd())
     more.setdefault("microbatches", 1)
     return st.Pipeline(copy.deepcopy(stages), loss_fn=mse, method=method, **more)
-
-
-def bits(pipe, runs):
-    """Return the complete result of training: losses, weights, optimizer state, learning rates."""
-    losses = [[result.loss for result in pipe.run(run)] for run in runs]
-    states = [optimizer.state_dict() for optimizer in pipe.optimizers]
-    return [losses, list(pipe.state_dict().values()), states]
-
-
-def same(a, b):
-    torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
-
-
-# Against the definition
-
-
-@pytest.mark.parametrize("runs", [(3, 4, 5), (7, 5), (6, 0, 1, 3)])
-def test_minibatches_of_all_runs_count(runs):
-    compared = Compared(
-        tanh_stages(3), "pipedream+sync@7", definition=defined("pipedream", "sync", 7)
-    )
-    for count in runs:
-        compared.run(batches(count) if count else [])
-    assert compared.pipe.minibatches == sum(runs)
 
 
 def test_three_phases():
@@ -65,41 +34,6 @@ def test_three_phases():
     compared = Compared(tanh_stages(4), st.hybrid("sync", end, after=3), definition=definition)
     compared.run(batches(14))
     assert compared.pipe.phase == 2
-
-
-# Identities, bit for bit
-
-
-@pytest.mark.parametrize(("first", "then"), PAIRS)
-def test_at_once_it_is_the_second_and_never_the_first(first, then):
-    stages, runs = tanh_stages(4), [batches(9), batches(4)]
-    same(bits(make(stages, st.hybrid(first, then, after=0)), runs), bits(make(stages, then), runs))
-    same(
-        bits(make(stages, st.hybrid(first, then, after=14)), runs), bits(make(stages, first), runs)
-    )
-
-
-def dropping(n):
-    return [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3), nn.BatchNorm1d(5)) for _ in range(n)]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01), "clip_norm": 0.1},
-        {"clip_norm": 0.1, "clip_scope": "global", "microbatches": 2},
-    ],
-    ids=lambda more: "-".join(more) or "plain",
-)
-def test_to_itself_nothing_changes(more):
-    """Optimizers, schedulers, random numbers and running statistics continue unchanged."""
-    stages, runs = dropping(3), [batches(9, size=4), batches(4, size=4)]
-    torch.manual_seed(1)
-    expected = bits(make(stages, "sync", **more), runs)
-    torch.manual_seed(1)
-    pipe = make(stages, "sync+sync@6", **more)
-    same(bits(pipe, runs), expected)
-    assert pipe.phase == 1
 
 
 # A measured gap

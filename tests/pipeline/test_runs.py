@@ -64,20 +64,6 @@ def test_results_come_as_soon_as_they_are_there(method):
     assert data.count == 12
 
 
-@every_method
-@pytest.mark.parametrize("at", [0, 3, 8])
-def test_leaving_the_loop_drains(method, at):
-    data = batches(9)
-    compared, pulled = Compared(tanh_stages(4), method), Pulled(data)
-    for result in compared.pipe.run(pulled):
-        if result.index == at:
-            break
-    assert at < pulled.count <= at + 4
-    compared.oracle.run(data[: pulled.count])  # trained on every batch taken
-    compared.check_weights()
-    compared.run(batches(5))
-
-
 def test_close_drains_and_an_iterator_that_was_not_started_does_nothing():
     compared = Compared(tanh_stages(3), "spectrain")
     never = compared.pipe.run(batches(3))
