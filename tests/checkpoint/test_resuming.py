@@ -21,7 +21,7 @@ from helpers.checkpoint_cases import (
     strides,
     train,
 )
-from helpers.covering import covering
+from helpers.covering import Axes
 from helpers.foreign_optimizers import FOREIGN, PECULIAR
 from torch import nn
 
@@ -138,28 +138,21 @@ OTHER = {"one stage": (1, "sync"), "the same": (3, "sync"), "two": (2, None), "f
 BEFORE = ("fresh", "used", "released")  # the pipeline that loads
 
 
-def possible(row: dict[str, str]) -> bool:
-    """Return whether some method of the family can have these values."""
-    family, optimizer, model, other, _ = row.values()
-    if optimizer == "other's Whitened" and model == "narrow":
-        return False  # torch inverts no 16-bit matrices
-    if family == "changing" and other in ("one stage", "the same", "module"):
-        return False  # they have no phases
-    if optimizer in OTHERS:
-        return True
-    if family == "correcting momentum":
-        return optimizer == "sgd"
-    if family == "correcting by its own state" and other != "the same":
-        return False  # a stage that is not late has none
-    if family.startswith("correcting"):
-        return optimizer != "soap" and model != "narrow"
-    return True
-
-
+_CORRECTING = ("correcting", "correcting by its own state")
+_EXCLUDED = [
+    {"optimizer": ["other's Whitened"], "model": ["narrow"]},  # torch inverts no 16-bit matrices
+    # They have no phases.
+    {"family": ["changing"], "other": ["one stage", "the same", "module"]},
+    {"family": ["correcting momentum"], "optimizer": {*OWN} - {"sgd"}},
+    # A stage that is not late has none.
+    {"family": ["correcting by its own state"], "other": {*OTHER, "module"} - {"the same"}},
+    {"family": _CORRECTING, "optimizer": ["soap"]},
+    {"family": _CORRECTING, "model": ["narrow"]},
+]
 AXES = {"family": [*METHODS], "optimizer": [*OWN], "model": [*MODELS], "other": [*OTHER, "module"]}
-ROWS = covering({**AXES, "before": BEFORE}, possible)
+ROWS = Axes({**AXES, "before": BEFORE}, _EXCLUDED).covering()
 AXES = {"family": [*SIMPLE], "optimizer": [*OTHERS], "model": ["noisy", "images", "narrow"]}
-ROWS += covering({**AXES, "other": ["four", "module"], "before": BEFORE}, possible)
+ROWS += Axes({**AXES, "other": ["four", "module"], "before": BEFORE}, _EXCLUDED).covering()
 TURNS = {family: cycle(methods) for family, methods in METHODS.items()}
 CASES = [(next(TURNS[row.pop("family")]), *row.values()) for row in ROWS]
 

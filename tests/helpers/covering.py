@@ -12,35 +12,42 @@ Row = dict[str, Any]
 
 
 class Axes:
-    """Axes of a test's settings, the pairs of values that exist, and rows that cover them.
+    """Axes of a test's settings, the combinations that exist, and rows that cover the pairs.
 
     Args:
         values: each axis with its values.
+        excluded: combinations that no row has: for each axis named, some of its values.
         groups: each further axis with its source, and a group for every value of that.
-        required: which pairs of axes and groups have to be covered.
-        excluded: pairs of ({values} of an axis, {values} of another) that do not exist.
-        sensible: whether a whole row exists, beyond pairs.
+        required: which pairs of axes and groups have to be covered; otherwise all pairs of axes.
+        sensible: whether a whole row exists, beyond ``excluded``.
     """
 
     def __init__(
         self,
         values: Mapping[str, Iterable[Any]],
-        groups: Mapping[str, tuple[str, Mapping[Any, Any]]],
-        required: Iterable[tuple[str, str]],
-        excluded: Iterable[tuple[tuple[str, Iterable[Any]], tuple[str, Iterable[Any]]]],
+        excluded: Iterable[Mapping[str, Iterable[Any]]] = (),
+        groups: Mapping[str, tuple[str, Mapping[Any, Any]]] | None = None,
+        required: Iterable[tuple[str, str]] | None = None,
         sensible: Callable[[Row], bool] = lambda row: True,
     ) -> None:
         self.values = {axis: tuple(options) for axis, options in values.items()}
-        self.groups, self.sensible = groups, sensible
-        self._excluded: set[tuple[Value, Value]] = set()
-        for (a, some), (b, others) in excluded:
-            for x, y in itertools.product(some, others):
-                self._excluded |= {((a, x), (b, y)), ((b, y), (a, x))}
+        self.groups, self.sensible = groups or {}, sensible
+        self._excluded = [
+            {axis: frozenset(some) for axis, some in combination.items()}
+            for combination in excluded
+        ]
         self.required = dict.fromkeys(
             (one, other)
-            for a, b in required
+            for a, b in required or itertools.combinations(self.values, 2)
             for one, other in itertools.product(self._all(a), self._all(b))
-            if any(self._fit(x, [y]) for x in self._below(one) for y in self._below(other))
+            if any(self.fits(dict(pair)) for pair in self._starts(one, other))
+        )
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row, perhaps incomplete, has none of the excluded combinations."""
+        return not any(
+            all(axis in row and row[axis] in some for axis, some in combination.items())
+            for combination in self._excluded
         )
 
     def covering(self, seed: int = 0) -> list[Row]:
@@ -58,7 +65,7 @@ class Axes:
         """Return a random row with these values."""
         draw, row = random.Random(f"{seed} {fixed}"), None
         while row is None:
-            row = self._filled(list(fixed.items()), {}, draw)
+            row = self._filled(fixed, {}, draw)
         return row
 
     def pairs(self, row: Row) -> set[tuple[Value, Value]]:
@@ -69,9 +76,7 @@ class Axes:
     def _row(
         self, pair: tuple[Value, Value], wanted: Mapping[tuple[Value, Value], None], draw: Any
     ) -> Row:
-        starts = [
-            [x, y] for x, y in itertools.product(*map(self._below, pair)) if self._fit(x, [y])
-        ]
+        starts = [row for row in map(dict, self._starts(*pair)) if self.fits(row)]
         for attempt in range(1000):
             row = self._filled(draw.choice(starts), {} if attempt > 5 else wanted, draw)
             if row is not None:
@@ -79,18 +84,18 @@ class Axes:
         raise AssertionError(f"no row has {pair}; exclude it")
 
     def _filled(
-        self, start: list[Value], wanted: Mapping[tuple[Value, Value], None], draw: Any
+        self, start: Row, wanted: Mapping[tuple[Value, Value], None], draw: Any
     ) -> Row | None:
         """Add to these values those that cover most, or return None if they do not fit."""
-        fixed = list(start)
-        rest = [axis for axis in self.values if axis not in dict(fixed)]
+        row = dict(start)
+        rest = [axis for axis in self.values if axis not in row]
         draw.shuffle(rest)
         for axis in rest:
-            options = [(axis, v) for v in self.values[axis] if self._fit((axis, v), fixed)]
+            options = [(axis, v) for v in self.values[axis] if self.fits({**row, axis: v})]
             if not options:
                 return None
             draw.shuffle(options)
-            known = [label for value in fixed for label in self._labels(value)]
+            known = [label for value in row.items() for label in self._labels(value)]
 
             def gain(value: Value, known: list[Value] = known) -> int:
                 return sum(
@@ -99,13 +104,12 @@ class Axes:
                     for other in known
                 )
 
-            fixed.append(max(options, key=gain))
-        row = dict(fixed)
+            row |= [max(options, key=gain)]
         row = {axis: row[axis] for axis in self.values}
         return row if self.sensible(row) else None
 
-    def _fit(self, value: Value, fixed: Iterable[Value]) -> bool:
-        return not any((value, other) in self._excluded for other in fixed)
+    def _starts(self, one: Value, other: Value) -> Iterable[tuple[Value, Value]]:
+        return itertools.product(self._below(one), self._below(other))
 
     def _labels(self, value: Value) -> list[Value]:
         """Return an axis' value and its groups."""
@@ -126,26 +130,6 @@ class Axes:
         """Return all labels of an axis or a group."""
         found = self.groups[name][1].values() if name in self.groups else self.values[name]
         return [(name, x) for x in dict.fromkeys(found)]
-
-
-def covering(
-    values: Mapping[str, Sequence[Any]], makes_sense: Callable[[Row], bool] = lambda row: True
-) -> list[Row]:
-    """Return rows that contain every pair of values which some row with it makes sense of."""
-    every = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-    possible = {
-        pair
-        for row in filter(makes_sense, every)
-        for pair in itertools.combinations(row.items(), 2)
-    }
-    excluded = [
-        ((a, [x]), (b, [y]))
-        for a, b in itertools.combinations(values, 2)
-        for x, y in itertools.product(values[a], values[b])
-        if ((a, x), (b, y)) not in possible
-    ]
-    pairs = itertools.combinations(values, 2)
-    return Axes(values, {}, pairs, excluded, makes_sense).covering()
 
 
 def walks(

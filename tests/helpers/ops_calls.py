@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from helpers import ops_options as names
 from helpers import ops_reference as ref
-from helpers.ops_covering import Excluded, Factors, Options
+from helpers.covering import Axes
+from helpers.covering import Row as Options
 from helpers.ops_options import ADAM_RULES, IN_MEMORY, PLANS
 from helpers.ops_tensors import Effects, World
 
@@ -299,8 +300,8 @@ def _check(
     return result
 
 
-PRODUCTS: dict[str, tuple[Callable[[World, Options], None], Factors, Excluded]] = {
-    "step": (check_step, names.STEPS, names.EXCLUDED_STEPS),
-    "prediction": (check_prediction, names.PREDICTIONS, names.EXCLUDED_PREDICTIONS),
-    "copy": (check_copy, names.COPIES, names.EXCLUDED_COPIES),
+PRODUCTS: dict[str, tuple[Callable[[World, Options], None], Axes]] = {
+    "step": (check_step, Axes(names.STEPS, names.EXCLUDED_STEPS)),
+    "prediction": (check_prediction, Axes(names.PREDICTIONS, names.EXCLUDED_PREDICTIONS)),
+    "copy": (check_copy, Axes(names.COPIES, names.EXCLUDED_COPIES)),
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_covering import Options
+from helpers.covering import Row as Options
 from helpers.ops_reference import Numbers
 
 from spectrain_ext import laws

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_covering import Options
+from helpers.covering import Row as Options
 from helpers.ops_options import DTYPES, ONE, PLANS, SIZES, WRITTEN
 from torch import Tensor
 

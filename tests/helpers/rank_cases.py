@@ -314,6 +314,16 @@ _WITHOUT_MUON = (*_OF_SGD, "error-feedback", "dc-asgd", "gap-aware")
 _OWN_WINDOWS = (*FLUSHING, *OWN_ORDER[:2], *HYBRIDS, "pipedream-2bw", "error-feedback")
 SETTINGS = Axes(
     {"method": METHODS, **AXES},
+    [
+        {"clip": ["global"], "method": {*METHODS} - {*FLUSHING}},
+        {"memory": ["wide windows"], "method": _OWN_WINDOWS},
+        {"memory": ["wide windows"], "clip": ["global"]},
+        {"optimizer": ["RMSprop"], "method": PREDICTING},
+        {"optimizer": ["Muon"], "method": _WITHOUT_MUON},
+        {"optimizer": ["Adam"], "method": _OF_SGD},
+        # The tuple's values are checked to the bit, and codecs change them.
+        {"form": ["tuple"], "codec": {*CODECS} - {"none"}},
+    ],
     {
         "family": ("method", {m: name for name, methods in FAMILIES.items() for m in methods}),
         "any": ("losses", dict.fromkeys(AXES["losses"], 0)),
@@ -322,16 +332,6 @@ SETTINGS = Axes(
         *itertools.combinations(AXES, 2),
         *(("family", axis) for axis in AXES),
         ("method", "any"),
-    ],
-    [
-        (("clip", ["global"]), ("method", {*METHODS} - {*FLUSHING})),
-        (("memory", ["wide windows"]), ("method", _OWN_WINDOWS)),
-        (("memory", ["wide windows"]), ("clip", ["global"])),
-        (("optimizer", ["RMSprop"]), ("method", PREDICTING)),
-        (("optimizer", ["Muon"]), ("method", _WITHOUT_MUON)),
-        (("optimizer", ["Adam"]), ("method", _OF_SGD)),
-        # The tuple's values are checked to the bit, and codecs change them.
-        (("form", ["tuple"]), ("codec", {*CODECS} - {"none"})),
     ],
 )
 

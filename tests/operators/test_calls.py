@@ -10,12 +10,12 @@ from __future__ import annotations
 import hypothesis.strategies as hs
 import pytest
 import torch
+from helpers.covering import Row as Options
 from helpers.ops_calls import PRODUCTS
-from helpers.ops_covering import Options, allowed, covering_array, pairs_of, required_pairs
 from helpers.ops_tensors import World
 from hypothesis import assume, given, settings
 
-_ROWS = {name: covering_array(*product[1:]) for name, product in PRODUCTS.items()}
+_ROWS = {name: axes.covering() for name, (_, axes) in PRODUCTS.items()}
 _EVERY = [(name, i) for name, rows in _ROWS.items() for i in range(len(rows))]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
@@ -39,24 +39,23 @@ def test_every_pair_of_options(name: str, row: int, device: str) -> None:
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_no_required_pair_is_left_out(name: str) -> None:
     """Excluded pairs are listed beside the factors; each of the others is in a row above."""
-    _, factors, excluded = PRODUCTS[name]
-    drawn = {pair for row in _ROWS[name] for pair in pairs_of(row)}
-    assert drawn == set(required_pairs(factors, excluded))
-    assert all(allowed(row, excluded) for row in _ROWS[name])
+    axes = PRODUCTS[name][1]
+    assert axes.required.keys() == {pair for row in _ROWS[name] for pair in axes.pairs(row)}
+    assert all(map(axes.fits, _ROWS[name]))
 
 
 @hs.composite
 def _options(draw: hs.DrawFn, name: str, fixed: Options | None = None) -> Options:
     """Draw any combination that is not excluded, factor by factor."""
-    _, factors, excluded = PRODUCTS[name]
-    options: Options = {key: (fixed or {})[key] for key in factors if key in (fixed or {})}
-    for key in factors:
+    axes = PRODUCTS[name][1]
+    options: Options = {key: x for key, x in (fixed or {}).items() if key in axes.values}
+    for key in axes.values:
         if key not in options:
-            values = [x for x in factors[key] if allowed({**options, key: x}, excluded)]
+            values = [x for x in axes.values[key] if axes.fits({**options, key: x})]
             assume(values)
             options[key] = draw(hs.sampled_from(values), label=key)
-    assume(allowed(options, excluded))
-    return {key: options[key] for key in factors}
+    assume(axes.fits(options))
+    return {key: options[key] for key in axes.values}
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

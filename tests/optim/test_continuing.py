@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import Row, neighbours, walks
-from helpers.ops_covering import covering_array
+from helpers.covering import Axes, Row, neighbours, walks
 from helpers.optim_cases import (
     ADAMS,
     BF16,
@@ -35,7 +34,7 @@ from torch import nn
 import spectrain_ext as st
 
 MATRICES = ("Muon", "SOAP")
-CASES = covering_array(
+CASES = Axes(
     {
         "name": tuple(EVERY),
         "dtype": (F64, F32, BF16, F16),
@@ -51,7 +50,7 @@ CASES = covering_array(
         {"name": MATRICES, "dtype": [F16]},
         {"name": ADAMS, "dtype": [F16], "state": [None]},  # a second moment would be 0
     ],
-)
+).covering()
 
 
 class Pair:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.covering import Row
-from helpers.ops_covering import covering_array
+from helpers.covering import Axes, Row
 from helpers.optim_cases import (
     BF16,
     EVERY,
@@ -87,7 +86,7 @@ class Stage:
         return [int(self.optimizer.state[p]["gap_step"]) for p in self.params]
 
 
-CASES = covering_array(
+CASES = Axes(
     {
         "kind": tuple(EVERY_CORRECTION),
         "name": NAMES,
@@ -102,7 +101,7 @@ CASES = covering_array(
         {"momentum": [0.0], "kind": ["gap", "braking"]},
         {"kind": ["braking"], "name": NAMES[1:]},
     ],
-)
+).covering()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))

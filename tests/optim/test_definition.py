@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.covering import Row, neighbours, walks
-from helpers.ops_covering import covering_array
+from helpers.covering import Axes, Row, neighbours, walks
 from helpers.optim_cases import (
     BF16,
     F16,
@@ -66,27 +65,30 @@ EXCLUDED: list[dict[str, Any]] = [
     {"home": BOUND, "state": [F32]},  # buffers have the dtype of the weights
     {"home": BOUND, "dtype": ["mixed"]},
 ]
-CASES = covering_array(
-    SGD,
-    [
-        *EXCLUDED,
-        {"momentum": [0.0], "nesterov": [True]},
-        {"momentum": [0.0], "smoothed": [True]},
-        {"momentum": [0.0], "dampening": [0.3]},  # of the second group it becomes 0
-        {"dampening": [0.3], "nesterov": [True]},
-        {"dampening": [0.3], "smoothed": [True]},
-        {"dampening": [0.3], "decoupled_weight_decay": [True]},  # not in the oracle
-    ],
-) + covering_array(
-    ADAM,
-    [
-        *EXCLUDED,
-        # Their second moments would be 0.
-        {"dtype": [F16], "home": ["in place", "master"]},
-        {"dtype": [F16], "home": ["its own"], "state": [None]},
-        {"name": ["Adam", "AdamW"], "momentum_decay": [0.1]},
-        {"name": ["AdamW"], "decoupled_weight_decay": [False]},
-    ],
+CASES = (
+    Axes(
+        SGD,
+        [
+            *EXCLUDED,
+            {"momentum": [0.0], "nesterov": [True]},
+            {"momentum": [0.0], "smoothed": [True]},
+            {"momentum": [0.0], "dampening": [0.3]},  # of the second group it becomes 0
+            {"dampening": [0.3], "nesterov": [True]},
+            {"dampening": [0.3], "smoothed": [True]},
+            {"dampening": [0.3], "decoupled_weight_decay": [True]},  # not in the oracle
+        ],
+    ).covering()
+    + Axes(
+        ADAM,
+        [
+            *EXCLUDED,
+            # Their second moments would be 0.
+            {"dtype": [F16], "home": ["in place", "master"]},
+            {"dtype": [F16], "home": ["its own"], "state": [None]},
+            {"name": ["Adam", "AdamW"], "momentum_decay": [0.1]},
+            {"name": ["AdamW"], "decoupled_weight_decay": [False]},
+        ],
+    ).covering()
 )
 STATES = ("replaced", "rebound", "in place", "deleted", "cleared", "count", "count in place")
 PRECISION = {F64: 1e-13, F32: 1e-6, BF16: 1e-6, F16: 1e-6}  # of the arithmetic

@@ -346,6 +346,7 @@ AXES = Axes(
         "sizes": SIZES,
         "runs": RUNS,
     },
+    [*(dict(pair) for *pair, _ in REFUSED), *map(dict, MEANINGLESS)],
     {"family": ("method", FAMILY_OF), "kind": ("optimizer", KIND_OF)},
     [
         *(("method", other) for other in ("stages", "microbatches", "window", "kind")),
@@ -354,6 +355,5 @@ AXES = Axes(
         *((a, b) for a in ("stages", "microbatches", "window") for b in _FEATURES),
         *(("stages", "microbatches"), ("stages", "window"), ("microbatches", "window")),
     ],
-    [(a, b) for a, b, *_ in [*REFUSED, *MEANINGLESS]],
     exists,
 )

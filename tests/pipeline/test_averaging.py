@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -25,8 +27,18 @@ WAYS = {
 }
 
 
+RUNS = ((6, 12, 5), (4, 12, None))
+
+
 def torch_sgd(params):
     return torch.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01)
+
+
+OPTIMIZERS = {
+    "SGD": (sgd, torch_sgd),
+    "AdamW": (partial(st.optim.AdamW, lr=0.02), partial(torch.optim.AdamW, lr=0.02)),
+    "another's SGD": (torch_sgd, torch_sgd),
+}
 
 
 def group(averaging, method, replicas=2, n=2, microbatches=4, optimizer=sgd, made=stages, **more):
@@ -43,7 +55,7 @@ def group(averaging, method, replicas=2, n=2, microbatches=4, optimizer=sgd, mad
     return SideBySide(pipes, averaging)
 
 
-def trained(side, runs=((6, 12, 5), (4, 12, None))):
+def trained(side, runs=RUNS):
     return [
         [[result.loss.item() for result in found] for found in side.run(data(*run))] for run in runs
     ]
@@ -54,44 +66,32 @@ def weights(pipe):
 
 
 @pytest.mark.parametrize(
-    ("method", "way"),
+    ("method", "way", "replicas", "optimizer"),
     [
-        *zip(METHODS, [*WAYS] * len(METHODS), strict=False),
-        ("auto", "sparse"),
-        ("spectrain", "sparse"),
+        *((method, way, 2, "SGD") for method, way in zip(METHODS, cycle(WAYS), strict=False)),
+        *((method, "sparse", 2, "SGD") for method in ("auto", "spectrain")),
+        *(("auto", way, 3, "AdamW") for way in WAYS),
+        *(("pipedream", way, 3, "another's SGD") for way in WAYS),
     ],
 )
-def test_methods_are_what_the_oracle_says(method, way):
+def test_methods_are_what_the_oracle_says(method, way, replicas, optimizer):
     averaging, oracle_of = WAYS[way]
-    side = group(averaging, method)
+    mine, theirs = OPTIMIZERS[optimizer]
+    more = {"microbatches": 2 * replicas}
+    side = group(averaging, method, replicas, optimizer=mine, **more)
     kind, *numbers = oracle_of()
-    oracle = kind(*numbers, 2, stages(2), torch_sgd, mse, method, steps, microbatches=4)
-    for run in ((6, 12, 5), (4, 12, None)):
-        found = [[r.loss.item() for r in results] for results in side.run(data(*run))]
-        wanted = oracle.run(data(*run))
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    oracle = kind(*numbers, replicas, stages(2), theirs, mse, method, steps, **more)
+    near = {"rtol": 1e-7, "atol": 1e-9} if optimizer == "AdamW" else {"rtol": 1e-9, "atol": 1e-12}
+    wanted = [oracle.run(data(*run)) for run in RUNS]
+    torch.testing.assert_close(trained(side), wanted, **near)
     for c, pipe in enumerate(side.pipes):
         wanted = torch.cat([oracle.rows(k)[c] for k in range(2)])
-        torch.testing.assert_close(weights(pipe), wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(weights(pipe), wanted, **near)
     with side.averaged():
         wanted = torch.cat([oracle.evaluated(k) for k in range(2)])
         for pipe in side.pipes:
-            torch.testing.assert_close(weights(pipe), wanted, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(weights(pipe), wanted, **near)
     assert not torch.equal(weights(side.pipes[0]), weights(side.pipes[1]))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_three_replicas_and_other_optimizers(way):
-    averaging, oracle_of = WAYS[way]
-    for optimizer, plain, method in (
-        (lambda ps: st.optim.AdamW(ps, lr=0.02), lambda ps: torch.optim.AdamW(ps, lr=0.02), "auto"),
-        (torch_sgd, torch_sgd, "pipedream"),
-    ):
-        side = group(averaging, method, 3, microbatches=6, optimizer=optimizer)
-        kind, *numbers = oracle_of()
-        oracle = kind(*numbers, 3, stages(2), plain, mse, method, steps, microbatches=6)
-        wanted = [oracle.run(data(*run)) for run in ((6, 12, 5), (4, 12, None))]
-        torch.testing.assert_close(trained(side), wanted, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [0, 11, 64 * 3 + 1, 4 * 16 * 1024 + 5])

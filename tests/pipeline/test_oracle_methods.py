@@ -1,4 +1,4 @@
-"""Tests every method, with every other setting, against its definition.
+"""Tests every method, also one of a user, with every other setting against its definition.
 
 The settings are a covering array: ``oracle.cases`` lists the pairs that it must contain.
 """
@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis.strategies as some
 import pytest
-from helpers.pipeline_cases import Compared, batches, every_method, mse, tanh_stages
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    every_method,
+    examples,
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
 from helpers.random_settings import method_of
-from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, REFUSED, Case
-from oracle.methods import METHODS
+from hypothesis import given
+from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, RATES, REFUSED, Case
+from oracle.definition import Oracle
+from oracle.methods import METHODS, Definition
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.method import Method, find_method
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -47,6 +60,34 @@ def compare(case: Case) -> None:
 def test_the_oracle_knows_every_method():
     assert sorted(st.methods()) == sorted(METHODS)
     assert set(METHODS) <= set(FAMILY_OF)
+
+
+def test_the_oracle_tells_the_methods_apart():
+    """Except for methods that coincide at this momentum, window or number of microbatches."""
+    stages, data = tanh_stages(4, layers=1), batches(6, size=2)
+    groups = (
+        {"auto", "zb-h1-async"},  # except for microbatches that two methods handle differently
+        {"sync", "gpipe", "1f1b", "zb-h1", "interleaved"},
+        {"spectrain", "spectrain-smoothed"},
+        {"pipeoptim", "lwp-v", "lwp-w"},  # W - W_prev is -lr*v while lr is constant
+    )
+    final = {
+        method: Oracle(stages, torch_sgd(), mse, method, microbatches=2).run(data)[-1]
+        for method in METHODS
+        if method != "xgrad"
+    }
+    for a, b in itertools.combinations(final, 2):
+        alike = any({a, b} <= group for group in groups)
+        assert alike == (abs(final[a] - final[b]) < 1e-9), (a, b)
+
+
+def test_auto_is_the_default_and_says_what_it_does(caplog):
+    """Without a momentum it goes by the last change."""
+    with caplog.at_level("INFO", "spectrain_ext"):
+        pipe = st.Pipeline(tanh_stages(4), sgd(momentum=0.0), mse)
+    assert pipe.method is find_method("auto")
+    assert [place.microbatches for place in pipe.places] == [4] * 4
+    assert "by the difference law" in caplog.text
 
 
 def test_every_required_pair_is_drawn():
@@ -92,3 +133,90 @@ def test_pairs_that_do_not_exist_are_refused(one, other, message):
                 method_of(case.method),
                 **case.options,
             )
+
+
+# Unregistered methods: any consistent one
+
+
+def method_and_definition(name="own", **choices):
+    """Return the same choices in the package's terms (rules of a place) and in the oracle's."""
+
+    def at(rule):
+        return rule if isinstance(rule, str) else lambda place: rule(*place[:4])
+
+    fields = {
+        "schedule": "schedule",
+        "reads": "forward_reads",
+        "law": "law",
+        "forward": "forward_horizon",
+        "backward": "backward",
+        "backward_horizon": "backward_horizon",
+        "lead": "lead",
+        "once": "once",
+    }
+    rules = ("forward", "backward_horizon", "lead")
+    given_fields = {
+        fields[key]: at(value) if key in rules else value for key, value in choices.items()
+    }
+    return Method(name, "of a test", **given_fields), Definition(**choices)
+
+
+def constant(s):
+    return lambda *place: s
+
+
+def by_stage(s):
+    return lambda k, *rest: s + (k + 1) % 3
+
+
+@some.composite
+def choices(draw):
+    """Draw any consistent method with the asynchronous schedule."""
+    rules = some.builds(lambda make, s: make(s), some.sampled_from((constant, by_stage)), small)
+    found = {
+        "reads": draw(some.sampled_from(("newest", "newest", "newest", "entry", "previous"))),
+        "backward": draw(some.sampled_from(("current", "predict", "stash"))),
+    }
+    if found["backward"] == "predict":
+        found["backward_horizon"] = draw(rules)
+    laws = ("linear", "geometric", "second-order", "difference")
+    found["law"] = law = draw(some.sampled_from(laws))
+    if found["reads"] == "newest":
+        found["forward"] = draw(rules if law == "second-order" else rules | some.just("counted"))
+        found["once"] = draw(some.booleans())
+        if law == "second-order":
+            found["lead"] = draw(rules)
+    return found
+
+
+small = some.integers(0, 3)
+WITH_MOMENTUM = ("momentum", "nesterov", "average", "decoupled", "groups", "Adam", "AdamW", "NAdam")
+
+
+@examples(20)
+@given(
+    chosen=choices(),
+    n=some.integers(1, 4),
+    m=some.integers(1, 3),
+    counts=some.lists(some.integers(0, 6), min_size=1, max_size=2),
+    optimizer=some.sampled_from(WITH_MOMENTUM),
+    rates=some.sampled_from(sorted(RATES)),
+    steps=some.lists(some.integers(0, 3), min_size=4, max_size=4),
+)
+def test_any_method(chosen, n, m, counts, optimizer, rates, steps):
+    # A later stage must not have more in flight than an earlier one.
+    windows = [1 + sum(steps[k:]) for k in range(n)]
+    if chosen["reads"] == "previous":
+        windows = [min(w, m + 1) for w in windows]
+    method, definition = method_and_definition(**chosen)
+    compared = Compared(
+        tanh_stages(n, width=4, layers=1),
+        method,
+        definition=definition,
+        optimizer=OPTIMIZERS[optimizer],
+        scheduler=RATES[rates],
+        microbatches=m,
+        window=windows,
+    )
+    for count in counts:
+        compared.run(batches(count, size=m + 1, width=4, last=max(1, m - 1) if count else None))

@@ -118,25 +118,17 @@ def test_microbatches_are_as_many_as_the_one_that_wants_more_usually_has():
 
 
 def test_failures_count_what_was_begun_and_evaluations_nothing():
-    pipe = make(tanh_stages(3), "pipedream+sync@6")
-    data = batches(5)
+    pipe, data = make(tanh_stages(3), "pipedream+sync@6"), batches(5)
     list(pipe.run(data[:2]))
-    with pytest.raises(ZeroDivisionError):
-        for result in pipe.run(data):
-            if result.index == 1:
-                raise ZeroDivisionError
-    assert pipe.minibatches > 4
-    done = pipe.minibatches
-    pipe.evaluate(data)
-    assert pipe.minibatches == done
 
     def broken():
-        yield data[0]
+        yield from data[:3]
         raise KeyError
 
     with pytest.raises(KeyError):
         list(pipe.run(broken()))
-    assert pipe.minibatches == done + 1
+    pipe.evaluate(data)
+    assert pipe.minibatches == 5
     pipe.release()
     assert len(list(pipe.run(batches(6)))) == 6
     assert pipe.phase == 1

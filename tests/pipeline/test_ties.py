@@ -255,6 +255,7 @@ def test_a_pipeline_that_is_not_made_leaves_them_tied():
 
     def scheduler(optimizer):
         fails_for_the_last(optimizer.param_groups[0]["params"])
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
     for optimizer, more in ((fails_for_the_last, {}), (sgd(), {"scheduler": scheduler})):
         with pytest.raises(ArithmeticError, match="fails"):
