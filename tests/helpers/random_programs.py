@@ -128,23 +128,7 @@ class Program:
         self.offload = None if self.recompute else self.pick(None, "activations")
 
     def __str__(self):
-        stages = " | ".join(
-            ", ".join(blocks) + f" ({note})" * bool(note)
-            for blocks, note in zip(self.blocks, self._notes(), strict=True)
-        )
-        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        tied = f", tied {self.ties}{' with biases' * self.tie_biases}" * bool(self.ties)
-        model = (
-            f"{self.domain}{' tokens' * self.tokens}, {str(self.dtype).removeprefix('torch.')}, "
-            f"ends {self.ends if self.cut else 'by hand'}{tied}, {self.head} head, "
-            f"handed on {self.forms}, out {self.out}{', with a hook' * self.hook}"
-        )
-        return (
-            f"program {self.seed} against {self.against}: {self.method}; [{stages}]; "
-            f"{self.optimizer}; {options}; {model}; batches "
-            f"{self.batch_form}, {self.input_form}, {self.target_form}, {self.loss}, "
-            f"sizes {self.sizes}, offload {self.offload}"
-        )
+        return ", ".join(f"{name} {value}" for name, value in vars(self).items() if name != "draw")
 
     @property
     def features(self):
@@ -288,12 +272,6 @@ class Program:
     def by_microbatch(self):
         """Whether cutting changes the result of a minibatch."""
         return bool(self.used & (modules.BATCHED | modules.MOVED | modules.RANDOM))
-
-    def _notes(self):
-        for k, frozen in enumerate(self.frozen):
-            last = "channels last" if k in self.last else ""
-            what = "" if frozen == "no" else f"{frozen} frozen"
-            yield ", ".join(note for note in (last, what) if note)
 
     def _draw_options(self):
         if self.chance(0.5):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock, Thread
+from functools import partial
+from itertools import count
+from threading import Condition, Thread
 from typing import Any
 
-from helpers.meeting import Meeting
 from oracle.definition import cut
+from torch import Tensor
 
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline import Microbatches, Pipeline, Result
@@ -30,7 +32,10 @@ class SideBySide:
 
     def __init__(self, pipes: Sequence[Pipeline], averaging: Averaging) -> None:
         self.pipes = tuple(pipes)
-        self._meeting = meeting = Meeting(len(pipes))
+        self._changed = Condition()
+        self._failure: BaseException | None = None
+        # by stage, message number and replica
+        self._sent: Any = defaultdict(lambda: defaultdict(dict))
         for replica, pipe in enumerate(pipes):
             found = {}
             for stage in pipe._executor.stages:
@@ -38,50 +43,60 @@ class SideBySide:
                 if pipe._clip_scope == "auto":
                     stage.global_norm = None  # as in distributed training
                 if stage.weights is not None:
-                    exchange = meeting.exchange(replica, stage.index)
-                    found[stage.index] = Averaged(stage, averaging, exchange)
+                    send = partial(self._send, replica, stage.index, count())
+                    found[stage.index] = Averaged(stage, averaging, send)
             pipe._executor.connections.averaged = found
 
     # Training
 
-    def run(self, batches: Iterable[object]) -> Iterator[list[Result]]:
-        """Train on every batch."""
-        meeting = self._meeting
-        counts = [pipe.places[0].microbatches for pipe in self.pipes]
-        dealer = _Dealer(batches, counts, self.pipes[0]._executor.connections.split_dim)
-        results: list[deque[Result]] = [deque() for _ in self.pipes]
-        running = set(range(len(self.pipes)))
+    def run(self, batches: Iterable[object]) -> list[list[Result]]:
+        """Train on every batch; return the replicas' results of each."""
+        dealt = [self._dealt(batch) for batch in batches]
+        results: list[list[Result]] = [[] for _ in self.pipes]
 
         def train(replica: int) -> None:
             try:
-                for result in self.pipes[replica].run(dealer.batches(replica)):
-                    with meeting.changed:
-                        results[replica].append(result)
-                        meeting.changed.notify_all()
+                results[replica] += self.pipes[replica].run(parts[replica] for parts in dealt)
             except BaseException as error:
-                dealer.stop()
-                meeting.fail(error)
-            with meeting.changed:
-                running.discard(replica)
-                meeting.changed.notify_all()
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._changed.notify_all()
 
-        threads = [Thread(target=train, args=(c,), name=f"replica {c}") for c in running]
+        threads = [Thread(target=train, args=(c,)) for c in range(len(self.pipes))]
         for thread in threads:
             thread.start()
-        try:
-            while True:
-                with meeting.changed:
-                    meeting.changed.wait_for(lambda: all(results) or not running)
-                    if not all(results):
-                        break
-                    found = [queue.popleft() for queue in results]
-                yield found
-        finally:
-            dealer.stop()
-            for thread in threads:
-                thread.join()
-        if meeting.failure is not None:
-            raise meeting.failure
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return [list(found) for found in zip(*results, strict=True)]
+
+    def _dealt(self, batch: object) -> list[Microbatches]:
+        """Return each replica's microbatches."""
+        microbatches = sum(pipe.places[0].microbatches for pipe in self.pipes)
+        split_dim = self.pipes[0]._executor.connections.split_dim
+        parts = [
+            value if value is target else (value, target)
+            for value, target, _ in cut(batch, microbatches, split_dim)
+        ]
+        return [Microbatches(parts[c :: len(self.pipes)]) for c in range(len(self.pipes))]
+
+    def _send(
+        self, replica: int, stage: int, numbers: Iterator[int], message: Tensor
+    ) -> Callable[[], Sequence[Tensor]]:
+        with self._changed:
+            sent = self._sent[stage][next(numbers)]
+            sent[replica] = message.clone()
+            self._changed.notify_all()
+
+        def arrived() -> Sequence[Tensor]:
+            with self._changed:
+                self._changed.wait_for(lambda: len(sent) == len(self.pipes) or self._failure)
+            if len(sent) < len(self.pipes):
+                raise RuntimeError("another replica has failed") from self._failure
+            return [sent[c] for c in range(len(self.pipes))]
+
+        return arrived
 
     # Between runs
 
@@ -104,44 +119,3 @@ class SideBySide:
         """Evaluate the averages, with the first replica's buffers, as ``Pipeline.evaluate``."""
         with self.averaged():
             return self.pipes[0].evaluate(batches, metrics)
-
-
-class _Dealer:
-    """Takes the caller's batches, one thread at a time, and distributes each one's microbatches."""
-
-    def __init__(
-        self, batches: Iterable[object], microbatches: Sequence[int], split_dim: object
-    ) -> None:
-        self._split_dim = split_dim
-        self._source = iter(batches)
-        self._microbatches = microbatches
-        self._lock = Lock()
-        self._dealt: list[deque[object]] = [deque() for _ in microbatches]
-        self._ended = False
-
-    def stop(self) -> None:
-        with self._lock:
-            self._ended = True
-
-    def batches(self, replica: int) -> Iterator[object]:
-        while True:
-            with self._lock:
-                mine = self._dealt[replica]
-                if not mine and not self._take():
-                    return
-                batch = mine.popleft()
-            yield batch
-
-    def _take(self) -> bool:
-        """Distribute the next batch; return whether there was one."""
-        batch = None if self._ended else next(self._source, None)
-        if batch is None:
-            self._ended = True
-            return False
-        parts = [
-            value if value is target else (value, target)
-            for value, target, _ in cut(batch, sum(self._microbatches), self._split_dim)
-        ]
-        for c, queue in enumerate(self._dealt):
-            queue.append(Microbatches(parts[c :: len(self._dealt)]))
-        return True

@@ -47,13 +47,6 @@ def test_a_method_may_clip():
     assert sum(norm > 0.28 for norm in norms) > 8
 
 
-def test_16_bit_gradients_are_added_up_in_float32():
-    stages = [s.bfloat16() for s in tanh_stages(2)]
-    pipe = st.Pipeline(stages, sgd(), mse, "vanilla", clip_norm=1e-3)
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)]
-    assert all(loss.isfinite() for loss in losses(pipe, data))
-
-
 BAD = dataclasses.replace(find_method("vanilla"), name="bad", clip=lambda place: place.stage)
 
 

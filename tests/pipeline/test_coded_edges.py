@@ -83,6 +83,7 @@ PAIRS = [
     [
         *((codecs, {"method": "1f1b", "microbatches": 2}) for codecs in PAIRS),
         (PAIRS[-1], {"method": "sync"}),
+        (PAIRS[2], {"method": "zb-h1", "microbatches": 2}),
     ],
     ids=str,
 )
@@ -139,12 +140,6 @@ def test_other_ways_to_the_same_bits():
 
 def rectified(in_place):
     return [nn.Sequential(nn.ReLU(in_place), *tanh_stages(1, width=9)) for _ in range(3)]
-
-
-def test_halves_of_backwards():
-    one, other = (trained(Int8(), method=method, microbatches=3)[0] for method in ("1f1b", "zb-h1"))
-    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    assert all(loss.isfinite() for loss in trained(TURNED, method="zb-h1-async")[0])
 
 
 def test_no_draw_of_a_stage_changes():

@@ -65,34 +65,22 @@ def test_optimizers_that_cannot_be_corrected(method, optimizer, said):
         check(method, 3, optimizer=optimizer([nn.Parameter(torch.zeros(1))]))
 
 
+def everywhere(correction):
+    return lambda place: correction
+
+
+_BY_ENTRY = {"forward_reads": "entry", "backward": "stash"}
+_DELAY, _GAP = (everywhere(c) for c in (corrections.DelayCompensation(0.1), corrections.GapAware()))
+
+
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
         ({"correction": 3}, TypeError, "correction of 'own': expected a function of a Place"),
-        (
-            {"correction": lambda p: "x"},
-            TypeError,
-            "correction of 'own' at stage 0 of 3: expected one of .* with sgd and adam, ",
-        ),
-        (
-            {"correction": lambda p: corrections.GapAware},
-            TypeError,
-            "expected one of .* <class",
-        ),
-        (
-            {"correction": lambda p: corrections.DelayCompensation(0.1)},
-            ValueError,
-            r"correction of 'own' at stage 0 of 3: DelayC.* needs backward='stash'",
-        ),
-        (
-            {
-                "correction": lambda p: corrections.GapAware(),
-                "forward_reads": "entry",
-                "backward": "stash",
-            },
-            ValueError,
-            r"correction of 'own' at stage 0 of 3: GapAware.* needs forward_reads='newest'",
-        ),
+        ({"correction": everywhere("x")}, TypeError, "expected one of .* with sgd and adam, "),
+        ({"correction": everywhere(corrections.GapAware)}, TypeError, "expected one of .* <class"),
+        ({"correction": _DELAY}, ValueError, r"at stage 0 of 3: DelayC.* needs backward='stash'"),
+        ({"correction": _GAP, **_BY_ENTRY}, ValueError, "GapAware.* needs forward_reads='newest'"),
         ({"rates": 3}, TypeError, "rates of 'own': expected a function of a Place and"),
         ({"rates": lambda p, t: -1.0}, ValueError, r"rates of 'own' gives -1\.0 for the first"),
         ({"law": "average", "forward_horizon": lambda p: 1}, ValueError, "'average' looks back"),
@@ -136,17 +124,12 @@ def test_a_correction_of_ones_own_gives_a_term():
 
 
 def test_in_words():
-    def said(method, n=4, m=1):
-        return in_words(method, places_of(method, n, m))
-
-    assert said(find_method("sc")).endswith(
-        "meet the newest weights; steps have spike compensation"
-    )
-    assert said(find_method("gap-aware")).endswith("forwards' weights; steps have gap aware")
-    assert said(pipemare()) == (
-        "pipemare: 1 microbatch a minibatch, so that forwards are at most 3 updates late; learning "
-        "rates begin with 0.333 of their own at the least; backwards look back"
-    )
+    for method, said in (
+        ("gap-aware", "backwards meet their forwards' weights; steps have gap aware"),
+        ("pipemare", "rates begin with 0.333 of their own at the least; backwards look back"),
+    ):
+        method = find_method(method)
+        assert in_words(method, places_of(method, 4, 1)).endswith(said)
     assert pipemare() == find_method("pipemare") != pipemare(updates=7)
 
 

@@ -94,24 +94,6 @@ def check_own_storage(pipe):
         assert len({p.untyped_storage().data_ptr() for p in stage.parameters()}) == 1
 
 
-def test_an_interrupt_in_a_step():
-    stages, data = [stage.bfloat16() for stage in tanh_stages(3)], batches(9)
-    data = [(x.bfloat16(), y.bfloat16()) for x, y in data]
-    made = []
-
-    def optimizer(params):
-        made.append(Failing(params, 3 if len(made) == 2 else 0, KeyboardInterrupt("planned")))
-        return made[-1]
-
-    pipe = st.Pipeline(stages, optimizer, mse, "lwp-w", master_dtype=torch.float32)
-    with pytest.raises(KeyboardInterrupt) as error:
-        losses(pipe, data)
-    assert "was cut short" in error.value.__notes__[0]
-    check_own_storage(pipe)
-    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in pipe.parameters())
-    assert torch.stack(losses(pipe, data)).isfinite().all()
-
-
 def test_data_of_another_shape_is_refused():
     class Flattening(Replacing):
         def step(self):
@@ -188,24 +170,6 @@ def test_the_memory_that_was_predicted(method, versions):
     assert pipe.measured_memory() == pipe.predicted_memory()
     if versions is not None:  # working, master, before
         assert [memory.versions for memory in pipe.measured_memory()] == [versions] * 4
-
-
-def test_an_optimizer_without_a_learning_rate(tmp_path):
-    class Halving(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self):
-            for p in self.param_groups[0]["params"]:
-                p.mul_(0.5)
-
-    stages = tanh_stages(2)
-    before = [p.detach().clone() for s in stages for p in s.parameters()]
-    pipe = st.Pipeline(stages, Halving, mse, "lwp-w")
-    list(pipe.run(batches(3), trace=st.Metrics(pipe, tmp_path / "m", errors_every=1)))
-    for p, start in zip(pipe.parameters(), before, strict=True):
-        assert torch.equal(p, start / 8)
 
 
 @pytest.mark.parametrize("name", ["Queued", "relative steps"])
