@@ -94,44 +94,47 @@ def test_methods_are_what_the_oracle_says(method, way, replicas, optimizer):
     assert not torch.equal(weights(side.pipes[0]), weights(side.pipes[1]))
 
 
+class Rows(SparseOracle):
+    """The oracle of these rows as a stage's weights."""
+
+    def __init__(self, share, delay, decay, rows):
+        self.share, self.delay, self.decay = share, delay, decay
+        self.now, self.sent, self.moves = [row.clone() for row in rows], {}, {}
+
+    def rows(self, k):
+        return self.now
+
+    def put(self, k, rows):
+        self.now = rows
+
+
 @pytest.mark.parametrize("size", [0, 11, 64 * 3 + 1, 4 * 16 * 1024 + 5])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_replicas_exchange_every_weight_once_a_round(size, delay):
     """Blocks of one, several and 1,024 weights, with and without a shorter last block."""
-    share, decay, n = 0.3, 0.6, 2
-    sent = []
+    numbers, n, sent = (0.3, delay, 0.6), 2, []
 
     def exchange(own):
         sent.append(own.clone())
         at = len(sent) - 1
-        return lambda: [sent[at - at % n + c] for c in range(n)]
+        return lambda: sent[at - at % n :][:n]
 
     torch.manual_seed(0)
     rows = [torch.randn(size, dtype=torch.float64) for _ in range(n)]
-    wanted = [row.clone() for row in rows]
-    then, moves = [], [torch.zeros_like(row) for row in rows]
-    made = [st.averaging.Sparse(share, delay, decay).begin(r, exchange, 1) for r in rows]
+    oracle = Rows(*numbers, rows)
+    made = [st.averaging.Sparse(*numbers).begin(row, exchange, 1) for row in rows]
     for t in range(10):
-        for c in range(n):
+        for averager, row, wanted in zip(made, rows, oracle.now, strict=True):
             step = torch.randn(size, dtype=torch.float64)
-            rows[c] += step
-            wanted[c] += step
-        for averager, row in zip(made, rows, strict=True):
+            row += step
+            wanted += step
             averager.made(row)
-        then.append([row.clone() for row in wanted])
         for averager, row in zip(made, rows, strict=True):
             moved = averager.after(row)
             assert moved is row or (moved is None and t < delay)
-        if t >= delay:
-            part, old = part_of(t - delay, share, size, stage=1), then[t - delay]
-            mean = sum(old) / n
-            for w, o, e in zip(wanted, old, moves, strict=True):
-                e[part] = decay * e[part] + (1 - decay) * (w - o)[part]
-                w[part] = mean[part] + e[part]
-        for row, w in zip(rows, wanted, strict=True):
-            torch.testing.assert_close(row, w, rtol=1e-12, atol=1e-12)
-    for t in range(10):
-        assert len(sent[n * t]) == len(part_of(t, share, size, stage=1))
+        oracle.average(1)
+        torch.testing.assert_close(rows, oracle.now, rtol=1e-12, atol=1e-12)
+        assert len(sent[n * t]) == len(part_of(t, 0.3, size, stage=1))
 
 
 @pytest.mark.parametrize("way", WAYS)

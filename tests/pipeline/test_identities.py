@@ -18,12 +18,11 @@ from spectrain_ext.schedule import Interleaved
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-few = examples(12)
 # Those that differ from synchronous training even on one stage: they have a fixed delay.
 DELAYED = ("pipedream-2bw", "error-feedback", "xgrad")
 
 
-def one_device(stages, data, m=1, before_step=None, **options):
+def one_device(stages, data, **options):
     """Plain training of all stages as one model: (losses, the model)."""
     model = nn.Sequential(*copy.deepcopy(stages))
     optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
@@ -32,8 +31,6 @@ def one_device(stages, data, m=1, before_step=None, **options):
         optimizer.zero_grad()
         losses.append(mse(model(x), y))
         losses[-1].backward()
-        if before_step:
-            before_step(model)
         optimizer.step()
     return losses, model
 
@@ -53,7 +50,7 @@ def same_bits(found, expected):
     assert torch.equal(found, expected)
 
 
-@few
+@examples(12)
 @given(
     name=some.sampled_from([name for name in st.methods() if name not in DELAYED]),
     count=some.integers(1, 6),
