@@ -75,27 +75,28 @@ IMPOSSIBLE = {
 def drawn(against):
     """Return the features of each seed's program, and required features and pairs without one.
 
-    The seeds are the first ones, and later ones with a pair that these lack.
+    The seeds are the first ones, and later ones with what these lack.
     """
     features = {seed: Program(seed, against).features for seed in range(COUNT)}
     every = set().union(*features.values())
     required = {("block", (domain, name)) for domain, row in modules.BLOCKS.items() for name in row}
+    if against == "torch":
+        required |= {("halves of", name) for _, (_, name) in required}
     required |= {("scheduler", name) for name in SCHEDULERS}
     required |= {("optimizer", name) for name in (*SAME, *FOREIGN) if name not in ROUNDING}
     paired = [feature for feature in every if feature[0] in PAIRED]
     lacking = {frozenset(pair) for pair in combinations(paired, 2) if pair[0][0] != pair[1][0]}
     lacking -= IMPOSSIBLE
-    for found in features.values():
-        lacking -= {frozenset(pair) for pair in combinations(found, 2)}
-    for seed in range(COUNT, 20 * COUNT):
-        if not lacking:
-            break
-        found = Program(seed, against).features
-        having = lacking & {frozenset(pair) for pair in combinations(found, 2)}
+    lacking |= {frozenset([feature]) for feature in required}
+    for seed in range(20 * COUNT):
+        found = features.get(seed) or Program(seed, against).features
+        having = lacking & {frozenset(some) for n in (1, 2) for some in combinations(found, n)}
+        lacking -= having
         if having:
             features[seed] = found
-            lacking -= having
-    return features, required - every, lacking
+        if not lacking:
+            break
+    return features, lacking
 
 
 # Not drawn because torch (2.13, on a CPU) gets it wrong with channels_last: a group norm's backward
@@ -136,6 +137,7 @@ class Program:
         window = self.options.get("window", "usual")
         return {
             *(("block", (self.domain, name)) for name in self.used),
+            *(("halves of", name) for name in self.used if "zb-h1" in self.method),
             *(("between stages", form) for form in self.forms),
             *(("frozen", what) for what in self.frozen),
             ("phases", "+" in self.method),

@@ -48,18 +48,15 @@ def test_the_optimizers_are_the_users_own():
 class Failing(Lion):
     """Raises after its first parameter in one step."""
 
-    def __init__(self, params, fails_at, error):
+    def __init__(self, params, fails_at):
         super().__init__(params, lr=0.01)
-        self.left, self.error = fails_at, error
+        self.left = fails_at
 
     def step(self):
         self.left -= 1
         if self.left == 0:
-            groups, self.param_groups = self.param_groups, copy.copy(self.param_groups)
-            self.param_groups = [{**groups[0], "params": groups[0]["params"][:1]}]
-            super().step()
-            self.param_groups = groups
-            raise self.error
+            self.param_groups[0]["params"][0].data.mul_(2)
+            raise ArithmeticError("planned")
         super().step()
 
 
@@ -69,7 +66,7 @@ def test_a_step_that_raises(kind):
     made = []
 
     def optimizer(params):
-        made.append(Failing(params, 4 if len(made) == 1 else 0, ArithmeticError("planned")))
+        made.append(Failing(params, 4 if len(made) == 1 else 0))
         return made[-1]
 
     pipe = st.Pipeline(copy.deepcopy(stages), optimizer, mse, kind)

@@ -1,4 +1,4 @@
-"""Tests backwards in two halves: the bits of whole ones, without repeated work."""
+"""Tests backwards in two halves, and other schedules: the same bits, without repeated work."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from helpers.foreign_optimizers import FOREIGN
 from helpers.pipeline_cases import batches, losses, mse, sgd, tanh_stages
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import (
+    Interleaved,
     Place,
     ScheduleError,
     backward_input,
@@ -63,21 +63,8 @@ class Joins(nn.Module):
         return first + sum(tensor.mean() for tensor in rest)
 
 
-def layered(*layers):
-    return nn.Sequential(nn.Unflatten(1, (2, 4)), *layers, nn.Flatten())
-
-
+# Random programs have usual layers, used once and twice, with halves.
 CASES = {
-    "layers": lambda: nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.LayerNorm(9), nn.Linear(9, 8)),
-    "convolutions": lambda: layered(
-        nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3), nn.Conv1d(3, 2, 1)
-    ),
-    "group norm": lambda: layered(nn.Conv1d(2, 2, 1), nn.GroupNorm(2, 2), nn.Conv1d(2, 2, 1)),
-    "attention": lambda: layered(
-        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)
-    ),
-    "normed": lambda: weight_norm(nn.Linear(8, 8)),
-    "twice": lambda: Module(lambda m, x: m.layer(m.other(m.layer(x)).tanh() * m.vector)),
     "a weight that weights meet": lambda: Module(
         lambda m, x: (x * m.vector.exp()) @ m.layer.weight
     ),
@@ -86,9 +73,6 @@ CASES = {
     "not at all": lambda: Module(lambda m, x: (x.detach() * m.vector, m.layer(m.vector))),
     "without a gradient": lambda: Module(lambda m, x: (m.layer(x), x.detach())),
     "in Python": lambda: Module(lambda m, x: m.layer(Doubled.apply(m.other(x), m.vector))),
-    "checkpointed": lambda: Module(
-        lambda m, x: m.other(checkpoint(m.layer, x, use_reentrant=False))
-    ),
     "reentrantly": lambda: Module(lambda m, x: m.other(checkpoint(m.layer, x, use_reentrant=True))),
 }
 WAYS = {
@@ -98,6 +82,9 @@ WAYS = {
     # them a new gradient accumulator, which is not in the graph of a second half.
     "on masters": ("zb-h1-async", "auto", {"microbatches": 1, "master_dtype": torch.float32}),
 }
+
+
+ASYNCHRONOUS = ("vanilla", "pipedream-vertical-sync", "spectrain", "xpipe", "lwp-w")
 
 
 def bits(stages, method, data, optimizer=None, **more):
@@ -128,6 +115,30 @@ def test_the_bits_of_whole_backwards(name, way):
     found = bits(stages, halves, data, **more)
     assert_same(found, bits(stages, whole, data, **more))
     assert not any(torch.isnan(tensor).any() for tensor in found)
+
+
+def own(name, **changed):
+    return replace(find_method(name), name="own", **changed)
+
+
+@pytest.mark.parametrize(
+    ("method", "other", "more"),
+    [
+        ("interleaved", "gpipe", {}),
+        (own("pipedream", schedule=Interleaved(1, flushes=False)), "pipedream", {"window": "wide"}),
+        ("1f1b", "zb-h1", {"recompute": True}),
+        *((own(name, schedule="zb-h1-async"), name, {}) for name in ASYNCHRONOUS),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_two_schedules_to_the_same_bits(method, other, more, microbatches):
+    """With dropout, running statistics and clipping."""
+    stages = [nn.Sequential(*s, nn.Dropout(0.3), nn.BatchNorm1d(5)) for s in tanh_stages(4)]
+    settings = {"microbatches": microbatches, "clip_norm": 0.05, "clip_scope": "stage"}
+    data = batches(5, size=7, last=6)
+    assert_same(
+        bits(stages, method, data, **settings), bits(stages, other, data, **settings, **more)
+    )
 
 
 @pytest.mark.compiler

