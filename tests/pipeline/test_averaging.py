@@ -12,7 +12,6 @@ from helpers.checked_streams import checked_streams
 from helpers.replica_programs import data, mse, sgd, stages, steps
 from helpers.side_by_side import SideBySide
 from oracle.averaging import ElasticOracle, SparseOracle, part_of
-from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.pipeline.averaging import Averaged
@@ -167,24 +166,6 @@ def test_streams_are_ordered(method, way):
         }
         for run in ((6, 12, 5), (3, 12, None)):
             assert len(list(pipe.run(data(*run)))) == run[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_dropout_and_buffers_are_each_replicas_own(way):
-    def noisy(n):
-        torch.manual_seed(1)
-        made = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout()) for _ in range(n)]
-        return [stage.double() for stage in made]
-
-    ends = []
-    for _ in range(2):
-        side = group(WAYS[way][0], "vanilla", made=noisy)
-        trained(side, ((6, 12, None),))
-        assert not torch.equal(*(next(pipe.buffers()) for pipe in side.pipes))
-        before = weights(side.pipes[0])
-        ends.append(side.evaluate(data(3)))
-        assert torch.equal(before, weights(side.pipes[0]))
-    assert ends[0] == ends[1]
 
 
 def test_weights_that_are_loaded_have_a_centre_of_their_own():

@@ -38,16 +38,9 @@ def test_shapes_strides_dtypes_and_bytes(shape, name, dtype, turned, backward):
     packed = codec.pack(tensor, backward)
     n = tensor.numel()
     assert torch.equal(tensor, kept)
-    assert (
-        packed.nbytes
-        == {
-            "bfloat16": 2 * n,
-            "float8": n + 2 * math.ceil(n / 128),
-            "int8": n + 2 * math.ceil(n / 64),
-            "int4": (n + 1) // 2 + 2 * math.ceil(n / 64),
-            "int4-hadamard": (n + 1) // 2 + 2 * math.ceil(n / 64),
-        }[name]
-    )
+    bits = {"bfloat16": 16, "float8": 8, "int8": 8}.get(name, 4)
+    block = {"bfloat16": math.inf, "float8": 128}.get(name, 64)
+    assert packed.nbytes == math.ceil(n * bits / 8) + 2 * math.ceil(n / block)
     found = codec.unpack(packed, torch.empty_like(tensor, device="meta"), backward)
     assert found.dtype == dtype
     assert found.shape == tensor.shape
@@ -118,12 +111,6 @@ def test_what_is_not_finite_stays_so(bad, backward):
         assert found[at : at + block].isnan().all()
         assert found[:at].isfinite().all()
         assert found[at + block :].isfinite().all()
-
-
-def test_the_rest_is_a_block_of_its_own():
-    values = torch.cat((torch.full((64,), 1e6), torch.full((5,), 1e-3)))
-    for codec in (Int8(), Int4(), TURNED, Float8(block=64)):
-        torch.testing.assert_close(there_and_back(codec, values), values, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4(), TURNED], ids=str)

@@ -32,13 +32,10 @@ def test_the_optimizers_are_the_users_own():
         made.append(muon_and_adamw(params))
         return made[-1]
 
-    pipe = st.Pipeline(
-        tanh_stages(2),
-        optimizer,
-        mse,
-        "lwp-w",
-        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5),
-    )
+    def halved(opt):
+        return torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+
+    pipe = st.Pipeline(tanh_stages(2), optimizer, mse, "lwp-w", scheduler=halved)
     assert all(map(lambda a, b: a is b, pipe.optimizers, made))
     assert all(s.optimizer is o for s, o in zip(pipe.schedulers, made, strict=True))
     losses(pipe, batches(2))

@@ -142,18 +142,11 @@ def method_of_choices(choices):
     return Method("own", "of a test", **fields)
 
 
-def constant(s):
-    return lambda *place: s
-
-
-def by_stage(s):
-    return lambda k, *rest: s + (k + 1) % 3
-
-
 @some.composite
 def choices(draw):
     """Draw any consistent method with the asynchronous schedule."""
-    rules = some.builds(lambda make, s: make(s), some.sampled_from((constant, by_stage)), small)
+    small, differing = some.integers(0, 3), some.booleans()
+    rules = some.builds(lambda s, d: lambda k, *rest: s + d * ((k + 1) % 3), small, differing)
     found = {
         "reads": draw(some.sampled_from(("newest", "newest", "newest", "entry", "previous"))),
         "backward": draw(some.sampled_from(("current", "predict", "stash"))),
@@ -170,7 +163,6 @@ def choices(draw):
     return found
 
 
-small = some.integers(0, 3)
 WITH_MOMENTUM = ("momentum", "nesterov", "average", "decoupled", "groups", "Adam", "AdamW", "NAdam")
 
 

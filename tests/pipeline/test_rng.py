@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from spectrain_ext.rng import RNG_LOCK, StageRandom
 from studies.models.vision import resnet
 
 CPU = torch.device("cpu")
+sgd = partial(st.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 def pipeline(middle=nn.Dropout, **options):
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(8, 8), middle(0.5), nn.Dropout(0.5)) for _ in range(2)]
-    optimizer = options.pop("optimizer", lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9))
-    return st.Pipeline(stages, optimizer, nn.functional.mse_loss, **options)
+    return st.Pipeline(stages, sgd, nn.functional.mse_loss, **options)
 
 
 def losses(pipe, minibatches=40):
@@ -52,26 +54,13 @@ def busy():
 
 
 def together(*calls):
-    found = [None] * len(calls)
-
-    def work(index):
-        found[index] = calls[index]()
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [running.result() for running in [pool.submit(call) for call in calls]]
 
 
 @pytest.mark.parametrize(
     ("middle", "options"),
-    [
-        (nn.Dropout, {}),
-        (nn.Dropout, {"recompute": True}),
-        (Checkpointed, {}),
-    ],
+    [(nn.Dropout, {}), (nn.Dropout, {"recompute": True}), (Checkpointed, {})],
     ids=["dropout", "recompute", "checkpoint"],
 )
 def test_pipelines_in_two_threads_draw_what_each_draws_alone(middle, options, busy):
@@ -123,12 +112,8 @@ def test_a_stage_may_run_another_pipeline():
             return x * 1.0
 
     inner: list[list[float]] = []
-    pipe = st.Pipeline(
-        [nn.Linear(8, 8), Outer()],
-        lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9),
-        nn.functional.mse_loss,
-        microbatches=1,
-    )
+    stages = [nn.Linear(8, 8), Outer()]
+    pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, microbatches=1)
     losses(pipe, 2)
     assert inner == [losses(pipeline(), 3)] * 2
 
@@ -138,11 +123,7 @@ def test_the_turn_is_given_back_after_a_failure():
         def forward(self, x):
             raise ArithmeticError("no")
 
-    pipe = st.Pipeline(
-        [nn.Linear(8, 8), Fails()],
-        lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9),
-        nn.functional.mse_loss,
-    )
+    pipe = st.Pipeline([nn.Linear(8, 8), Fails()], sgd, nn.functional.mse_loss)
     with pytest.raises(st.StageError):
         losses(pipe, 1)
     assert together(lambda: RNG_LOCK.acquire(blocking=False) and RNG_LOCK.release() is None) == [

@@ -91,29 +91,17 @@ def test_what_a_stage_before_the_last_may_not_return(output, match):
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (
-            {"x": np.ones(4)},
-            TypeError,
-            r"batches\[1\]\['x'\]: expected .* got a ndarray, whose arrays or tensors",
-        ),
-        (
-            {"x": [Hidden(torch.ones(4))]},
-            TypeError,
-            r"\['x'\]\[0\]: .* got a Hidden, whose arrays or tensors cannot",
-        ),
-        ({3: torch.ones(4)}, TypeError, r"batches\[1\]: expected strings as keys, got 3"),
-        (
-            {"labels": torch.ones(3)},
-            ValueError,
-            r"batches\[1\]: .* the batch\['labels'\] has 3, the batch\['x'\] has shape \(4, 4\)",
-        ),
+        ({"x": np.ones(4)}, TypeError, r"\['x'\]: .* got a ndarray, whose arrays or tensors"),
+        ({"x": [Hidden(torch.ones(4))]}, TypeError, r"\['x'\]\[0\]: .* a Hidden, whose arrays or"),
+        ({3: torch.ones(4)}, TypeError, "expected strings as keys, got 3"),
+        ({"labels": torch.ones(3)}, ValueError, r"\['labels'\] has 3, the batch\['x'\] has shape"),
     ],
 )
 def test_mappings_that_are_no_batches(change, error, match):
     good, other = data([4, 4], "dict", torch.float64)
     parts = stages(2, "dict", dtype=torch.float64)
     pipe = st.Pipeline(parts, sgd(), loss_fn("dict"), microbatches=2)
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=r"batches\[1\].*" + match):
         losses(pipe, [good, {**other, **change}])
     assert len(losses(pipe, [good])) == 1
 
