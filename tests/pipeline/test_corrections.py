@@ -126,6 +126,22 @@ def test_in_words():
     assert pipemare() == find_method("pipemare") != pipemare(updates=7)
 
 
+def test_braking_of_16_bits_has_its_angle_in_32():
+    """No angle; along; against; and nearly at a right angle."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    method = Method("own", "", correction=lambda place: corrections.AdaptiveBraking(0.5))
+    stage = nn.Module()
+    stage.weight, stage.forward = weight, lambda x: (x * weight).sum(-1)
+    more = {"method": method, "microbatches": 1}
+    pipe = st.Pipeline([stage], sgd(lr=1.0, momentum=0.5), lambda output, _: output.sum(), **more)
+    found = []
+    for gradient in ([1.0, 0, 0], [2.0, 0, 0], [-1.0, 0, 0], [0, 4.0, 0]):
+        losses(pipe, [(torch.tensor([gradient], dtype=torch.bfloat16), torch.zeros(1))])
+        (state,) = pipe.optimizers[0].state.values()
+        found.append(state["momentum_buffer"].tolist())
+    assert found == [[1.0, 0, 0], [1.5, 0, 0], [-0.75, 0, 0], [-0.375, 4.0, 0]]
+
+
 @pytest.mark.parametrize("bad", [-1, float("nan"), "x"])
 @pytest.mark.parametrize("kind", [corrections.SpikeCompensation, corrections.AdaptiveBraking])
 def test_bad_numbers(kind, bad):
