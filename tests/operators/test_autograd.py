@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from helpers.operator_table import BY_NAME, OPS, Lists, Op
 from torch import Tensor
 
 import spectrain_ext as st
-
-
-def _registered(lists: Lists) -> None:
-    torch.ops.spectrain.predict_(lists["params"], lists["momentum_buffers"], lr=0.1, steps=[1.0])
-
-
-@pytest.mark.parametrize(
-    ("op", "call"),
-    [
-        *((op, op) for op in OPS if "params" in op.written or "a" in op.written),
-        (BY_NAME["predict_"], _registered),
-    ],
-)
-def test_a_write_between_forward_and_backward_raises(op: Op, call: Any) -> None:
-    lists = op.build()
-    w = lists[op.lists[0]][0] = torch.randn(4, 3, requires_grad=True)
-    x = torch.randn(3, requires_grad=True)
-    loss = (w @ x).square().sum()
-    with torch.no_grad():
-        call(lists)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_a_prediction_out_of_place_leaves_the_graph_alone() -> None:

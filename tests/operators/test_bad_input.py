@@ -196,12 +196,6 @@ def test_windows_that_overlap_or_leave_holes(strides: tuple[int, int]) -> None:
     raises(ValueError, "params", lambda: st.restore_(w, kept), (w, kept))
 
 
-def test_the_imaginary_part_of_a_conjugate() -> None:
-    """A real tensor with the neg bit: memory has the opposite sign."""
-    w = torch.randn(6, dtype=torch.complex64).conj().imag
-    raises(ValueError, "params", lambda: st.restore_(w, torch.zeros(6)), w)
-
-
 def test_what_may_share_memory() -> None:
     flat, empty, v = torch.rand(24), torch.empty(0), torch.ones(12)
     st.swap_(flat[:12], flat[12:])  # neighbours

@@ -55,4 +55,7 @@ def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
     assert torch.equal(odd, w)
     st.predict_(odd, v, lr=0.5, steps=1)
     assert torch.equal(odd, st.predict(w, v, lr=0.5, steps=1))
-    assert torch.equal(odd, torch.addcmul(w, torch.tensor(-0.5), v))
+    plan, expected = st.Plan(w, grads=v), w - odd
+    plan.refresh(odd)
+    plan.sgd_step_(lr=1.0, momentum=0.0)
+    assert torch.equal(w, expected)
