@@ -195,6 +195,7 @@ class TestRefresh:
         plan = st.Plan(w, grads=old)
         new[3] = bad
         raises(error, r"grads\[3\]", lambda: plan.refresh(new), w)
+        raises(ValueError, "grads", lambda: plan.refresh(old[1:]), w)
         plan.sgd_step_(lr=1.0, momentum=0.0)
         assert all(bool((t == -1.0).all()) for t in w)
 
