@@ -7,24 +7,20 @@ import os
 import sys
 import time
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bench_pipeline
 import gpu_suite
 import pytest
 import torch
-from gpu import carried, cuda_tests, devices, exact, install, plan, ranks, stress, training
+from gpu import carried, cuda_tests, exact, install, plan, stress, training
 from gpu.cases import POISONED, Cases
-from gpu.launch import launch
 from gpu.overlap import overlap, spans
 from gpu.report import WITH_TABLE, WITHOUT_TABLE
 from gpu.results import FILES
 from gpu.scale import FULL, REHEARSAL
 from gpu.steps import Step, run_group
-from helpers import suite_programs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 _BUILD = {"cuda": True, "cuda_compiler": "13.0.88", "cuda_architectures": ["sm_90"]}
@@ -317,51 +313,6 @@ class TestInstall:
         assert found is None if why is None else why in found, found
 
 
-def test_what_only_gpus_run(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two simulated GPUs, of which this process has used the second."""
-    waited: list[int] = []
-    entered: list[str] = []
-    slept: list[int] = []
-    for name, value in {
-        "device_count": lambda: 2,
-        "current_device": lambda: 1,
-        "synchronize": waited.append,
-        "memory_reserved": lambda k: 100 * k,
-        "can_device_access_peer": lambda a, b: a < b,
-        "stream": lambda stream: nullcontext(entered.append(str(stream.device))),
-        "_sleep": slept.append,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    FULL.wait()  # an unused device gets no context
-    assert waited == [1]
-    assert FULL.devices(3) == ["cuda:0", "cuda:1", "cuda:0"]
-    assert devices._access(FULL) == {"reaches": [[True, True], [False, True]]}
-    assert ranks.fits(cases, "x", 2, FULL) and not ranks.fits(cases, "x", 4, FULL)
-    reason = "it needs 4 GPUs, and 2 can be used"
-    assert cases.data["x"] == {"status": "skipped", "error": reason}
-
-    monkeypatch.setattr(stress, "_cycles_per_second", lambda: 1e6)
-    both = [SimpleNamespace(device=torch.device("cuda", k)) for k in (0, 1)]
-    monkeypatch.setattr(stress.streams.CudaStream, "__enter__", lambda self: None)
-    stream: Any = stress.streams.CudaStream(both)  # type: ignore[arg-type]
-    delays = stress.Delays(FULL)
-    for device, expected in (("cuda:1", {"cuda:1"}), (None, {"cuda:0", "cuda:1"})):
-        entered.clear()
-        with delays.seeded(3, device):
-            for _ in range(40):
-                with stream:
-                    pass
-        assert set(entered) == expected and delays.entered == 40
-    assert slept and max(slept) <= FULL.delay_s * 1e6
-
-
-@pytest.mark.processes
-def test_a_rank_that_hangs_is_ended_and_says_where() -> None:
-    done, hung = launch(suite_programs.hangs, 2, REHEARSAL, 1, limit_s=10.0)
-    assert done.value == "rank 0 of 2", done
-    assert hung.code is None and "in hangs" in hung.said, hung
-
-
 def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
     stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
     exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
@@ -407,17 +358,6 @@ class TestOverlap:
         assert found["two_devices_share"] == 0
         assert overlap([]) == {"kernels": 0}
 
-    def test_two_devices_whose_streams_share_a_number(self) -> None:
-        """An NCCL message in parallel with a product."""
-        events = [
-            _event("gemm", 0, 8, stream=7, device=0),
-            _event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
-        ]
-        found = overlap(spans(events))
-        share = pytest.approx(4 / 12, abs=1e-4)
-        assert (found["streams"], found["two_devices_share"]) == (2, share)
-        assert found["share_together"] == {"compute and message": share}
-
 
 def test_a_late_stream_that_changes_a_bit_is_a_failure(
     cases: Cases, monkeypatch: pytest.MonkeyPatch
@@ -442,15 +382,3 @@ class TestCudaTests:
         names = [str(path.relative_to(tests)) for path in cuda_tests.marked(tests)]
         assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
         assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
-
-    def test_files_are_tested_on_gpus_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for count, given, expected in (
-            (1, "3", [None]),
-            (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
-            (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
-        ):
-            monkeypatch.setattr(cuda_tests.machine, "gpus", lambda n=count: n)
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if given is not None:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-            assert cuda_tests._visible() == expected
