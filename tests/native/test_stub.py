@@ -85,23 +85,3 @@ def test_the_same_members(name: str) -> None:
 def test_the_same_arguments_of_functions() -> None:
     for name, node in _functions(TREE.body).items():
         assert _arguments(node) == _native_arguments(getattr(_C, name)), name
-
-
-def test_everything_in_the_stub_is_annotated() -> None:
-    for node in ast.walk(TREE):
-        if isinstance(node, ast.FunctionDef):
-            assert node.returns is not None, node.name
-            bare = [a.arg for a in node.args.args if a.annotation is None and a.arg != "self"]
-            assert not bare, f"{node.name}: {bare}"
-
-
-def test_a_signature_is_read_as_it_should_be() -> None:
-    """Otherwise the comparisons above would be meaningless."""
-
-    def function() -> None:
-        """f(self: a.B, x: dict[str, tuple[int, int]], y: int = (1, 2)) -> None"""
-
-    assert _native_arguments(function) == [("self", False), ("x", False), ("y", True)]
-    node = ast.parse("def f(self, x: int, y: int = ...) -> None: ...").body[0]
-    assert isinstance(node, ast.FunctionDef)
-    assert _arguments(node) == _native_arguments(function)

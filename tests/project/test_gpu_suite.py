@@ -14,7 +14,7 @@ import bench_pipeline
 import gpu_suite
 import pytest
 import torch
-from gpu import carried, cuda_tests, exact, install, plan, stress, training
+from gpu import carried, cuda_tests, exact, install, plan, stress
 from gpu.cases import POISONED, Cases
 from gpu.overlap import overlap, spans
 from gpu.report import WITH_TABLE, WITHOUT_TABLE
@@ -313,7 +313,7 @@ class TestInstall:
         assert found is None if why is None else why in found, found
 
 
-def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_bits_are_judged_by() -> None:
     stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
     exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
     with pytest.raises(AssertionError, match="of 6 tensors differ"):
@@ -322,14 +322,6 @@ def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -
         exact.same({}, predicted)
     with pytest.raises(AssertionError, match=r"1 of 1 tensors differ, by up to 1e-07: \['w'\]"):
         exact.same({"w": torch.tensor([0.0, 1e-7])}, {"w": torch.zeros(2)})
-    ways: Any = {
-        m: {"minibatches_per_s": s, "losses": [2.0, 1.0]} for m, s in (("auto", 3), ("1f1b", 2))
-    }
-    monkeypatch.setattr(training, "run_all", lambda *_, **__: [ways])
-    assert training.throughput(1, FULL)["auto_over_1f1b"] == 1.5
-    ways["1f1b"]["losses"] = [1.0, 1.0]
-    with pytest.raises(AssertionError, match="1f1b does not train"):
-        training.throughput(1, FULL)
 
 
 def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:

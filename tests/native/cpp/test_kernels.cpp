@@ -447,44 +447,6 @@ TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
   }
 }
 
-TEST(Table, RowsAreAlignedToWhatTheirVectorsTake) {
-  alignas(16) static char memory[64];
-  const auto head = [](int vector, std::vector<std::pair<int, int>> streams) {  // offset, width
-    std::vector<void*> pointers;
-    std::vector<int> widths;
-    for (const auto& [offset, width] : streams) {
-      pointers.push_back(memory + offset);
-      widths.push_back(width);
-    }
-    return aligned_head(pointers.data(), widths.data(), widths.size(), vector);
-  };
-  EXPECT_EQ(head(8, {{0, 4}, {0, 2}}), 0);
-  EXPECT_EQ(head(8, {{16, 4}, {8, 2}}), 4);  // 16 bytes of both
-  EXPECT_EQ(head(4, {{16, 4}, {8, 2}}), 0);  // 16 and 8
-  EXPECT_EQ(head(8, {{4, 4}, {2, 2}}), 7);
-  EXPECT_EQ(head(4, {{4, 4}, {2, 2}}), 3);
-  EXPECT_EQ(head(4, {{4, 4}, {10, 2}}), 3);
-  EXPECT_EQ(head(8, {{4, 4}, {10, 2}}), 3);
-  EXPECT_EQ(head(4, {{0, 4}, {2, 2}}), -1);
-  EXPECT_EQ(head(4, {{4, 4}, {8, 2}}), -1);
-  EXPECT_EQ(head(2, {{8, 8}, {24, 8}}), 1);
-}
-
-// A launch and the body have the same policy, and the test above sees both.
-TEST(Kernels, WhatMixesWidthsTakesFourElements) {
-  const auto vector = [](Operation operation, DType w, DType g, DType s, DType o) {
-    const KernelKey key{operation, w, g, s, o};
-    return find_cuda_kernel(key).vector;
-  };
-  constexpr auto bf16 = DType::bfloat16, f32 = DType::float32, f64 = DType::float64;
-  EXPECT_EQ(vector(Operation::adam_step, f32, bf16, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::sgd_momentum, bf16, bf16, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::cast, f32, f32, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::adam_step, f32, f32, f32, f32), 4);
-  EXPECT_EQ(vector(Operation::copy, bf16, bf16, bf16, bf16), 8);
-  EXPECT_EQ(vector(Operation::swap, f64, f64, f64, f64), 2);
-}
-
 TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
   check_all();
   EXPECT_GT(comparisons, 1'000'000);
