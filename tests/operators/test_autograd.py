@@ -45,10 +45,3 @@ def test_inference_tensors_have_no_counter_and_are_taken() -> None:
         w, v = torch.zeros(5), torch.ones(5)
         st.predict_(w, v, lr=0.5, steps=1.0)
         assert w.tolist() == [-0.5] * 5
-
-
-def test_views_share_the_counter_of_their_base() -> None:
-    flat = torch.zeros(10)
-    before = flat._version
-    st.predict_(flat[2:5], torch.ones(3), lr=1.0, steps=1.0)
-    assert flat._version == before + 1 and flat.sum() == -3
