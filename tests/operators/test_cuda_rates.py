@@ -137,20 +137,26 @@ def captured(call: Any) -> torch.cuda.CUDAGraph:
 
 
 class TestGraphs:
-    @pytest.mark.parametrize("n", [3, LONG])
+    @pytest.mark.parametrize("n", [1, 300, LONG])
     @pytest.mark.parametrize("warm", [False, True])
     def test_replays_see_what_the_rate_is_then(self, n: int, warm: bool) -> None:
-        w, g, v, out = apart(n, 4)
+        w, g, v, kept, out = lists = apart(n, 5)
         lr = number(0.5)
-        plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[out])
-        other = copies([w, g, v, out])
+        plan = st.Plan(w, grads=g, momentum_buffers=v, stashed=kept, outs=[out])
+        other = copies(lists)
 
         def expected(rate: float) -> None:
-            a, b, c, d = other
+            a, b, c, k, d = other
             st.sgd_step_(a, b, c, lr=rate, momentum=0.5, predict=[(3, d)])
+            st.stash_predict_(a, k, c, lr=rate, steps=1)
+            st.swap_(a, k)
+            st.restore_(a, k)
 
         def step() -> None:
             plan.sgd_step_(lr=lr, momentum=0.5, predict=[3])
+            plan.stash_predict_(lr=lr, steps=1)
+            plan.swap_()
+            plan.restore_()
 
         if warm:
             step()
@@ -160,12 +166,12 @@ class TestGraphs:
             lr.fill_(rate)
             graph.replay()
             expected(rate)
-            assert_same_bits([w, g, v, out], other)
+            assert_same_bits(lists, other)
         step()  # between replays, with the plan's own table
         expected(0.0)
         graph.replay()
         expected(0.0)
-        assert_same_bits([w, g, v, out], other)
+        assert_same_bits(lists, other)
 
     def test_one_shot_calls(self) -> None:
         w, v, out = apart(LONG, 3)
