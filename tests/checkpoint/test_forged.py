@@ -259,6 +259,11 @@ def stage(body: Body) -> Body:
     return found
 
 
+def state(body: Body) -> Body:
+    found: Body = stage(body)["optimizer"]["state"]["0.linear.weight"]
+    return found
+
+
 def options(body: Body) -> Body:
     found: Body = stage(body)["optimizer"]["groups"][0]["options"]
     return found
@@ -290,15 +295,9 @@ def options(body: Body) -> Body:
         (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has no tensor 'none'"),
         (lambda b: stage(b).pop("optimizer"), r"stages\[0\]: has no 'optimizer'"),
         (lambda b: stage(b)["optimizer"].update({"class": ["SGD"]}), "expected a str, got list"),
-        (
-            lambda b: stage(b)["optimizer"].update({"groups": [3]}),
-            r"stages\[0\]\['optimizer'\]\['groups'\]\[0\]: expected a dict, got int",
-        ),
+        (lambda b: stage(b)["optimizer"].update({"groups": [3]}), r"groups'\]\[0\]: .* got int"),
         (lambda b: stage(b)["optimizer"].update(state={"x": 3}), "expected a dict, got int"),
-        (
-            lambda b: stage(b)["optimizer"]["state"]["0.linear.weight"].update(momentum_buffer=3),
-            "nothing uses '.*0.linear.weight.momentum_buffer'",
-        ),
+        (lambda b: state(b).update(momentum_buffer=3), "nothing uses '.*weight.momentum_buffer'"),
         (lambda b: options(b).update(lr="fast"), "lr"),
         (lambda b: options(b).update(lr=[1]), "lr"),
         (lambda b: options(b).update(lr=float("nan")), "lr"),
@@ -376,7 +375,7 @@ def test_values_that_no_save_writes(
 
 def matrices(body: Body) -> list[Body]:
     """Return the document's entry of a list of matrices."""
-    found: list[Body] = stage(body)["optimizer"]["state"]["0.linear.weight"]["GG"]
+    found: list[Body] = state(body)["GG"]
     return found
 
 

@@ -142,7 +142,7 @@ def test_what_a_loader_asked_for_in_advance_comes_again(tmp_path, workers):
 
 def test_every_so_many_seconds(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("spectrain_ext.checkpoint.manager.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     manager = CheckpointManager(tmp_path, pipeline(2), every_seconds=10, keep=9)
 
     def ticking():

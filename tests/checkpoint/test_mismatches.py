@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,9 @@ def test_refused_while_a_run_is_under_way(saved: Path, trained: st.Pipeline) -> 
 # Schedulers
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> schedules.OneCycleLR:
-    return schedules.OneCycleLR(optimizer, 0.1, total_steps=99)
-
-
-def step(optimizer: torch.optim.Optimizer) -> schedules.StepLR:
-    return schedules.StepLR(optimizer, 3)
-
-
-def exponential(optimizer: torch.optim.Optimizer) -> schedules.ExponentialLR:
-    return schedules.ExponentialLR(optimizer, 0.9)
+one_cycle = partial(schedules.OneCycleLR, max_lr=0.1, total_steps=99)
+step = partial(schedules.StepLR, step_size=3)
+exponential = partial(schedules.ExponentialLR, gamma=0.9)
 
 
 def in_sequence(first: Any) -> Callable[[Any], schedules.SequentialLR]:
@@ -126,29 +120,18 @@ def in_sequence(first: Any) -> Callable[[Any], schedules.SequentialLR]:
     )
 
 
+def without_an_end(state: Any) -> None:
+    del state["_schedule_phases"][1]["end_step"]
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "change", "match"),
     [
-        (
-            one_cycle,
-            one_cycle,
-            lambda state: state["_schedule_phases"][1].pop("end_step"),
-            r"stage 0\._schedule_phases\[1\]: has no 'end_step', which OneCycleLR has",
-        ),
+        (one_cycle, one_cycle, without_an_end, r"phases\[1\]: has no 'end_step', which OneCycleLR"),
         (one_cycle, one_cycle, lambda state: state.pop("total_steps"), "has no 'total_steps'"),
-        (
-            step,
-            halving,
-            None,
-            r"stage 0: has no 'milestones', which MultiStepLR has; has 'step_size', which MultiSt",
-        ),
+        (step, halving, None, "has no 'milestones', which MultiStepLR has; has 'step_size', which"),
         (step, exponential, None, "stage 0: has 'step_size', which ExponentialLR has not"),
-        (
-            in_sequence(step),
-            in_sequence(exponential),
-            None,
-            r"stage 0\._schedulers\[0\]: has 'step_size', which SequentialLR has not",
-        ),
+        (in_sequence(step), in_sequence(exponential), None, r"s\[0\]: has 'step_size', which Sequ"),
     ],
 )
 def test_the_state_of_another_scheduler(

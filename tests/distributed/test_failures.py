@@ -8,16 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from helpers.failing_runs import TIMEOUT, expect_one_end, fail, fail_at, trial
+from helpers.failing_runs import TIMEOUT, expect_one_end, fail, trial
 from helpers.rank_cases import Case
 from helpers.rank_programs import commit
 from helpers.ranks import Ranks, free_port, run_ranks
@@ -77,36 +75,6 @@ def test_only_an_error_of_a_connection_blames_the_rank_at_its_other_end(where, e
     assert error in ends[1].error
     for rank in (0, 2):
         assert re.search(f"first cause: rank 1, .*: {error}; report", ends[rank].error)
-
-
-def outlive(rank, ranks, where):
-    """Let rank 1 compute until rank 0 has gone, and use the connection then."""
-    case, store = Case("vanilla", (ranks, 1)), _get_default_store()
-    pipe = case.pipeline(rank, timeout=20.0)
-    (stage,) = pipe.children()
-
-    def wait(*_):
-        about = Path(f"/proc/{store.get('pid').decode()}/stat")
-        with suppress(FileNotFoundError):
-            while about.read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.01)
-
-    if rank == 0:
-        store.set("pid", str(os.getpid()))
-        fail_at(stage, "kill", "forward", 1)
-    elif where == "forward":
-        stage.register_forward_hook(wait)
-    else:
-        stage.register_full_backward_hook(wait)
-    list(pipe.run(case.batches([8] * 30)))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_rank_that_has_gone_is_named_by_whoever_uses_its_connection(where):
-    ends = Ranks(outlive, 2, where).join()
-    assert [end.code for end in ends] == [-9, 1]
-    assert "RankError: rank 1" in ends[1].error
-    assert "first cause: rank 0, " in ends[1].error
 
 
 def cut_off(rank, ranks):

@@ -18,8 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.checked_streams import CheckedStream, OrderingError, checked_streams
+from helpers.rank_programs import commit
+from helpers.ranks import Ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 from spectrain_ext.distributed import links as links_module
+from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
 from spectrain_ext.distributed.links import Traffic
 from spectrain_ext.schedule import Replicas
@@ -274,6 +278,36 @@ def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
             receiver.free(slot)
         sender.end()
         assert receiver.receive() is None
+
+
+def free_late(rank, ranks):
+    """Return a buffer on rank 1 after rank 0, which sent into it, has ended."""
+    board = Board(dist.PrefixStore("test", _get_default_store()), rank, ranks, 30.0)
+    with board.run(starts=True):
+        pass
+    links = links_module.open_links(None, CPU, board, False)
+    (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
+    with board.run():
+        if rank == 0:
+            sender = RemoteSender(link, CPU, 3, board)
+            sender.send(Message((torch.ones(4),), (False,)), Buffer("source"))
+            sender.flush()
+            commit("kill")
+        receiver = RemoteReceiver(link, CPU, callers_stream(CPU), 3, board)
+        receiver.begin()
+        slot = receiver.receive()
+        with board.changed:
+            board.changed.wait_for(lambda: receiver._error is not None, 20.0)
+        receiver.free(slot)
+
+
+@pytest.mark.processes
+def test_a_buffer_given_back_to_a_rank_that_has_gone():
+    """Gloo refuses it: an error of the connection, not of this rank."""
+    ends = Ranks(free_late, 2).join()
+    assert [end.code for end in ends] == [-9, 1]
+    assert "RankError: rank 1" in ends[1].error
+    assert "first cause: rank 0, " in ends[1].error
 
 
 class Options:

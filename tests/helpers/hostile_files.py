@@ -16,7 +16,6 @@ import random
 import resource
 import shutil
 import signal
-import struct
 import sys
 import tarfile
 import tempfile
@@ -89,15 +88,12 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
         elif kind == 5:
             del found[at : at + length]
         elif kind == 6:
-            found[at : at + length] = rng.choice((b"\0", b"\xff", b"\x7f", b"0", b"9")) * min(
-                length, 64
-            )
+            byte = rng.choice((b"\0", b"\xff", b"\x7f", b"0", b"9"))
+            found[at : at + length] = byte * min(length, 64)
         else:
             number = rng.choice((0, 1, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1, size))
-            size = rng.choice("BHIQ")
-            found[at : at + struct.calcsize(size)] = struct.pack(
-                f"<{size}", number % 256 ** struct.calcsize(size)
-            )
+            length = rng.choice((1, 2, 4, 8))
+            found[at : at + length] = (number % 256**length).to_bytes(length, "little")
     return bytes(found)
 
 

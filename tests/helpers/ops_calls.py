@@ -58,11 +58,10 @@ class _Call:
             return horizon
         return horizon, 1.0, laws.Linear(0.0)
 
-    def terms(self, i: int, horizon: Any, *, first: bool = False) -> list[laws.Term]:
-        """Return the terms of a prediction for a tensor, by a first step or a later one."""
-        law, own = horizon, self.own[i]
-        if isinstance(law, tuple):
-            law = law[self.world.groups[i]]
+    def terms(self, group: int, horizon: Any, *, first: bool = False) -> list[laws.Term]:
+        """Return the terms of a prediction for a group, by a first step or a later one."""
+        own = self.groups[group]
+        law = horizon[group] if isinstance(horizon, tuple) else horizon
         law = law if hasattr(law, "sgd") else laws.Linear(law)
         if isinstance(own, laws.Adam):
             return law.adam(own)
@@ -127,7 +126,7 @@ def check_step(world: World, options: Options) -> None:
                 if horizon is None or skips:
                     continue
                 w, state = world.flat("params", i), [world.flat(name, i) for name in state_names]
-                terms = call.terms(i, horizon, first=options["first"] == "all")
+                terms = call.terms(world.groups[i], horizon, first=options["first"] == "all")
                 terms = [] if world.missing[i] else terms
                 dtype = world.lists[f"out{j}"].flat[i].dtype
                 hat = ref.predict(numbers, terms, w, state, directions[i], dtype)
@@ -183,11 +182,11 @@ def check_prediction(world: World, options: Options) -> None:
     target = "params" if name != "predict" else "out1" if options["output"] == "another" else "out0"
     effects: Effects = {}
     made = []
-    terms = [call.terms(i, horizon) for i in range(world.n)]
+    terms = [call.terms(group, horizon) for group in range(world.n_groups)]
     for i, numbers in enumerate(call.own):
         w, state = world.flat("params", i).clone(), world.state(i, call.adam)
         dtype = w.dtype if new else world.lists[target].flat[i].dtype
-        hat = ref.predict(numbers, terms[i], w, state, None, dtype)
+        hat = ref.predict(numbers, terms[world.groups[i]], w, state, None, dtype)
         made.append((hat, not any(terms) and dtype == w.dtype))
         effects[target, i] = made[-1]
         if name == "stash_predict_":

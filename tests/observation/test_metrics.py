@@ -42,6 +42,13 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def measured(pipe, path, data, **more):
+    """Train under metrics; return their records."""
+    with st.Metrics(pipe, path, **more) as metrics:
+        list(pipe.run(data, trace=metrics))
+    return lines(path)
+
+
 @pytest.mark.parametrize("method", COMPARED)
 def test_observation_changes_no_bit(method, tmp_path):
     parts, found = 3 if method in ("gpipe", "pipedream-2bw") else 1, []
@@ -121,17 +128,13 @@ def test_samples_are_not_the_rows_of_a_table(tmp_path, parts):
             split_dim=split_dim,
         )
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        with st.Metrics(pipe, path, every=6) as metrics:
-            list(pipe.run(given, trace=metrics))
-        for record in lines(path):
+        for record in measured(pipe, path, given, every=6):
             assert round(record["samples_per_second"] * record["seconds"]) == 6 * samples
 
 
 def test_staleness_is_what_the_schedule_says_once_the_pipeline_is_full(tmp_path):
     pipe = pipeline("vanilla", n=4)
-    with st.Metrics(pipe, tmp_path / "m", every=10) as metrics:
-        list(pipe.run(batches(20), trace=metrics))
-    for record in lines(tmp_path / "m"):
+    for record in measured(pipe, tmp_path / "m", batches(20), every=10):
         steady = 3 - record["stage"]
         staleness = record["staleness"]
         assert staleness["scheduled"] == staleness["max"] == steady
@@ -150,11 +153,9 @@ def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
     stage.register_forward_pre_hook(
         lambda *_: computed.append([p.detach().clone() for p in stage.parameters()])
     )
-    with st.Metrics(pipe, tmp_path / "m", every=1, errors_every=4) as metrics:
-        list(pipe.run(batches(12), trace=metrics))
     found = {
         record["minibatch"]: (record["prediction_error"], record["staleness_error"])
-        for record in lines(tmp_path / "m")
+        for record in measured(pipe, tmp_path / "m", batches(12), every=1, errors_every=4)
         if record["stage"] == 0 and record["prediction_error"] is not None
     }
     # the forward of minibatch 4 follows 3 updates and predicts 1 ahead; so does that of 8
@@ -184,9 +185,8 @@ def flat(tensors):
 def test_a_stage_without_parameters_has_records_too(tmp_path):
     stages = [nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)]
     pipe = st.Pipeline(stages, lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss, "vanilla")
-    with st.Metrics(pipe, tmp_path / "m", every=4) as metrics:
-        list(pipe.run(batches(4), trace=metrics))
-    found = {record["stage"]: record for record in lines(tmp_path / "m")}
+    records = measured(pipe, tmp_path / "m", batches(4), every=4)
+    found = {record["stage"]: record for record in records}
     assert found[1]["lr"] is None
     assert found[1]["staleness_error"] is None
     assert found[1]["minibatches"] == 4
@@ -217,10 +217,9 @@ def test_lines_stay_whole_after_a_crash_in_the_middle_of_one(tmp_path):
 
 def test_a_number_that_is_not_finite_is_null(tmp_path):
     pipe = pipeline("sync", n=1)
-    with st.Metrics(pipe, tmp_path / "m") as metrics:
-        infinite = torch.full((6, 5), float("inf"))
-        list(pipe.run([(infinite, torch.zeros(6, 5))], trace=metrics))
-    assert lines(tmp_path / "m")[0]["loss"] is None
+    infinite = torch.full((6, 5), float("inf"))
+    (record,) = measured(pipe, tmp_path / "m", [(infinite, torch.zeros(6, 5))])
+    assert record["loss"] is None
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
@@ -242,11 +241,10 @@ def test_tensorboard_gets_the_same_numbers(tmp_path, monkeypatch):
     pipe, path = pipeline(), tmp_path / "m"
     labels = {"method": "auto", "seed": 3}
     more = {"tensorboard": tmp_path / "tb", "every": 5, "labels": labels}
-    with st.Metrics(pipe, path, **more) as metrics:
-        list(pipe.run(batches(10), trace=metrics))
+    records = measured(pipe, path, batches(10), **more)
     apart = {"time", "stage", "rank", "minibatch", "minibatches", *labels}
     assert apart.isdisjoint(name.split("/")[1] for name, _ in drawn)
-    for record in lines(path):
+    for record in records:
         stage, step = f"stage{record['stage']}", record["minibatch"]
         for name in ("bubble", "minibatches_per_second"):
             assert drawn[f"{stage}/{name}", step] == record[name]

@@ -91,15 +91,14 @@ def test_numbers_are_values() -> None:
     assert laws.Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
 
 
-@pytest.mark.parametrize(
-    "step", [3.0, np.float32(3), np.int64(3), torch.tensor(3.0), torch.tensor(3)], ids=repr
-)
-@pytest.mark.parametrize("options", [_ADAM, _NADAM], ids=["Adam", "NAdam"])
-def test_steps_of_any_kind_are_the_same_number(step: Any, options: Any) -> None:
+@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor], ids=str)
+@pytest.mark.parametrize("step", [1, 3])
+def test_steps_of_any_kind_are_the_same_number(step: int, kind: Any) -> None:
     """torch stores it in a float32 tensor; the power must not be computed in float32."""
-    made = laws.Adam(**{**options, "step": step})
-    assert made == laws.Adam(**options) and type(made.step) is int
-    assert made.term() == laws.Adam(**options).term()
+    for options in ({**_ADAM, "step": step}, {**_NADAM, "step": step}):
+        made = laws.Adam(**{**options, "step": kind(step)})
+        assert made == laws.Adam(**options) and type(made.step) is int
+        assert made.term() == laws.Adam(**options).term()
 
 
 @pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**6])

@@ -188,6 +188,7 @@ def test_moments_and_gradients_that_are_missing() -> None:
         raises(ValueError, "exp_avg_sqs", call, lists)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u)
     raises(ValueError, "grads", lambda: plan.adam_step_([_A]), lists)
+    raises(TypeError, "outs: expected a sequence of outputs", lambda: st.Plan(w, outs=m), lists)
     both = {"momentum_buffers": m, "exp_avgs": u}
     raises(ValueError, "exp_avgs: momentum_buffers are given", lambda: st.Plan(w, **both), lists)
 

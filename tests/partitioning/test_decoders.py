@@ -526,28 +526,17 @@ def asking_for(option: str) -> Any:
     return model
 
 
-IDS = torch.arange(1, 9).unsqueeze(0)
+IDS, SOUND = torch.arange(1, 9).unsqueeze(0), torch.randn(1, 4, 16)
+BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
 
 
 @pytest.mark.parametrize(
     ("make", "example", "why"),
     [
         (t5, None, r"model: T5ForConditionalGeneration fails on token ids .*; give an example_inp"),
-        (
-            t5,
-            IDS,
-            r"T5ForC.* fails on input_ids \(1, 8\): .* give decoder_input_ids",
-        ),
-        (
-            t5,
-            {"input_ids": IDS, "decoder_input_ids": IDS},
-            r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules",
-        ),
-        (
-            whisper,
-            {"input_features": torch.randn(1, 4, 16)},
-            "WhisperForConditionalGeneration fails",
-        ),
+        (t5, IDS, r"T5ForC.* fails on input_ids \(1, 8\): .* give decoder_input_ids"),
+        (t5, BOTH, r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules"),
+        (whisper, {"input_features": SOUND}, "WhisperForConditionalGeneration fails"),
         (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
         (prophetnet, None, r"model: ProphetNetForCausalLM's '.*' comes before .*name submodules"),
         (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
@@ -632,22 +621,17 @@ def test_a_loss_to_which_the_model_adds_something(always):
         _ = parts.loss_fn
 
 
+def first(parts: Any, batch: Any) -> Any:
+    return parts.stages[0](batch)
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (
-            lambda p: p.stages[0]({"attention_mask": IDS}),
-            r"batch: expected 'input_ids', and maybe 'attention_m",
-        ),
-        (
-            lambda p: p.stages[0]({"input_ids": IDS, "inputs_embeds": IDS}),
-            r"batch: the model's forward takes 'inputs_embeds', and",
-        ),
-        (lambda p: p.stages[0]([IDS]), r"expected a mapping .*'input_ids' alone, got a li"),
-        (
-            lambda p: p.loss_fn(run(p, IDS), {"input_ids": IDS}),
-            "the loss needs 'labels', got 'input_ids'",
-        ),
+        (lambda p: first(p, {"attention_mask": IDS}), "expected 'input_ids', and maybe 'attention"),
+        (lambda p: first(p, {"input_ids": IDS, "inputs_embeds": IDS}), "takes 'inputs_embeds', an"),
+        (lambda p: first(p, [IDS]), r"expected a mapping .*'input_ids' alone, got a li"),
+        (lambda p: p.loss_fn(run(p, IDS), {"input_ids": IDS}), "needs 'labels', got 'input_ids'"),
     ],
 )
 def test_bad_batches(call: Callable[[Any], object], why: str) -> None:

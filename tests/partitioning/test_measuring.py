@@ -15,6 +15,9 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.partitioning import measure
 
+PAIR = Calls(lambda _, pair: (pair[0] * 2.0, pair[1]))
+ODD = Calls(lambda _, x: [x, {1}])
+
 
 class Averages(nn.Module):
     def __init__(self) -> None:
@@ -59,12 +62,8 @@ def test_measuring_changes_nothing() -> None:
     [
         ([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)], torch.randn(3, 4), [96, 96, 24]),
         ([nn.Embedding(5, 3), nn.Identity()], torch.tensor([1, 2]), [24, 24]),
-        (
-            [Calls(lambda _, pair: (pair[0] * 2.0, pair[1]))],
-            (torch.randn(2), torch.tensor([1, 2])),
-            [8 + 16],
-        ),
-        ([nn.ReLU(), Calls(lambda _, x: [x, {1}])], torch.zeros(3), [12, 12]),
+        ([PAIR], (torch.randn(2), torch.tensor([1, 2])), [8 + 16]),
+        ([nn.ReLU(), ODD], torch.zeros(3), [12, 12]),
     ],
     ids=["layers", "integers", "pair", "anything at the end"],
 )
@@ -141,13 +140,7 @@ def test_a_cut_by_numbers_of_parameters() -> None:
     [
         ([nn.ReLU()], torch.zeros(1), 0, ValueError, "repeats: expected at least 1, got 0"),
         ([nn.ReLU()], torch.zeros(1), -1, ValueError, "repeats: expected at least 1, got -1"),
-        (
-            [nn.ReLU(), Calls(lambda _, x: [x, {1}]), nn.ReLU()],
-            torch.zeros(1),
-            1,
-            TypeError,
-            r"block 1\[1\]: expected a tensor, or tuples.*got a set",
-        ),
+        ([nn.ReLU(), ODD, nn.ReLU()], torch.zeros(1), 1, TypeError, r"block 1\[1\]: .*got a set"),
         ([nn.ReLU()], [1.0], 1, TypeError, "example_input: expected at least one tensor"),
         ([nn.ReLU()], {"x": None}, 1, TypeError, "expected at least one tensor, got a d"),
     ],

@@ -213,6 +213,7 @@ def test_blocks_with_one_parameter_may_be_cut() -> None:
 
 
 RELU, EXAMPLE = nn.ReLU(), torch.zeros(1, 1)
+MAPPED = {"example_input": {"ids": EXAMPLE}}
 
 
 @pytest.mark.parametrize(
@@ -245,28 +246,10 @@ def test_bad_cuts_by_hand(model: Any, ends: list[int], error: Any, why: str) -> 
         ([RELU], 1, {"profile": taking(1, 1)}, ValueError, "expected 1 blocks, as the model has"),
         (layers(1, 1, 1), 2, {"speeds": (4, 1, 1)}, ValueError, "speeds: expected"),
         ([RELU], 1, {"before": 3}, TypeError, "before: expected a module or a function, got int"),
-        (
-            [RELU],
-            1,
-            {"after": nn.Linear(2, 2).forward},
-            TypeError,
-            r"after: .* a method of a Linear, whose parameters nobody",
-        ),
+        ([RELU], 1, {"after": nn.Linear(2, 2).forward}, TypeError, "after: .* method of a Linear"),
         (Embeds(), 1, {"before": RELU}, ValueError, "for a list of blocks only, model is a Embeds"),
-        (
-            Embeds(),
-            1,
-            {"example_input": {"mask": EXAMPLE}, "columns": "ids"},
-            TypeError,
-            "columns: expected a sequence of names, got 'ids'",
-        ),
-        (
-            [RELU, nn.Tanh()],
-            2,
-            {"example_input": {"ids": EXAMPLE}, "columns": ["ids"]},
-            ValueError,
-            "columns: of a list of blocks the first takes the whole",
-        ),
+        (Embeds(), 1, {**MAPPED, "columns": "ids"}, TypeError, "a sequence of names, got 'ids'"),
+        ([RELU, nn.Tanh()], 2, {**MAPPED, "columns": ["ids"]}, ValueError, "the first takes the w"),
     ],
 )
 def test_bad_arguments(model: Any, n: Any, more: dict[str, Any], error: Any, why: str) -> None:
