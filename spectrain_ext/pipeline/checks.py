@@ -59,12 +59,13 @@ class Checks(Loads):
         if exactly:
             self.random.set_states(states)
             self.undone += 1
+        later = [copies for _, kept in self._kept.values() for copies in kept]
         with self.computing(writes=(self.module_buffers,)), torch.no_grad():
             for each in reversed(buffers):  # the loss may contain the module
                 if exactly:
                     each.restore()
                 else:
-                    each.restore_finite()
+                    each.restore_finite(later)
         self.compute.record(self.computed)
 
     # Noted as it is computed; the CPU does not wait.

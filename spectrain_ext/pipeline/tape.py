@@ -99,17 +99,21 @@ class ModuleBuffers:
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
-    def restore_finite(self) -> None:
-        """Put back values that have become non-finite; graphs that saved the buffers stay valid."""
+    def restore_finite(self, later: Sequence[ModuleBuffers]) -> None:
+        """Put back values that became non-finite, in the copies of later minibatches too.
+
+        Graphs that saved the buffers stay valid.
+        """
         for held, found in self._found:
+            copies = [(c._kept, had) for c in later for other, had in c._found if other is held]
             for name, tensor in found.items():
-                now = held[name]
-                if now is None or tensor is None or not now.is_floating_point():
+                if tensor is None or not tensor.is_floating_point():
                     continue
                 value = self._kept[tensor]
-                if now.shape == value.shape:
-                    lost = value.isfinite() & ~now.isfinite()
-                    now.data.copy_(torch.where(lost, value, now))
+                for now in (held[name], *(kept.get(had.get(name)) for kept, had in copies)):
+                    if now is not None and now.shape == value.shape:
+                        lost = value.isfinite() & ~now.isfinite()
+                        now.data.copy_(torch.where(lost, value, now))
 
 
 class ModuleModes:
