@@ -84,7 +84,7 @@ def test_numbers_are_values() -> None:
     assert laws.Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
 
 
-@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor])
 @pytest.mark.parametrize("step", [1, 3])
 def test_steps_of_any_kind_are_the_same_number(step: int, kind: Any) -> None:
     """torch stores it in a float32 tensor; the power must not be computed in float32."""

@@ -67,7 +67,6 @@ _ON_HOST = "^lr: expected a number on the host, since this prediction is not lin
         (in_memory(0.5), {"steps": _FAR, **_DECAYED}, TypeError, _ON_HOST),
         (in_memory(0.5), {"steps": _FAR, **_DECAYED, "nesterov": True}, TypeError, _ON_HOST),
     ],
-    ids=str,
 )
 def test_a_rate_that_cannot_be(
     lr: Any, numbers: dict[str, Any], error: type[Exception], says: str

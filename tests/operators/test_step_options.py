@@ -90,7 +90,6 @@ _BOOL = r"expected .*got bool; .* one element of float32 on cpu: torch\.tensor\(
         (torch.ones(1).int(), ["clip_factor"], TypeError, "expected"),
         (torch.ones((), device="meta"), ["found_inf"], (TypeError, ValueError), ""),
     ],
-    ids=str,
 )
 @every_step
 def test_a_scalar_that_cannot_be(
