@@ -1,4 +1,4 @@
-"""Tests learning rates and tables on a GPU, and steps in CUDA graphs."""
+"""Tests numbers in memory and tables on a GPU, and steps in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -182,6 +182,23 @@ class TestGraphs:
             graph.replay()
             assert_same_bits([out], [st.predict(w, v, lr=rate, steps=2)])
 
+    def test_every_replay_reads_whether_to_skip(self) -> None:
+        w, g, v = lists = apart(3, 3)
+        found = number(0.0)
+        plan = st.Plan(w, grads=g, momentum_buffers=v)
+
+        def step() -> None:
+            plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)
+
+        step()  # queries the device's constants once
+        graph, other = captured(step), copies(lists)
+        for skip in (1.0, 0.0):
+            found.fill_(skip)
+            graph.replay()
+            if not skip:
+                st.sgd_step_(*other, lr=0.1, momentum=0.9)
+            assert_same_bits(lists, other)
+
     def test_a_gradient_must_stay_where_a_graph_reads_it(self) -> None:
         w, g, v = apart(3, 3)
         plan = st.Plan(w, grads=g, momentum_buffers=v)
@@ -214,7 +231,9 @@ class TestGraphs:
         assert_same_bits([outs[0]], [st.predict(w, v, lr=0.5, steps=2)])
 
 
-def test_a_rate_in_memory_of_the_host_is_refused() -> None:
-    w, v, out = apart(2, 3)
+def test_numbers_in_memory_of_the_host_are_refused() -> None:
+    w, g, v, out = apart(2, 4)
     with pytest.raises(ValueError, match=r"lr: expected an array on cuda:0.* got cpu"):
         st.predict(w, v, lr=in_memory(0.1), steps=2, out=out)
+    with pytest.raises(ValueError, match=r"found_inf: expected an array on cuda:\d+.*got cpu"):
+        st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, found_inf=torch.tensor(0.0))

@@ -1,13 +1,12 @@
-"""Tests a step's scalars in memory and zero_grad: which arrays are taken, graphs, and errors.
+"""Tests a step's scalars in memory and zero_grad: which arrays are taken, and errors.
 
-Their bits are in test_calls.py.
+Their bits are in test_calls.py, graphs in test_cuda_rates.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,9 @@ Lists = list[list[Tensor]]
 SIZES = (1, 7, 1025)
 
 
-def _lists(device: str = "cpu") -> Lists:
+def _lists() -> Lists:
     """W, g, two positive moments and an output."""
-    generator = torch.Generator().manual_seed(5)
-    signed = [[torch.randn(k, generator=generator) for k in SIZES] for _ in range(5)]
-    return [[(t.abs() if j in (2, 3) else t).to(device) for t in ts] for j, ts in enumerate(signed)]
-
-
-def _copies(lists: Lists) -> Lists:
-    return [[t.clone() for t in ts] for ts in lists]
-
-
-def _same(a: Lists, b: Lists) -> bool:
-    pairs = zip(chain(*a), chain(*b), strict=True)
-    return all(torch.equal(x.cpu(), y.cpu()) for x, y in pairs)
-
-
-def _one(value: float, device: str = "cpu") -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=device)
-
-
-def _plan(x: Lists) -> st.Plan:
-    return st.Plan(x[0], exp_avgs=x[2], exp_avg_sqs=x[3], grads=x[1], outs=[x[4]])
+    return [[(torch.rand if j in (2, 3) else torch.randn)(k) for k in SIZES] for j in range(5)]
 
 
 def _operator(x: Lists, **more: Any) -> None:
@@ -51,7 +31,8 @@ def _operator(x: Lists, **more: Any) -> None:
 
 
 def _by_plan(x: Lists, **more: Any) -> None:
-    _plan(x).sgd_step_(lr=0.1, momentum=0.9, predict=[2.0], **more)
+    plan = st.Plan(x[0], exp_avgs=x[2], exp_avg_sqs=x[3], grads=x[1], outs=[x[4]])
+    plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0], **more)
 
 
 _STEPS: dict[str, Callable[..., None]] = {"operator": _operator, "plan": _by_plan}
@@ -140,30 +121,3 @@ def test_a_read_only_gradient_cannot_be_set_to_zero() -> None:
             call()
         assert (w == 1).all() and (v == 1).all()
     plan.sgd_step_(lr=0.1, momentum=0.9)
-
-
-@pytest.mark.cuda
-class TestOnAGpu:
-    """The CPU never waits: torch's synchronizations are errors in these tests."""
-
-    def test_a_graph_decides_at_every_replay(self) -> None:
-        x = _lists("cuda")
-        found = _one(0.0, "cuda")
-        plan = _plan(x)
-        plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)  # queries the device's constants once
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)
-        before = _copies(x)
-        for skip, expected in ((1.0, before), (0.0, _copies(x))):
-            found.fill_(skip)
-            graph.replay()
-            if not skip:
-                st.sgd_step_(*expected[:3], lr=0.1, momentum=0.9)
-            assert _same(x, expected)
-
-    def test_a_scalar_on_the_host_is_refused(self) -> None:
-        x = _lists("cuda")
-        with pytest.raises(ValueError, match=r"found_inf: expected an array on cuda:\d+.*got cpu"):
-            _operator(x, found_inf=_one(0.0))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report import RESULTS, __main__, documents, quality, races, tables
+from report import RESULTS, __main__, documents, quality, tables
 
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
@@ -112,17 +112,6 @@ class TestRaces:
             spans = simulate_method("1f1b", 8, 6, microbatches=microbatches, **costs)
             took = summarize(spans).period / max(work)
             assert took == pytest.approx(1.0 + idle / microbatches)
-
-    def test_from_the_break_even_on_a_flush_is_as_quick(self) -> None:
-        for r in races.races(RESULTS):
-            for share in r.updates.keys() - r.beyond:
-                said = r.even(share, r.idle)
-                if said == "none":
-                    assert r.updates[share] <= 1.0
-                    continue
-                many = int(said.replace(",", ""))
-                assert 1.0 + r.idle / many <= r.updates[share] + 1e-9
-                assert 1.0 + r.idle / (many - 1) > r.updates[share]
 
 
 def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:
