@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ops_reference as ref
 from helpers.bad_input import raises
 from torch import Tensor
 
@@ -98,10 +97,6 @@ class TestRefresh:
         for moved in ([g[0], g[1].clone()], [g[0], None]):
             with pytest.raises(RuntimeError, match=r"grads\[1\]: .*captured in a CUDA graph"):
                 plan.refresh(moved)
-        others = [[t.clone() for t in x] for x in (w, g, v)]
-        plan.sgd_step_(lr=0.1, momentum=0.9)
-        st.sgd_step_(*others, lr=0.1, momentum=0.9)
-        ref.assert_lists(w, others[0], "params", exact=True)
 
 
 def _apart(*counts: int) -> list[list[Tensor]]:
