@@ -246,6 +246,29 @@ def test_values_computed_in_the_graph_are_those_before_the_writes(backend: str) 
     _same(lists, copies)
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in MulBackward0")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_whose_backward_needs_what_it_overwrites_raises(backend: str) -> None:
+    def call(w: Tensor, v: Tensor) -> Tensor:
+        loss = (w * w).sum()
+        st.predict_(w, v, lr=0.1, steps=1)
+        return loss
+
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        compiled(torch.ones(3, requires_grad=True), torch.ones(3)).backward()
+
+
+def test_a_prediction_in_a_graph_is_a_constant_for_autograd() -> None:
+    def call(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return (st.predict(w, v, lr=0.1, steps=2) * x + w * w).sum()
+
+    w, v, x = torch.rand(3, requires_grad=True), torch.rand(3), torch.rand(3)
+    torch.compile(call, backend="aot_eager", fullgraph=True)(w, v, x).backward()
+    assert w.grad is not None
+    torch.testing.assert_close(w.grad, 2 * w.detach())
+
+
 def test_a_graph_works_on_the_current_stream() -> None:
     compiled = torch.compile(lambda x: st.stash(x, stream=3), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="stream"):
