@@ -259,16 +259,6 @@ def test_a_graph_whose_backward_needs_what_it_overwrites_raises(backend: str) ->
         compiled(torch.ones(3, requires_grad=True), torch.ones(3)).backward()
 
 
-def test_a_prediction_in_a_graph_is_a_constant_for_autograd() -> None:
-    def call(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        return (st.predict(w, v, lr=0.1, steps=2) * x + w * w).sum()
-
-    w, v, x = torch.rand(3, requires_grad=True), torch.rand(3), torch.rand(3)
-    torch.compile(call, backend="aot_eager", fullgraph=True)(w, v, x).backward()
-    assert w.grad is not None
-    torch.testing.assert_close(w.grad, 2 * w.detach())
-
-
 def test_a_graph_works_on_the_current_stream() -> None:
     compiled = torch.compile(lambda x: st.stash(x, stream=3), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="stream"):
