@@ -7,20 +7,24 @@ import os
 import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_pipeline
 import gpu_suite
 import pytest
 import torch
-from gpu import carried, cuda_tests, exact, install, plan, stress
+from gpu import carried, cuda_tests, devices, exact, install, plan, ranks, stress
 from gpu.cases import POISONED, Cases
+from gpu.launch import launch
 from gpu.overlap import overlap, spans
 from gpu.report import WITH_TABLE, WITHOUT_TABLE
 from gpu.results import FILES
 from gpu.scale import FULL, REHEARSAL
 from gpu.steps import Step, run_group
+from helpers import suite_programs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 _BUILD = {"cuda": True, "cuda_compiler": "13.0.88", "cuda_architectures": ["sm_90"]}
@@ -358,6 +362,51 @@ def test_a_late_stream_that_changes_a_bit_is_a_failure(
     stress.stress_options(cases, REHEARSAL)
     assert {c["status"] for k, c in cases.data.items() if "no delays" in k} == {"ok"}
     assert {c["status"] for k, c in cases.data.items() if "seed" in k} == {"failed"}
+
+
+def test_what_only_gpus_run(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two simulated GPUs, of which this process has used the second."""
+    waited: list[int] = []
+    entered: list[str] = []
+    slept: list[int] = []
+    for name, value in {
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "synchronize": waited.append,
+        "memory_reserved": lambda k: 100 * k,
+        "can_device_access_peer": lambda a, b: a < b,
+        "stream": lambda stream: nullcontext(entered.append(str(stream.device))),
+        "_sleep": slept.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    FULL.wait()  # an unused device gets no context
+    assert waited == [1]
+    assert FULL.devices(3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices._access(FULL) == {"reaches": [[True, True], [False, True]]}
+    assert ranks.fits(cases, "x", 2, FULL) and not ranks.fits(cases, "x", 4, FULL)
+    reason = "it needs 4 GPUs, and 2 can be used"
+    assert cases.data["x"] == {"status": "skipped", "error": reason}
+
+    monkeypatch.setattr(stress, "_cycles_per_second", lambda: 1e6)
+    both = [SimpleNamespace(device=torch.device("cuda", k)) for k in (0, 1)]
+    monkeypatch.setattr(stress.streams.CudaStream, "__enter__", lambda self: None)
+    stream: Any = stress.streams.CudaStream(both)  # type: ignore[arg-type]
+    delays = stress.Delays(FULL)
+    for device, expected in (("cuda:1", {"cuda:1"}), (None, {"cuda:0", "cuda:1"})):
+        entered.clear()
+        with delays.seeded(3, device):
+            for _ in range(40):
+                with stream:
+                    pass
+        assert set(entered) == expected and delays.entered == 40
+    assert slept and max(slept) <= FULL.delay_s * 1e6
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_ended_and_says_where() -> None:
+    done, hung = launch(suite_programs.hangs, 2, REHEARSAL, 1, limit_s=10.0)
+    assert done.value == "rank 0 of 2", done
+    assert hung.code is None and "in hangs" in hung.said, hung
 
 
 class TestCudaTests:
