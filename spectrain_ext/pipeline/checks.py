@@ -55,16 +55,16 @@ class Checks(Loads):
 
     def _undo(self, i: int) -> None:
         states, buffers = self._kept.pop(i)
-        exactly = self.global_norm is not None  # no later minibatch has begun
-        if exactly:
+        if exactly := self.global_norm is not None:  # no later minibatch has begun
             self.random.set_states(states)
             self.undone += 1
+        later = [copies for _, kept in self._kept.values() for copies in kept]
         with self.computing(writes=(self.module_buffers,)), torch.no_grad():
             for each in reversed(buffers):  # the loss may contain the module
                 if exactly:
                     each.restore()
                 else:
-                    each.restore_finite()
+                    each.restore_finite(later)
         self.compute.record(self.computed)
 
     # Noted as it is computed; the CPU does not wait.
@@ -105,8 +105,7 @@ class Checks(Loads):
         self.compute.record(self.computed)
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self.module.named_parameters()
-        return {name: gradient for name, p in named if (gradient := p.grad) is not None}
+        return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
 
     def _origin_in(self, gradients: Iterable[Tensor]) -> Tensor:
         return torch.where(all_finite(gradients, self.device), 0.0, self.index + 1.0)

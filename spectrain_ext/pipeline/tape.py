@@ -72,8 +72,7 @@ class ModuleBuffers:
 
     def __init__(self, module: object) -> None:
         modules = module.modules() if isinstance(module, nn.Module) else ()
-        held = (owner._buffers for owner in modules if owner._buffers)
-        self._found = [(buffers, dict(buffers)) for buffers in held]
+        self._found = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
         tensors = {t for _, found in self._found for t in found.values() if t is not None}
         # Copy them all: ``.data`` and the kernels of torch's norms write unnoticed by autograd.
         self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
@@ -88,8 +87,7 @@ class ModuleBuffers:
 
     def __exit__(self, *raised: object) -> None:
         for (held, _), now in zip(self._found, self._now, strict=False):
-            for name, tensor in now.items():
-                held[name] = tensor
+            held.update(now)
         self._now = []  # so that a second call does nothing
 
     def restore(self) -> None:
@@ -99,17 +97,19 @@ class ModuleBuffers:
         for tensor, value in self._kept.items():
             tensor.copy_(value)
 
-    def restore_finite(self) -> None:
-        """Put back values that have become non-finite; graphs that saved the buffers stay valid."""
+    def restore_finite(self, later: Sequence[ModuleBuffers]) -> None:
+        """Put back values that became non-finite, in ``later`` copies too; graphs stay valid."""
         for held, found in self._found:
+            copies = [(c._kept, had) for c in later for other, had in c._found if other is held]
             for name, tensor in found.items():
-                now = held[name]
-                if now is None or tensor is None or not now.is_floating_point():
+                if tensor is None or not tensor.is_floating_point():
                     continue
                 value = self._kept[tensor]
-                if now.shape == value.shape:
-                    lost = value.isfinite() & ~now.isfinite()
-                    now.data.copy_(torch.where(lost, value, now))
+                others = (kept[t] for kept, had in copies if (t := had.get(name)) is not None)
+                for now in (held[name], *others):
+                    if now is not None and now.shape == value.shape:
+                        lost = value.isfinite() & ~now.isfinite()
+                        now.data.copy_(torch.where(lost, value, now))
 
 
 class ModuleModes:

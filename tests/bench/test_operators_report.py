@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.ranks import run_pytest
 from report import speed
-from rivals import rows, targets
+from rivals import targets
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 _TWO = "SGD step + 2 predictions"
@@ -32,24 +32,6 @@ def verdict(what: str, *entries: Any, device: str = "cpu") -> targets.Verdict:
     found = targets.judged({"device": device}, entries)
     (one,) = [v for v in found if v.what.startswith(what)]
     return one
-
-
-def test_shares_are_of_the_fastest_copy() -> None:
-    made = [rows.Row.of(each) for each in (entry("Plan", 4.0), copy(2.0), copy(3.0, best=0.5))]
-    (case,) = rows.cases(made)
-    assert rows.share(made[0], case) == pytest.approx(0.5)
-    assert rows.share(made[0], case, best=True) == pytest.approx(1.5 / 3.6)
-    assert rows.share(made[0], made[:1]) is None
-
-
-def test_a_line_has_the_faster_of_ours_and_the_fastest_rival() -> None:
-    entries = [entry("operator", 3.0), entry("Plan", 2.0), entry("slow", 9.0, "rival")]
-    entries += [entry("fast", 4.0, "rival"), copy(1.0), entry("Plan", 5.0, workload="2^10")]
-    lines = rows.compact(rows.Row.of(each) for each in entries).splitlines()
-    assert lines[2:] == [
-        "| predict_ | 2^24 | fp32 | 2 | 10% | 1.8 | 50% | 50% | fast | 4 | 2.00 |",
-        "| predict_ | 2^10 | fp32 | 5 | 10% | 4.5 |  |  |  |  |  |",
-    ]
 
 
 class TestTargets:
@@ -75,19 +57,6 @@ class TestTargets:
     def test_what_was_not_measured_is_not_met(self) -> None:
         one = verdict("pipeline stage")
         assert one.met is None and "| not measured |" in targets.markdown([one])
-
-    def test_host_limits(self) -> None:
-        found = []
-        for name, us in (("Plan: predict", 5.5), ("Plan: refresh", 24.0)):
-            stats = {"median": us / 1e6}
-            found.append({"extra_info": {"name": name, "host": True}, "stats": stats})
-        assert verdict("host time, Plan: predict", *found).met is False
-        assert verdict("host time, Plan: refresh", *found).met is True
-
-    def test_a_gpu_has_its_own(self) -> None:
-        entries = [entry("Plan", 1.0, elements=2**28), copy(0.98, elements=2**28)]
-        one = verdict("every operator at 2^26", *entries, device="cuda")
-        assert one.met is True and one.measured.startswith("98% at worst (predict_, 2^24)")
 
 
 @pytest.mark.processes

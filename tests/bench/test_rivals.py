@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from rivals import contest, in_torch
-from rivals import copies as copying
-from rivals.operations import OPERATIONS, STAGE, Operation, applies, host_calls, ours
-from rivals.workloads import (
-    FP32,
-    MIXED,
-    MODELS,
-    PRECISIONS,
-    Precision,
-    Streams,
-    Workload,
-    model,
-    synthetic,
-    uneven,
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "tensors"),
-    [  # as counted in torchvision and Hugging Face's transformers
-        ("ResNet-50", 25_557_032, 161),
-        ("GPT-2 124M", 124_439_808, 148),
-    ],
-)
-def test_models_have_as_many_parameters_as_published(
-    name: str, parameters: int, tensors: int
-) -> None:
-    assert set(MODELS) >= {name}
-    work = model(name)
-    assert (work.elements, work.count) == (parameters, tensors)
+from rivals.operations import OPERATIONS, STAGE, Operation, applies, ours
+from rivals.workloads import FP32, MIXED, PRECISIONS, Precision, Streams, Workload
 
 
 def test_bytes_per_weight_are_the_least_possible() -> None:
@@ -48,19 +20,6 @@ def test_bytes_per_weight_are_the_least_possible() -> None:
     #                        predict_ ..         SGD       AdamW       stage
     assert got["fp32"] == [12, 12, 8, 16, 16, 20, 24, 28, 28, 32, 36, 36]
     assert got["mixed"] == [12, 10, 8, 16, 16, 18, 20, 22, 26, 28, 30, 30]
-
-
-@pytest.mark.parametrize(("count", "elements"), [(1, 7), (10, 160), (300, 2**14), (3000, 2**18)])
-def test_uneven_sizes_add_up(count: int, elements: int) -> None:
-    sizes = [math.prod(shape) for shape in uneven(count, elements)]
-    assert len(sizes) == count and sum(sizes) == elements and min(sizes) > 0
-
-
-def test_no_workload_of_more_tensors_than_elements() -> None:
-    names = [work.name for work in synthetic((1, 300), (4, 20))]
-    assert names == ["2^4", "2^20", "300 x, 2^20"]
-    with pytest.raises(ValueError, match="at least one for each of 300 tensors"):
-        uneven(300, 2)
 
 
 def _run(operation: Operation, work: Workload, pick: Callable[[Streams], Any]) -> Streams:
@@ -116,16 +75,6 @@ def test_an_operation_changes_what_it_writes_and_nothing_else() -> None:
         assert changed == set(operation.writes)
 
 
-@pytest.mark.parametrize("name", ["copy: Tensor.copy_", "copy: Plan.stash", "copy: numpy"])
-def test_copies_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = copying.pair(100, "cpu")
-    monkeypatch.setattr(copying, "pair", lambda elements, device: (a, b))
-    calls = copying.copies(800)
-    assert copying.copied_bytes(800) == 800 and not torch.equal(a, b)
-    calls[name]()
-    assert torch.equal(a, b)
-
-
 class Fake:
     """A contestant with known samples."""
 
@@ -179,30 +128,7 @@ def test_a_contest_on_a_device(operation: Operation) -> None:
     assert all(min(times.seconds) > 0 for times in found.values())
 
 
-def test_compiled_programs_take_part_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    settings = contest.Settings(case_s=0.0, compile=True, least=1)
-    work = Workload("tiny", ((33,),))
-    found = contest.contest(OPERATIONS[0], work, settings)
-    assert list(found) == contest.names(OPERATIONS[0], work, settings)
-    assert found["torch.compile"].about["compile_s"] >= 0
-    many = Workload("many", ((3,),) * (contest.COMPILED_TENSORS + 1))
-    assert not contest.compiles(many, settings)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     work, settings = Workload("large", ((2**20,),)), contest.Settings(memory_bytes=2**20)
     with pytest.raises(contest.TooLarge, match=r"needs 0\.0 GiB, 0\.0 may be used"):
         contest.contest(OPERATIONS[0], work, settings)
-
-
-def test_host_calls_have_nothing_to_do() -> None:
-    calls = host_calls(count=3)
-    assert list(calls)[-1] == "refresh" and len(calls) == 4
-    for call in calls.values():
-        call()
-
-
-def test_enough_sets_to_leave_the_cache() -> None:
-    assert contest.sets_needed(10, 100) == 41
-    assert contest.sets_needed(1000, 100) == 2

@@ -24,6 +24,9 @@ class Op:
     arguments: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def lists(self) -> list[str]:
         return self.arguments.replace("!", "").split()

@@ -438,6 +438,7 @@ def same(found: Any, expected: Any, where: str) -> None:
         for n, value in enumerate(expected):
             same(found[n], value, f"{where}: {n}")
     elif isinstance(expected, Tensor):
-        assert torch.equal(found, expected), where
+        close = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+        torch.testing.assert_close(found, expected, **close, msg=where)
     else:
         assert found == expected or (found != found and expected != expected), where

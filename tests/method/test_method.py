@@ -22,6 +22,7 @@ from spectrain_ext.method import (
     interleaved,
     methods,
     microbatches_of,
+    phase_places,
     phases_of,
     places_of,
     recipe_clip,
@@ -69,6 +70,13 @@ def test_hybrids():
     assert [phase.backward for phase in phases_of(three)] == ["current", "stash", "current"]
     assert microbatches_of(hybrid("pipedream", "1f1b"), 4) == 4
     assert hybrid().then == Phase(find_method("sync"), 1000)
+    # rates count from the beginning of their phase
+    paced = hybrid("sync", "pipemare-t1", after=100)
+    first = [places[0] for places in phase_places(paced, 3, 1)]
+    factor = factor_of(list(zip(phases_of(paced), first, strict=True)))
+    assert [factor(update) for update in (0, 99, 100, 600, 1100)] == [
+        pytest.approx(rate) for rate in (1, 1, 1 / 2, 1 / 2**0.5, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -369,8 +377,8 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("vanilla", 3, {"window": [2, 1, 2]}, "stage 2 of 3 would wait for 2 .*a deadlock"),
         ("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [3, 2]}, None),
         (
-            *("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [2, 2]}),
-            "2 microbatches on each of its 2 replicas, would wait .*a deadlock",
+            *("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [4, 3]}),
+            "3 microbatches on each of its 2 replicas, would wait .*a deadlock",
         ),
         ("vanilla", 3, {"window": 0}, "window: expected at least 1 for stage 0 of 3, got 0"),
         ("vanilla", 3, {"window": [2, 1, 0]}, "at least 1 for stage 2 of 3, got 0"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bad_input import raises
-from helpers.operator_table import BY_NAME, COUNT, OPS, SHAPE, Op
+from helpers.operator_table import BY_NAME, COUNT, SHAPE, Op
 from torch import Tensor
 
 import spectrain_ext as st
@@ -27,6 +27,7 @@ NO_BETAS = ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, NAN), (0.9,), (0.9, 0.9, 
 #: rejects numbers that it does not use.
 BAD: list[tuple[Any, list[str], str, tuple[Any, ...]]] = [
     (ValueError, [*AHEAD, *STEPS], "lr steps", (-1.0, -1e-300, NAN, -INF)),
+    (ValueError, ["extrapolate"], "steps", (-1.0, NAN, INF)),
     (ValueError, [*SGD, "sgd_step_"], "momentum", (-0.1, NAN)),
     (ValueError, [*SGD, *STEPS, "adam_predict"], "weight_decay", (-1.0, NAN)),
     (ValueError, ["sgd_step_"], "dampening", (NAN,)),
@@ -62,16 +63,6 @@ def test_a_bad_number(op: Op, error: Any, name: str, bad: object) -> None:
         raises(error, message, lambda lists=lists: op(lists, **options), lists)
 
 
-@pytest.mark.parametrize(
-    ("op", "option"), [pytest.param(op, o, id=f"{op.name}-{o}") for op in OPS for o in op.options]
-)
-def test_a_missing_number(op: Op, option: str) -> None:
-    options = {name: value for name, value in op.options.items() if name != option}
-    lists = op.build()
-    without = Op(op.name, op.function, op.arguments, options)
-    raises(TypeError, option, lambda: without(lists), lists)
-
-
 #: An operator, what is wrong, the error and its message.
 CALLS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("sgd_step_", {"momentum": 0.0}, ValueError, "^predict: .*momentum"),
@@ -87,6 +78,7 @@ CALLS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("sgd_step_", {"first_step": 1.5}, TypeError, "^first_step: "),
     ("sgd_step_", {"first_step": ["yes"] * COUNT}, TypeError, "^first_step: "),
     ("sgd_step_", {"first_step": None}, TypeError, "^first_step: "),
+    ("sgd_step_", {"clip": None}, TypeError, "unexpected keyword argument 'clip'"),
     # the default of 1 would divide by zero
     ("adam_step_", {"momentum_decay": 4e-3}, ValueError, "^mu_product: "),
     ("adam_step_", {"steps": INF}, ValueError, r"^predict\[1\]: "),
@@ -203,6 +195,7 @@ class TestRefresh:
         plan = st.Plan(w, grads=old)
         new[3] = bad
         raises(error, r"grads\[3\]", lambda: plan.refresh(new), w)
+        raises(ValueError, "grads", lambda: plan.refresh(old[1:]), w)
         plan.sgd_step_(lr=1.0, momentum=0.0)
         assert all(bool((t == -1.0).all()) for t in w)
 

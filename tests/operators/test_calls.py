@@ -7,9 +7,12 @@ Every pair of options that can be combined occurs.
 
 from __future__ import annotations
 
+import math
+
 import hypothesis.strategies as hs
 import pytest
 import torch
+from helpers import ops_reference as ref
 from helpers.covering import Row as Options
 from helpers.ops_calls import PRODUCTS
 from helpers.ops_tensors import World
@@ -86,3 +89,14 @@ def test_more_bytes_than_a_cache_holds(name: str, device: str) -> None:
     rows = [row for row in _ROWS[name] if row["sizes"] == "parallel"][:4]
     for seed, row in enumerate(rows):
         _check(name, {**row, "sizes": "streamed", "values": "normal"}, seed, device)
+
+
+def test_comparisons_fail_when_they_should() -> None:
+    one, nan = torch.tensor([1.0]), torch.tensor([math.nan])
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_same(torch.tensor([0.0]), torch.tensor([-0.0]), "zeros")
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_same(nan, one, "nan")
+    ref.assert_same(nan, -nan, "any NaN matches any NaN")
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_bits(nan, -nan, "but not to the bit")

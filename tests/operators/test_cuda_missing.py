@@ -37,10 +37,3 @@ def test_a_pipeline_that_is_refused_leaves_the_modules_alone(devices: list[str])
     after = [p for s in stages for p in s.parameters()]
     for (p, address, value), now in zip(before, after, strict=True):
         assert now is p and now.data_ptr() == address and torch.equal(now, value)
-
-
-def test_the_cpu_ignores_a_stream() -> None:
-    """One program serves both: CPU tensors ignore a stream."""
-    w = torch.zeros(3)
-    st.predict_(w, torch.ones(3), lr=1.0, steps=1.0, stream=None)
-    assert w.tolist() == [-1.0] * 3

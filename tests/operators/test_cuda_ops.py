@@ -1,6 +1,6 @@
-"""Tests operators on a GPU: streams, graphs, threads, allocations, over 2^31 elements.
+"""Tests operators on a GPU: streams, threads, allocations, over 2^31 elements.
 
-That they have the CPU's bits is tested in test_calls.py.
+That they have the CPU's bits is tested in test_calls.py; graphs are in test_cuda_rates.py.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from helpers import ops_reference as ref
-from helpers.ops_tensors import values
 from torch import Tensor
 
 import spectrain_ext as st
@@ -119,53 +117,20 @@ class TestStreams:
             ref.assert_lists(got[k], expected[k], f"thread {k}", exact=True)
 
     def test_operators_do_not_synchronize(self) -> None:
-        w, g, v, out = ([torch.randn(1000, device="cuda") for _ in range(50)] for _ in range(4))
-        plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=out)
+        w, g, v, u, out = ([torch.randn(1000, device="cuda") for _ in range(50)] for _ in range(5))
+        plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, stashed=out)
+        names = ("grad_scale", "clip_factor", "found_inf")
+        gate = {name: torch.ones((), device="cuda") for name in names}
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(2.0, out)])
             plan.sgd_step_(lr=0.1, momentum=0.9)
             plan.swap_()
+            plan.adam_step_(lr=0.1, step=3, zero_grad=True, **gate)
             plan.refresh(g)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-class TestGraphs:
-    """A plan's calls are only launches, so that a CUDA graph can hold them."""
-
-    @pytest.mark.parametrize("count", [1, 300, 3000])
-    def test_capture_and_replay(self, count: int) -> None:
-        rng = np.random.default_rng(1)
-        host = [[values(rng, "normal", 257, torch.float32) for _ in range(count)] for _ in range(5)]
-        gpu = [[t.cuda() for t in stream] for stream in host]
-
-        def plans(lists: list[list[Tensor]]) -> st.Plan:
-            w, g, v, kept, out = lists
-            return st.Plan(w, grads=g, momentum_buffers=v, stashed=kept, outs=[out])
-
-        def step(plan: st.Plan) -> None:
-            plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0])
-            plan.stash_predict_(lr=0.1, steps=1.0)
-            plan.restore_()
-            plan.swap_()
-
-        plan, on_host = plans(gpu), plans(host)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step(plan)  # resolves the tables outside the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(plan)
-        for _ in range(3):
-            graph.replay()
-        for _ in range(4):
-            step(on_host)
-        for a, b in zip(gpu, host, strict=True):
-            ref.assert_lists([t.cpu() for t in a], b, "list")
 
 
 class TestBadInput:

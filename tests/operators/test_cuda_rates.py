@@ -1,4 +1,4 @@
-"""Tests learning rates and tables on a GPU, and steps in CUDA graphs."""
+"""Tests numbers in memory and tables on a GPU, and steps in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -137,20 +137,26 @@ def captured(call: Any) -> torch.cuda.CUDAGraph:
 
 
 class TestGraphs:
-    @pytest.mark.parametrize("n", [3, LONG])
+    @pytest.mark.parametrize("n", [1, 300, LONG])
     @pytest.mark.parametrize("warm", [False, True])
     def test_replays_see_what_the_rate_is_then(self, n: int, warm: bool) -> None:
-        w, g, v, out = apart(n, 4)
+        w, g, v, kept, out = lists = apart(n, 5)
         lr = number(0.5)
-        plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[out])
-        other = copies([w, g, v, out])
+        plan = st.Plan(w, grads=g, momentum_buffers=v, stashed=kept, outs=[out])
+        other = copies(lists)
 
         def expected(rate: float) -> None:
-            a, b, c, d = other
+            a, b, c, k, d = other
             st.sgd_step_(a, b, c, lr=rate, momentum=0.5, predict=[(3, d)])
+            st.stash_predict_(a, k, c, lr=rate, steps=1)
+            st.swap_(a, k)
+            st.restore_(a, k)
 
         def step() -> None:
             plan.sgd_step_(lr=lr, momentum=0.5, predict=[3])
+            plan.stash_predict_(lr=lr, steps=1)
+            plan.swap_()
+            plan.restore_()
 
         if warm:
             step()
@@ -160,12 +166,12 @@ class TestGraphs:
             lr.fill_(rate)
             graph.replay()
             expected(rate)
-            assert_same_bits([w, g, v, out], other)
+            assert_same_bits(lists, other)
         step()  # between replays, with the plan's own table
         expected(0.0)
         graph.replay()
         expected(0.0)
-        assert_same_bits([w, g, v, out], other)
+        assert_same_bits(lists, other)
 
     def test_one_shot_calls(self) -> None:
         w, v, out = apart(LONG, 3)
@@ -175,6 +181,23 @@ class TestGraphs:
             lr.fill_(rate)
             graph.replay()
             assert_same_bits([out], [st.predict(w, v, lr=rate, steps=2)])
+
+    def test_every_replay_reads_whether_to_skip(self) -> None:
+        w, g, v = lists = apart(3, 3)
+        found = number(0.0)
+        plan = st.Plan(w, grads=g, momentum_buffers=v)
+
+        def step() -> None:
+            plan.sgd_step_(lr=0.1, momentum=0.9, found_inf=found)
+
+        step()  # queries the device's constants once
+        graph, other = captured(step), copies(lists)
+        for skip in (1.0, 0.0):
+            found.fill_(skip)
+            graph.replay()
+            if not skip:
+                st.sgd_step_(*other, lr=0.1, momentum=0.9)
+            assert_same_bits(lists, other)
 
     def test_a_gradient_must_stay_where_a_graph_reads_it(self) -> None:
         w, g, v = apart(3, 3)
@@ -208,7 +231,9 @@ class TestGraphs:
         assert_same_bits([outs[0]], [st.predict(w, v, lr=0.5, steps=2)])
 
 
-def test_a_rate_in_memory_of_the_host_is_refused() -> None:
-    w, v, out = apart(2, 3)
+def test_numbers_in_memory_of_the_host_are_refused() -> None:
+    w, g, v, out = apart(2, 4)
     with pytest.raises(ValueError, match=r"lr: expected an array on cuda:0.* got cpu"):
         st.predict(w, v, lr=in_memory(0.1), steps=2, out=out)
+    with pytest.raises(ValueError, match=r"found_inf: expected an array on cuda:\d+.*got cpu"):
+        st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, found_inf=torch.tensor(0.0))

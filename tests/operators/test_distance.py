@@ -1,4 +1,4 @@
-"""Tests distance between weight versions beside its definition; its bits are in test_calls.py."""
+"""Tests distance between weight versions; their bits are in test_calls.py."""
 
 from __future__ import annotations
 
@@ -13,32 +13,6 @@ from helpers.foreign_arrays import Producer
 from torch import Tensor
 
 import spectrain_ext as st
-
-SIZES = (1, 5, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 11)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_norms_are_those_of_the_definition(dtype: torch.dtype) -> None:
-    now, predicted, stale = ([torch.randn(n).to(dtype) for n in SIZES] for _ in range(3))
-    each, total = st.distance(now, [predicted, stale])
-    assert each.shape == (2, len(SIZES)) and total.shape == (2,)
-    assert each.dtype == total.dtype == torch.float64
-    for j, other in enumerate((predicted, stale)):
-        squares = [(a.double() - b.double()).square() for a, b in zip(other, now, strict=True)]
-        exact = [math.sqrt(math.fsum(square.tolist())) for square in squares]
-        assert each[j].tolist() == pytest.approx(exact, rel=1e-14)
-        assert total[j].item() == pytest.approx(math.hypot(*exact), rel=1e-14)
-
-
-def test_roots_are_rounded_once() -> None:
-    """torch's square root on the CPU is not: 1% differed from a GPU's in the last bit.
-
-    The root of a rounded square is the number itself.
-    """
-    now, other = torch.randn(2, 1000, dtype=torch.float64)
-    each, _ = st.distance(list(now), [list(other)])
-    assert torch.equal(each[0], (now - other).abs())
-
 
 _W = [torch.randn(4), torch.randn(4)]
 

@@ -1,4 +1,4 @@
-"""Tests lists of a thousand tensors, sequences of any kind, and strides that do not matter.
+"""Tests lists of a thousand tensors, sequences of any kind, and tensors that autograd knows.
 
 How tensors lie in memory, and the sizes around every boundary, are in test_calls.py.
 """
@@ -55,4 +55,37 @@ def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
     assert torch.equal(odd, w)
     st.predict_(odd, v, lr=0.5, steps=1)
     assert torch.equal(odd, st.predict(w, v, lr=0.5, steps=1))
-    assert torch.equal(odd, torch.addcmul(w, torch.tensor(-0.5), v))
+    plan, expected = st.Plan(w, grads=v), w - odd
+    plan.refresh(odd)
+    plan.sgd_step_(lr=1.0, momentum=0.0)
+    assert torch.equal(w, expected)
+
+
+def test_backward_after_a_plan_uses_the_weights_that_are_there_now() -> None:
+    """Documented: the input's gradient is computed with the new weights, and nothing raises."""
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    loss = (w @ x).sum()
+    new = torch.randn(4, 4)
+    st.Plan(w, stashed=new).restore_()
+    loss.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, new.sum(0))
+
+
+def test_parameters_that_require_grad_are_taken() -> None:
+    params = list(torch.nn.Linear(3, 3).parameters())
+    v = [torch.randn_like(p) for p in params]
+    with torch.no_grad():
+        st.predict_(params, v, lr=0.1, steps=1.0)
+        kept = [*st.stash(params), *st.predict(params, v, lr=0.1, steps=1.0)]
+        st.sgd_step_(params, [torch.ones_like(p) for p in params], v, lr=0.1, momentum=0.9)
+        st.restore_(params, kept[:2])
+    assert all(p.requires_grad and p.is_leaf for p in params)
+    assert not any(t.requires_grad for t in kept)
+
+
+def test_inference_tensors_have_no_counter_and_are_taken() -> None:
+    with torch.inference_mode():
+        w, v = torch.zeros(5), torch.ones(5)
+        st.predict_(w, v, lr=0.5, steps=1.0)
+        assert w.tolist() == [-0.5] * 5

@@ -57,13 +57,6 @@ def test_a_number_out_of_range(rule: str, name: str, value: float, says: str) ->
         made(**{**given, name: value})
 
 
-def test_betas_lie_in_the_half_open_unit_interval() -> None:
-    last = math.nextafter(1, 0)
-    assert laws.Adam(**_ADAM, betas=(0, last)).betas == (0.0, last)
-    with pytest.raises(ValueError, match=r"^betas\[0\]: .*\[0, 1\).*1\.0"):
-        laws.Adam(**_ADAM, betas=(1, 0.9))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,7 +84,7 @@ def test_numbers_are_values() -> None:
     assert laws.Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
 
 
-@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor], ids=str)
+@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor])
 @pytest.mark.parametrize("step", [1, 3])
 def test_steps_of_any_kind_are_the_same_number(step: int, kind: Any) -> None:
     """torch stores it in a float32 tensor; the power must not be computed in float32."""
@@ -99,15 +92,3 @@ def test_steps_of_any_kind_are_the_same_number(step: int, kind: Any) -> None:
         made = laws.Adam(**{**options, "step": kind(step)})
         assert made == laws.Adam(**options) and type(made.step) is int
         assert made.term() == laws.Adam(**options).term()
-
-
-@pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**6])
-def test_bias_corrections(step: int) -> None:
-    """Compared with exact rational powers until they reach 1."""
-    beta1, beta2 = Fraction(0.9), Fraction(0.999)
-    made = laws.Adam(**{**_ADAM, "step": step}).term()
-    if step > 1000:
-        assert (made.momentum, made.root) == (0.1, 1.0)
-        return
-    assert math.isclose(made.momentum, 0.1 / float(1 - beta1**step), rel_tol=1e-14)
-    assert math.isclose(made.root, float(1 - beta2**step) ** -0.5, rel_tol=1e-12)

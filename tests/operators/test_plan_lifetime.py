@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,28 +34,29 @@ MOVES: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "storage.resize_(0)": lambda _, p: p.untyped_storage().resize_(0),
     "storage.resize_": lambda _, p: p.untyped_storage().resize_(1 << 22),
 }
-#: What a plan does, and the lists that it uses beside the parameters.
-CALLS: dict[str, tuple[Callable[[st.Plan], object], set[str]]] = {
-    "predict_": (lambda plan: plan.predict_(lr=0.1, steps=1.0), {"momentum_buffers"}),
-    "predict": (lambda plan: plan.predict(lr=0.1, steps=1.0), {"momentum_buffers", "outs[0]"}),
-    "stash": (lambda plan: plan.stash(), {"stashed"}),
-    "restore_": (lambda plan: plan.restore_(), {"stashed"}),
-    "swap_": (lambda plan: plan.swap_(), {"stashed"}),
-    "stash_predict_": (
-        lambda plan: plan.stash_predict_(lr=0.1, steps=2.0),
-        {"momentum_buffers", "stashed"},
-    ),
-    "extrapolate": (lambda plan: plan.extrapolate(steps=1.0), {"stashed", "outs[0]"}),
-    "write_out": (lambda plan: plan.write_out(), {"outs[0]"}),
+#: What a plan does, its arguments, and the lists that it uses beside the parameters.
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "predict_": ({"lr": 0.1, "steps": 1.0}, "momentum_buffers"),
+    "predict": ({"lr": 0.1, "steps": 1.0}, "momentum_buffers outs[0]"),
+    "stash": ({}, "stashed"),
+    "restore_": ({}, "stashed"),
+    "swap_": ({}, "stashed"),
+    "stash_predict_": ({"lr": 0.1, "steps": 2.0}, "momentum_buffers stashed"),
+    "extrapolate": ({"steps": 1.0}, "stashed outs[0]"),
+    "write_out": ({}, "outs[0]"),
     "sgd_step_": (
-        lambda plan: plan.sgd_step_(lr=0.1, momentum=0.9, predict=[1.0]),
-        {"grads", "momentum_buffers", "outs[0]"},
+        {"lr": 0.1, "momentum": 0.9, "predict": [1.0]},
+        "grads momentum_buffers outs[0]",
     ),
     "adam_step_": (
-        lambda plan: plan.adam_step_(lr=0.1, step=1, predict=[1.0]),
-        {"grads", "exp_avgs", "exp_avg_sqs", "outs[0]"},
+        {"lr": 0.1, "step": 1, "predict": [1.0]},
+        "grads exp_avgs exp_avg_sqs outs[0]",
     ),
 }
+
+
+def _call(plan: st.Plan, call: str) -> None:
+    getattr(plan, call)(**CALLS[call][0])
 
 
 def _lists(params: list[Tensor], call: str) -> dict[str, list[Tensor]]:
@@ -78,27 +80,27 @@ def test_parameters_that_moved_are_refused(device: str, move: str, call: str) ->
     params: list[Tensor] = list(model.parameters())
     plan = _plan(params, _lists(params, call))
     if device == "cuda":
-        CALLS[call][0](plan)
+        _call(plan, call)
     MOVES[move](model, params[2])
     first = 0 if move in ("double", "bfloat16", "share_memory") else 2
     with pytest.raises(RuntimeError, match=rf"^params\[{first}\]: its memory is not where"):
-        CALLS[call][0](plan)
+        _call(plan, call)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_only_what_a_call_uses_has_to_be_in_place(call: str) -> None:
     params = [torch.ones(50), torch.ones(5)]
-    does, uses = CALLS[call]
+    uses = CALLS[call][1].split()
     for name in _lists(params, call):
         lists = _lists(params, call)
         plan = _plan(params, lists)
         lists[name][1].data = torch.ones(5)
         if name not in uses:
-            does(plan)
+            _call(plan, call)
             continue
         was = [p.clone() for p in params]
         with pytest.raises(RuntimeError) as caught:
-            does(plan)
+            _call(plan, call)
         assert str(caught.value).startswith(f"{name}[1]: its memory is not where")
         assert all(map(torch.equal, params, was))
 

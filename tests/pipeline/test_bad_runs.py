@@ -81,7 +81,7 @@ def test_batches(batch, error, match):
     assert len(losses(pipe, good)) == 2
 
 
-@pytest.mark.parametrize("given", [3, None, lambda: batches(2)], ids=str)
+@pytest.mark.parametrize("given", [3, None, lambda: batches(2)])
 def test_batches_that_are_not_iterable(given):
     pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
     for call in (pipe.run, pipe.fit, pipe.evaluate):

@@ -245,3 +245,28 @@ def test_a_sparse_gradient():
     for token, skipped in ((2, 0), (3, 1)):
         losses(pipe, [(torch.full((4,), token), torch.zeros(4, 5))])
         assert pipe.skipped == (skipped,)
+
+
+class Scaled(nn.Linear):
+    """Divides by a running mean of its inputs' sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.register_buffer("size", torch.ones(5))
+
+    def forward(self, x):
+        self.size.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        return super().forward(x / self.size.clone()).tanh()
+
+
+@pytest.mark.parametrize(("method", "microbatches"), [("spectrain", 2), ("pipedream-2bw", 4)])
+def test_without_a_flush_a_run_recovers_from_a_buffer_that_outputs_depend_on(method, microbatches):
+    """Later minibatches in flight had kept the nan, so that every later update was skipped."""
+    stages = [Scaled() for _ in range(4)]
+    options = {"microbatches": microbatches, "on_nonfinite": "skip"}
+    pipe = st.Pipeline(stages, sgd(), mse, method, **options)
+    data = batches(18, size=12)
+    found = losses(pipe, [poisoned(data[0], "input"), *data[1:]])
+    assert max(pipe.skipped) < 9
+    assert all(stage.size.isfinite().all() for stage in stages)
+    assert torch.tensor(found[9:]).isfinite().all()

@@ -256,7 +256,6 @@ def rule(*values):
         ({"families": ("lion",)}, ["families", "lion"]),
         ({"families": ("adam", "adamw", "nadam")}, ["has SGD, and method 'own' is defined for"]),
     ],
-    ids=str,
 )
 def test_an_inconsistent_method(fields, said):
     found = str(refused((T, V), "'own'", method=st.Method("own", "of a test", **fields)))

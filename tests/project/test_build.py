@@ -188,26 +188,6 @@ class TestCudaHalf:
             assert not generic, (name, generic)
             assert ".local" not in entry, name
 
-    @pytest.mark.nightly
-    @pytest.mark.skipif(_cuda_tool("nvdisasm") is None, reason="needs nvdisasm (CUDA toolkit)")
-    def test_machine_code_of_every_architecture_has_vectors_and_no_local_memory(self) -> None:
-        machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
-        kernels: dict[str, int] = dict.fromkeys(machine, 0)
-        for arch in machine:
-            code_of = self._dump("--dump-sass", "--gpu-architecture", arch)
-            for part in code_of.split("Function : ")[1:]:
-                name, code = part.split("\n", 1)
-                if not re.search("run_table|run_resident", name):
-                    continue
-                kernels[arch] += 1
-                for access in ("LDG", "STG"):
-                    bits = "(128|64)" if access == "STG" and _mixes_widths(name) else "128"
-                    found = re.search(rf"\b{access}\.E\.(\w+\.)*{bits}\b", code)
-                    assert found, (arch, name, access)
-                spilled = re.findall(r"\b(?:LDL|STL)\b.*", code)
-                assert not spilled, (arch, name, spilled)
-        assert kernels and min(kernels.values()) >= 150, kernels
-
 
 #: What nvcc of CUDA 13 knows, and of 12.9, which compiles the wheels (Jetson Thor is 10.1 in it).
 CUDA_13 = ["compute_70", "sm_70", *(f"sm_{n}" for n in (75, 80, 86, 87, 90, 100, 103, 110, 120))]
@@ -306,30 +286,6 @@ class TestArchitectures:
         done = self._choose(tmp_path, gpus, **settings)
         assert done.returncode != 0
         assert told in " ".join(done.stderr.split())
-
-
-CUDA_SOURCES = {path.name: path for path in ROOT.glob("csrc/kernels/cuda/*.cu")}
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("source", sorted({*CUDA_SOURCES, "sgd.cu", "adam.cu", "copy.cu"}))
-def test_no_spills_on_any_architecture(source: str, tmp_path: Path) -> None:
-    nvcc = _cuda_tool("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    codes = _run(nvcc, "--list-gpu-code").split()
-    known = {int(a[3:]) for a in codes if re.fullmatch(r"sm_\d+", a) and int(a[3:]) >= 75}
-    command = [nvcc, "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "--threads", "2", "-c"]
-    command += [f"-I{ROOT / 'csrc'}", *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in known)]
-    done = _try(*command, str(CUDA_SOURCES[source]), "-o", str(tmp_path / "o"), timeout=1800)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0, log
-    assert {int(a) for a in re.findall(r"for 'sm_(\d+)'", log)} == known
-    # "Function properties for NAME", then its figures
-    spilling = re.findall(r"properties for (\S+)\n(?!\s+0 bytes stack frame, 0 bytes spill).*", log)
-    assert "Function properties for" in log
-    assert not spilling
 
 
 class TestCudaIsAChoice:

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bench_cost import (
     ALIGNMENT,
     STAGES,
     main,
     memory,
     moved,
-    pipeline_of,
     stages_of,
-    timed,
 )
 from report import speed
 from torch import nn
@@ -78,15 +75,6 @@ def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bo
     assert pipe.weight_version_bytes == sum(stage["counted_bytes"] for stage in found)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_buffer_more_is_seen() -> None:
-    pipe = pipeline_of("spectrain", 1, "sgd", WIDTH)
-    assert [stage["buffers"] for stage in memory(pipe, WIDTH)] == [2] * STAGES
-    more = torch.empty(WIDTH, WIDTH + 32)  # as large as the first stage
-    assert [stage["buffers"] for stage in memory(pipe, WIDTH)] == [3, *[2] * (STAGES - 1)]
-    del more
-
-
 @pytest.mark.parametrize(
     ("method", "update", "loads"),
     [
@@ -107,20 +95,6 @@ def test_bytes_of_a_minibatch(method: str, update: list[int], loads: list[int]) 
         assert [stage["update"] for stage in found] == [b + step for b in update]
         predicts = [b + state * (b == 12) for b in loads]
         assert [stage["loads"] for stage in found] == predicts
-
-
-def test_times_are_over_the_first_ones() -> None:
-    pipes = [pipeline_of(method, 1, "sgd", WIDTH) for method in ("sync", "spectrain")]
-    plain, predicted = timed(pipes, WIDTH, batch=2, rounds=2, minibatches=1)
-    assert len(plain) == len(predicted) == STAGES
-    for stage in plain:
-        assert stage["update"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-    for stage in predicted:
-        update, loads = stage["update"], stage["loads"]
-        assert update["low"] > 0 and loads["low"] > 0
-        for both in (stage["both"], update, loads):
-            assert both["low"] <= both["median"] <= both["high"]
-        assert stage["compute_ms"] > 0
 
 
 def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:

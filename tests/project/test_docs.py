@@ -150,12 +150,6 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
-def test_every_page_is_in_the_table_of_contents() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.stem == "index" or re.search(rf"\b{page.stem}\b", index), page.name
-
-
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     """Every first cell quotes a piece of a message that is in some source file."""
     code = " ".join(

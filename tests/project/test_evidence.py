@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report import RESULTS, __main__, documents, quality, races, tables
+from report import RESULTS, __main__, documents, quality, tables
 
 from spectrain_ext.simulation import summarize
 from spectrain_ext.timelines import simulate_method
@@ -61,10 +61,6 @@ class TestMarks:
     def test_what_a_hand_has_typed_is_found(self, text: str, found: list[str]) -> None:
         assert [what for _, what in documents.naked(text)] == found
 
-    def test_it_is_found_by_its_line(self) -> None:
-        text = "```\n1.5\n```\n<!--f a-->\n\n| 1.5 |\n\n<!--/f-->\nnow 1.5\n"
-        assert list(documents.naked(text)) == [(9, "1.5")]
-
 
 def test_every_table_is_used() -> None:
     text = "".join(path.read_text() for path in documents.pages())
@@ -104,11 +100,6 @@ class TestPictures:
             "c.png: on no page",
         ]
 
-    def test_the_times_to_a_loss_are_drawn(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        races.draw(RESULTS, tmp_path / "a.png")
-        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
 
 class TestRaces:
     @pytest.mark.parametrize("work", [[1.0] * 8, [0.2, *[1.0] * 6, 1.6], [0.5, 1.3] * 4])
@@ -121,24 +112,6 @@ class TestRaces:
             spans = simulate_method("1f1b", 8, 6, microbatches=microbatches, **costs)
             took = summarize(spans).period / max(work)
             assert took == pytest.approx(1.0 + idle / microbatches)
-
-    def test_from_the_break_even_on_a_flush_is_as_quick(self) -> None:
-        for r in races.races(RESULTS):
-            for share in r.updates.keys() - r.beyond:
-                said = r.even(share, r.idle)
-                if said == "none":
-                    assert r.updates[share] <= 1.0
-                    continue
-                many = int(said.replace(",", ""))
-                assert 1.0 + r.idle / many <= r.updates[share] + 1e-9
-                assert 1.0 + r.idle / (many - 1) > r.updates[share]
-
-    def test_what_was_not_reached_has_a_bound(self) -> None:
-        row = {"contender": "auto", "stages": 8, "microbatches": 8, "delay": 1, "losses": [1.0]}
-        row |= {"updates": {"0.5": 1.125, "0.75": None, "1.0": None}, "time": 1.0}
-        r = races.race("text", row, 1.25)
-        assert [r.shown(share) for share in races.SHARES] == ["0.90", "> 1.07", "> 0.80"]
-        assert [r.even(share, 7) for share in races.SHARES] == ["56", "at most 21", "not known"]
 
 
 def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:

@@ -16,7 +16,7 @@ import bench_pipeline
 import gpu_suite
 import pytest
 import torch
-from gpu import carried, cuda_tests, devices, exact, install, plan, ranks, stress, training
+from gpu import carried, cuda_tests, devices, exact, install, plan, ranks, stress
 from gpu.cases import POISONED, Cases
 from gpu.launch import launch
 from gpu.overlap import overlap, spans
@@ -317,6 +317,53 @@ class TestInstall:
         assert found is None if why is None else why in found, found
 
 
+def test_what_bits_are_judged_by() -> None:
+    stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
+    exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
+    with pytest.raises(AssertionError, match="of 6 tensors differ"):
+        exact.same(stale, predicted)
+    with pytest.raises(AssertionError, match="expected"):
+        exact.same({}, predicted)
+    with pytest.raises(AssertionError, match=r"1 of 1 tensors differ, by up to 1e-07: \['w'\]"):
+        exact.same({"w": torch.tensor([0.0, 1e-7])}, {"w": torch.zeros(2)})
+
+
+def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
+    return {"name": name, "cat": kind, "ts": begin, "dur": duration, "ph": "X", "args": at}
+
+
+class TestOverlap:
+    """Shares of time in which streams computed together."""
+
+    def test_two_streams(self) -> None:
+        """10 us of compute with 4 us of prediction in parallel, 2 us idle, a 4 us copy."""
+        predict = "spectrain::run_table<spectrain::SgdPredict<float>>"
+        events = [
+            _event("gemm", 100, 10, stream=7),
+            _event(predict, 103, 4, stream=8),
+            _event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
+            _event("aten::mm", 90, 100, "cpu_op", stream=1),
+            {"ph": "M", "name": "process_name"},
+        ]
+        found = overlap(spans(events))
+        assert found["us_by_kind"] == {"compute": 10, "prediction": 4, "copy": 4}
+        assert (found["whole_us"], found["busy_us"], found["kernels"]) == (16, 14, 3)
+        assert found["two_streams_share"] == pytest.approx(4 / 14, abs=1e-4)
+        together = {"compute and prediction": pytest.approx(4 / 14, abs=1e-4)}
+        assert found["share_together"] == together
+        assert found["two_devices_share"] == 0
+        assert overlap([]) == {"kernels": 0}
+
+
+def test_a_late_stream_that_changes_a_bit_is_a_failure(
+    cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stress.Delays, "sleep", lambda self, share: (_ for _ in ()).throw(OSError))
+    stress.stress_options(cases, REHEARSAL)
+    assert {c["status"] for k, c in cases.data.items() if "no delays" in k} == {"ok"}
+    assert {c["status"] for k, c in cases.data.items() if "seed" in k} == {"failed"}
+
+
 def test_what_only_gpus_run(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two simulated GPUs, of which this process has used the second."""
     waited: list[int] = []
@@ -362,72 +409,6 @@ def test_a_rank_that_hangs_is_ended_and_says_where() -> None:
     assert hung.code is None and "in hangs" in hung.said, hung
 
 
-def test_what_bits_and_training_are_judged_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
-    exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
-    with pytest.raises(AssertionError, match="of 6 tensors differ"):
-        exact.same(stale, predicted)
-    with pytest.raises(AssertionError, match="expected"):
-        exact.same({}, predicted)
-    with pytest.raises(AssertionError, match=r"1 of 1 tensors differ, by up to 1e-07: \['w'\]"):
-        exact.same({"w": torch.tensor([0.0, 1e-7])}, {"w": torch.zeros(2)})
-    ways: Any = {
-        m: {"minibatches_per_s": s, "losses": [2.0, 1.0]} for m, s in (("auto", 3), ("1f1b", 2))
-    }
-    monkeypatch.setattr(training, "run_all", lambda *_, **__: [ways])
-    assert training.throughput(1, FULL)["auto_over_1f1b"] == 1.5
-    ways["1f1b"]["losses"] = [1.0, 1.0]
-    with pytest.raises(AssertionError, match="1f1b does not train"):
-        training.throughput(1, FULL)
-
-
-def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
-    return {"name": name, "cat": kind, "ts": begin, "dur": duration, "ph": "X", "args": at}
-
-
-class TestOverlap:
-    """Shares of time in which streams computed together."""
-
-    def test_two_streams(self) -> None:
-        """10 us of compute with 4 us of prediction in parallel, 2 us idle, a 4 us copy."""
-        predict = "spectrain::run_table<spectrain::SgdPredict<float>>"
-        events = [
-            _event("gemm", 100, 10, stream=7),
-            _event(predict, 103, 4, stream=8),
-            _event("Memcpy DtoD", 112, 4, "gpu_memcpy", stream=9),
-            _event("aten::mm", 90, 100, "cpu_op", stream=1),
-            {"ph": "M", "name": "process_name"},
-        ]
-        found = overlap(spans(events))
-        assert found["us_by_kind"] == {"compute": 10, "prediction": 4, "copy": 4}
-        assert (found["whole_us"], found["busy_us"], found["kernels"]) == (16, 14, 3)
-        assert found["two_streams_share"] == pytest.approx(4 / 14, abs=1e-4)
-        together = {"compute and prediction": pytest.approx(4 / 14, abs=1e-4)}
-        assert found["share_together"] == together
-        assert found["two_devices_share"] == 0
-        assert overlap([]) == {"kernels": 0}
-
-    def test_two_devices_whose_streams_share_a_number(self) -> None:
-        """An NCCL message in parallel with a product."""
-        events = [
-            _event("gemm", 0, 8, stream=7, device=0),
-            _event("ncclDevKernel_SendRecv()", 4, 8, stream=7, device=1),
-        ]
-        found = overlap(spans(events))
-        share = pytest.approx(4 / 12, abs=1e-4)
-        assert (found["streams"], found["two_devices_share"]) == (2, share)
-        assert found["share_together"] == {"compute and message": share}
-
-
-def test_a_late_stream_that_changes_a_bit_is_a_failure(
-    cases: Cases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stress.Delays, "sleep", lambda self, share: (_ for _ in ()).throw(OSError))
-    stress.stress_options(cases, REHEARSAL)
-    assert {c["status"] for k, c in cases.data.items() if "no delays" in k} == {"ok"}
-    assert {c["status"] for k, c in cases.data.items() if "seed" in k} == {"failed"}
-
-
 class TestCudaTests:
     """The tests of this suite that a GPU runs."""
 
@@ -442,15 +423,3 @@ class TestCudaTests:
         names = [str(path.relative_to(tests)) for path in cuda_tests.marked(tests)]
         assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
         assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names
-
-    def test_files_are_tested_on_gpus_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for count, given, expected in (
-            (1, "3", [None]),
-            (3, None, ["0,1,2", "1,2,0", "2,0,1"]),
-            (2, "GPU-a,GPU-b", ["GPU-a,GPU-b", "GPU-b,GPU-a"]),
-        ):
-            monkeypatch.setattr(cuda_tests.machine, "gpus", lambda n=count: n)
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            if given is not None:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-            assert cuda_tests._visible() == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,10 +65,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def test_a_containers_quota(machine: Machine, given: dict[str, object], expected: int) -> None:
     machine(**given)
     assert cores() == expected
-
-
-def test_here() -> None:
-    assert 1 <= cores() <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
             (content, "expected forwards and backwards, got none")
             for content in ("", "\n", " , \n")
         ),
-        ("0F0,0B0\n1B0,1F0\n", "stage 1, backward of minibatch 0, microbatch 0: expected its fo"),
+        ("0F0,0B0\n1B0,1F0\n", "stage 1, backward of minibatch 0, microbatch 0: expected its f"),
     ],
 )
 def test_a_schedule_that_is_none(content, said, out, tmp_path):

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
@@ -428,62 +427,6 @@ void check_all() {
 }
 
 }  // namespace
-
-TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
-  // Every 16-bit pattern survives the way to float and back; NaN stays NaN.
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const auto u = static_cast<uint16_t>(bits);
-    const float h = widen(Half{u}), b = widen(BFloat16{u});
-    const uint16_t half = narrow_half(h).bits, bfloat = narrow_bfloat16(b).bits;
-    ASSERT_TRUE(h != h ? (half & 0x7fff) > 0x7c00 : half == u) << u;
-    ASSERT_TRUE(b != b ? (bfloat & 0x7fff) > 0x7f80 : bfloat == u) << u;
-    // The neighbourhood of every midpoint rounds to the nearest, and to even in the middle.
-    const float next = widen(Half{static_cast<uint16_t>(u + 1)});
-    if (h != h || (u & 0x7fff) >= 0x7bff || next != next) continue;
-    const float middle = h + (next - h) / 2;  // exact: a half has 11 bits, a float 24
-    ASSERT_EQ(narrow_half(middle).bits, (u & 1) != 0 ? u + 1 : u);
-    ASSERT_EQ(narrow_half(std::nextafterf(middle, h)).bits, u);
-    ASSERT_EQ(narrow_half(std::nextafterf(middle, next)).bits, u + 1);
-  }
-}
-
-TEST(Table, RowsAreAlignedToWhatTheirVectorsTake) {
-  alignas(16) static char memory[64];
-  const auto head = [](int vector, std::vector<std::pair<int, int>> streams) {  // offset, width
-    std::vector<void*> pointers;
-    std::vector<int> widths;
-    for (const auto& [offset, width] : streams) {
-      pointers.push_back(memory + offset);
-      widths.push_back(width);
-    }
-    return aligned_head(pointers.data(), widths.data(), widths.size(), vector);
-  };
-  EXPECT_EQ(head(8, {{0, 4}, {0, 2}}), 0);
-  EXPECT_EQ(head(8, {{16, 4}, {8, 2}}), 4);  // 16 bytes of both
-  EXPECT_EQ(head(4, {{16, 4}, {8, 2}}), 0);  // 16 and 8
-  EXPECT_EQ(head(8, {{4, 4}, {2, 2}}), 7);
-  EXPECT_EQ(head(4, {{4, 4}, {2, 2}}), 3);
-  EXPECT_EQ(head(4, {{4, 4}, {10, 2}}), 3);
-  EXPECT_EQ(head(8, {{4, 4}, {10, 2}}), 3);
-  EXPECT_EQ(head(4, {{0, 4}, {2, 2}}), -1);
-  EXPECT_EQ(head(4, {{4, 4}, {8, 2}}), -1);
-  EXPECT_EQ(head(2, {{8, 8}, {24, 8}}), 1);
-}
-
-// A launch and the body have the same policy, and the test above sees both.
-TEST(Kernels, WhatMixesWidthsTakesFourElements) {
-  const auto vector = [](Operation operation, DType w, DType g, DType s, DType o) {
-    const KernelKey key{operation, w, g, s, o};
-    return find_cuda_kernel(key).vector;
-  };
-  constexpr auto bf16 = DType::bfloat16, f32 = DType::float32, f64 = DType::float64;
-  EXPECT_EQ(vector(Operation::adam_step, f32, bf16, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::sgd_momentum, bf16, bf16, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::cast, f32, f32, f32, bf16), 4);
-  EXPECT_EQ(vector(Operation::adam_step, f32, f32, f32, f32), 4);
-  EXPECT_EQ(vector(Operation::copy, bf16, bf16, bf16, bf16), 8);
-  EXPECT_EQ(vector(Operation::swap, f64, f64, f64, f64), 2);
-}
 
 TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
   check_all();
