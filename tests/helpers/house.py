@@ -27,15 +27,15 @@ DOCUMENTED = {
 
 #: Whoever gets below a ceiling lowers it. Raising one takes a sentence in CHANGELOG.md.
 CEILINGS = {
-    "package, lines": 32122,
+    "package, lines": 32120,
     "package, files": 130,
     "core, lines": 14348,
     "core, files": 58,
     "csrc, lines": 5196,
     "bench, lines": 7275,
     "studies, lines": 4999,
-    "tests, lines": 56312,
-    "tests that import inner modules": 78,
+    "tests, lines": 42900,
+    "tests that import inner modules": 15,
     "manual, words": 25556,
     "arguments of Pipeline": 17,
     "arguments of DistributedPipeline": 23,
