@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -305,3 +306,17 @@ def test_what_cannot_be_corrected() -> None:
     narrow = made("SGD", make_params(BF16))
     bind = partial(narrow.bind, None, buffers_for(narrow), DelayCompensation(1))
     refuses(bind, TypeError, "float32 or float64")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bad"),
+    [
+        (DelayCompensation, "strength", [-1.0, math.nan, math.inf, "1", None]),
+        (GapAware, "decay", [-0.1, 1.0, math.nan, "1"]),
+        (AdaptiveBraking, "strength", [-1.0, math.nan, "1"]),
+    ],
+)
+def test_bad_numbers(kind: Any, name: str, bad: list[Any]) -> None:
+    for value in bad:
+        with pytest.raises((ValueError, TypeError), match=name):
+            kind(value)
