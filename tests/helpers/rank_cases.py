@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from helpers.covering import Axes
+from helpers.random_settings import FLUSHING
 from helpers.ways import WAYS, travelling
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -291,7 +292,6 @@ AXES: dict[str, Sequence[Any]] = {
 
 # Every method, and every pair of values of two axes; a method counts as its family
 
-FLUSHING = ("sync", "gpipe", "1f1b", "zb-h1", "interleaved")
 OWN_ORDER = ("interleaved-async", "wpipe", "zb-h1-async")
 STALE = (
     *("vanilla", "pipedream", "pipedream-vertical-sync", "pipedream-2bw", "auto", "lwp-w"),
