@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noq
 from helpers.random_modules import Function
 from helpers.value_programs import (
     NESTED_DIM,
-    cut_by_hand,
     nested_batches,
     nested_data,
     nested_loss,
@@ -57,7 +57,7 @@ def test_microbatches_cut_alike_have_the_bits_of_a_batch(method):
     def run(batches):
         torch.manual_seed(2)
         pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method, microbatches=3)
-        results = pipe.run(batches, keep=lambda output, target: (output, mse(output, target)))
+        results = pipe.run(batches, keep=lambda output, target: (output, target))
         return [(r.loss, r.kept) for r in results], dict(pipe.state_dict())
 
     made = [(torch.randn(size, 5), torch.randn(size, 5)) for size in (6, 7, 3, 2, 8)]
@@ -72,18 +72,16 @@ def test_microbatches_cut_alike_have_the_bits_of_a_batch(method):
 
 
 def test_other_objects_go_to_every_microbatch_as_they_are():
-    given, seen = object(), []
+    given = object()
 
-    def noting(value):
-        x, settings = value
-        seen.append(settings)
-        return x
+    def checked(value):
+        assert value[1] is given
+        return value[0]
 
-    pipe = flushing(noting, lambda output, target: mse(output, noting(target)))
+    pipe = flushing(checked, lambda output, target: mse(output, checked(target)))
     batch = ((torch.randn(4, 5), given), [torch.randn(4, 5), given])
     assert len(losses(pipe, [batch])) == 1
     assert pipe.evaluate([batch])["loss"] > 0
-    assert seen == [given] * 6
 
 
 def test_what_is_handed_to_every_microbatch_is_each_ones_own():
@@ -176,14 +174,42 @@ def test_two_mappings_that_may_be_either_are_refused(microbatches):
     assert pipe.evaluate([st.Microbatches(made)])["loss"] > 0
 
 
-def test_lists_that_are_no_microbatches():
-    batch = nested_data([8], torch.float64)[0]
-    three = cut_by_hand(batch, (3, 3, 2), (3, 3, 3))
-    one = {**batch, "labels": batch["labels"][:3]}
-    for given, error, said in (
-        (three, ValueError, r"batches\[0\]: expected a list of at most 2 .* got 3"),
-        ([*three[:2], batch["x"]], TypeError, "a pair .* or a list of .* list of length 3"),
-        (st.Microbatches([batch, one]), ValueError, r"\[0\]\[1\]: .* batch\['labels'\] has shape"),
-    ):
-        with pytest.raises(error, match=said):
-            losses(nested(), [given])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_first_stage_that_works_in_place_does_not_change_what_the_loss_gets(n, recompute):
+    seen = []
+
+    def loss(output, batch):
+        seen.append(batch["x"].clone())
+        return mse(output, batch["x"])
+
+    doubled = Function(lambda batch: batch["x"].mul_(2))
+    parts = [nn.Sequential(doubled, *tanh_stages(1)), *tanh_stages(n - 1)]
+    pipe = st.Pipeline(parts, sgd(), loss, "spectrain", microbatches=2, recompute=recompute)
+    losses(pipe, batches := [{"x": torch.randn(4, 5)} for _ in range(6)])
+    for part in torch.cat([batch["x"] for batch in batches]).split(2):
+        assert any(torch.equal(part, x) for x in seen)
+
+
+def test_other_mappings_between_stages_become_dicts():
+    def plain(value):
+        assert type(value) is dict
+        return value["x"]
+
+    stages = [Function(plain), Function(lambda x: OrderedDict(x=x)), Function(plain)]
+    pipe = st.Pipeline([*stages, *tanh_stages(1)], sgd(), lambda output, _: output.mean())
+    assert len(losses(pipe, [UserDict(x=torch.randn(4, 5))] * 3)) == 3
+    assert pipe(UserDict(x=torch.zeros(2, 5))).shape == (2, 5)
+
+
+def test_a_target_is_dense_whichever_dimension_it_is_cut_along():
+    """A minibatch's targets are copied together; a loss may flatten a microbatch's by ``view``."""
+    seen = []
+
+    def flat(output, target):
+        seen.append(target.shape)
+        return mse(output.reshape(-1), target.view(-1))
+
+    pipe = st.Pipeline(tanh_stages(2), sgd(), flat, "gpipe", microbatches=4, split_dim=-2)
+    losses(pipe, [(torch.randn(7, size, 5), torch.randn(7, size, 5)) for size in (6, 6, 4)])
+    assert [shape[1] for shape in seen[:8]] == [2, 2, 1, 1, 2, 2, 1, 1]
