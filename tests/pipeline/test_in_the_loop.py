@@ -1,9 +1,9 @@
-"""Tests what a caller does between the results of a run, as in a plain training loop."""
+"""Tests what a caller does in the loop of a run, as in a plain one, and between runs."""
 
 from __future__ import annotations
 
 import copy
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -148,3 +148,71 @@ def test_what_a_suspended_run_forbids():
     pipe.load_state_dict(state)
     same(pipe.state_dict(), state)
     pipe(torch.randn(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "whole", "thaws"),
+    [
+        (sgd(), False, True),
+        (sgd(), True, False),
+        (torch_sgd(), True, True),
+        (torch_sgd(), False, False),
+    ],
+)
+def test_freezing_and_unfreezing_are_refused_and_a_new_pipeline_continues(
+    make, whole, thaws, tmp_path
+):
+    stages = tanh_stages(3)
+    changed = stages[0] if whole else stages[0][0].weight
+    changed.requires_grad_(not thaws)
+    pipe = st.Pipeline(stages, make, mse, "pipedream")
+    losses(pipe, batches(4))
+    st.checkpoint.save(tmp_path / "c", pipe)
+    weights = copy.deepcopy(pipe.state_dict())
+    changed.requires_grad_(thaws)
+    name, flag = "0.bias" if whole else "0.weight", "unfrozen" if thaws else "frozen"
+    match = (
+        rf"stages\[0\]: parameter '{name}' was {flag} since the pipeline was made; save a "
+        r"checkpoint, release\(\) this pipeline, make a new one"
+    )
+    for between in (list, lambda: pipe.evaluate(batches(1)), pipe.release):
+        between()
+        with pytest.raises(RuntimeError, match=match):
+            losses(pipe, batches(2))
+        same(pipe.state_dict(), weights)
+        assert pipe.minibatches == 4
+    made = st.Pipeline(stages, make, mse, "pipedream")
+    if whole and thaws:
+        match = "has no optimizer for stage 0; only_model=True loads without"
+        with pytest.raises(st.CheckpointError, match=match):
+            st.checkpoint.load(tmp_path / "c", made)
+        return
+    with nullcontext() if thaws else pytest.warns(UserWarning, match="parameters are frozen or"):
+        st.checkpoint.load(tmp_path / "c", made)
+    losses(made, batches(4))
+    still = {name for name, p in made.named_parameters() if torch.equal(p, weights[name])}
+    assert still == {name for name, p in made.named_parameters() if not p.requires_grad}
+
+
+def test_new_parameters_are_refused_and_frozen_ones_are_not():
+    pipe = st.Pipeline(stages := tanh_stages(2), sgd(), mse)
+    stages[1].append(nn.Linear(5, 5))
+    with pytest.raises(RuntimeError, match=r"stages\[1\]: parameter '4.bias' was unfrozen"):
+        losses(pipe, batches(1))
+    stages[1][4].requires_grad_(False)
+    losses(pipe, batches(1))
+
+
+def test_a_tied_weight_is_refused_where_it_is_trained():
+    stages = tanh_stages(3)
+    stages[2][0].weight = stages[0][0].weight
+    pipe = st.Pipeline(stages, sgd(), mse)
+    for k in (2, 0):
+        stages[k][0].weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=rf"stages\[{k}\]: parameter '0.weight' was frozen"):
+            losses(pipe, batches(1))
+        stages[k][0].weight.requires_grad_(True)
+    losses(pipe, batches(2))
+
+
+# Numbers of parameter groups. oracle/cases.py changes rates by hand, with every family of methods.
