@@ -1,4 +1,4 @@
-"""Tests corrections, T1 and T2: identities where they have no effect, and errors."""
+"""Tests corrections and clipping beyond ``oracle.cases``: inner, because of a norm's overflow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext import corrections
-from spectrain_ext.method import Method, check, find_method, in_words, pipemare, places_of, rules_at
+from spectrain_ext.method import (
+    Method,
+    check,
+    find_method,
+    in_words,
+    pipemare,
+    places_of,
+    recipe_clip,
+    rules_at,
+    second_order,
+)
+from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Place
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -38,24 +49,18 @@ def test_a_correction_after_a_prediction():
 # Errors and messages
 
 
-@pytest.mark.parametrize(
-    ("method", "optimizer", "said"),
-    [
-        ("sc", sgd(nesterov=True), "parameter group 0: nesterov: is spike compensation for a"),
-        ("error-feedback", partial(st.optim.Adam, betas=(0.0, 0.9)), r"betas\[0\]: error feedback"),
-        (
-            without("vanilla", name="own", correction=lambda p: corrections.SpikeCompensation(2)),
-            st.optim.Adam,
-            r"'own': parameter group 0: SpikeCompensation\(delay=2.0\) is defined for SGD",
-        ),
-    ],
-)
-def test_optimizers_that_cannot_be_corrected(method, optimizer, said):
+def test_optimizers_that_cannot_be_corrected():
     """``oracle.cases`` has others."""
-    with pytest.raises(ValueError, match=said):
-        st.Pipeline(tanh_stages(3), optimizer, mse, method)
-    with pytest.raises(ValueError, match=said):
-        check(method, 3, optimizer=optimizer([nn.Parameter(torch.zeros(1))]))
+    spike = without("vanilla", name="own", correction=lambda p: corrections.SpikeCompensation(2))
+    own = r"'own': parameter group 0: SpikeCompensation\(delay=2.0\) is defined for SGD"
+    for method, optimizer, said in (
+        ("error-feedback", partial(st.optim.Adam, betas=(0.0, 0.9)), r"betas\[0\]: error feedback"),
+        (spike, st.optim.Adam, own),
+    ):
+        with pytest.raises(ValueError, match=said):
+            st.Pipeline(tanh_stages(3), optimizer, mse, method)
+        with pytest.raises(ValueError, match=said):
+            check(method, 3, optimizer=optimizer([nn.Parameter(torch.zeros(1))]))
 
 
 def everywhere(correction):
@@ -86,44 +91,27 @@ def test_methods_that_contradict_themselves(changed, kind, said):
         rules_at(own, Place(0, 3, 3, 1))
 
 
-class OwnSpike:
-    """An object with only what ``SpikeCompensation`` needs, and the same result."""
-
-    def sgd(self, numbers):
-        return corrections.SpikeCompensation(2).sgd(numbers)
-
-    adam = sgd
-
-
 def test_a_correction_of_ones_own():
+    class OwnSpike:
+        """Has only what ``SpikeCompensation`` needs, and the same result."""
+
+        def sgd(self, numbers):
+            return corrections.SpikeCompensation(2).sgd(numbers)
+
+        adam = sgd
+
     found, stages, data = [], tanh_stages(3), batches(8)
     for made in (corrections.SpikeCompensation(2), OwnSpike()):
-        own = Method("own", "", backward="stash", correction=lambda place, made=made: made)
+        own = Method("own", "", backward="stash", correction=everywhere(made))
         found.append(losses(st.Pipeline(copy.deepcopy(stages), sgd(), mse, own), data))
     assert found[0] == found[1]
     assert in_words(own, places_of(own, 3, 1)).endswith("; steps have own spike")
-
-
-def test_a_correction_of_ones_own_gives_a_term():
-    class Terms(corrections.StepCorrection):
-        def sgd(self, numbers):
-            return [numbers.term()]
-
-    own = Method("own", "", correction=lambda place: Terms())
-    with pytest.raises(
-        TypeError, match=r"stages\[0\] under .*'own': parameter group 0: .* a Term, "
-    ):
-        st.Pipeline(tanh_stages(3), sgd(), mse, own)
-
-
-def test_in_words():
-    for method, said in (
-        ("gap-aware", "backwards meet their forwards' weights; steps have gap aware"),
-        ("pipemare", "rates begin with 0.333 of their own at the least; backwards look back"),
-    ):
-        method = find_method(method)
-        assert in_words(method, places_of(method, 4, 1)).endswith(said)
+    said = "rates begin with 0.333 of their own at the least; backwards look back"
+    assert in_words(pipemare(), places_of(pipemare(), 4, 1)).endswith(said)
     assert pipemare() == find_method("pipemare") != pipemare(updates=7)
+    OwnSpike.sgd = lambda self, numbers: [numbers.term()]
+    with pytest.raises(TypeError, match=r"stages\[0\] under .*'own': parameter group 0: .* a Term"):
+        st.Pipeline(stages, sgd(), mse, own)
 
 
 def test_braking_of_16_bits_has_its_angle_in_32():
@@ -143,28 +131,18 @@ def test_braking_of_16_bits_has_its_angle_in_32():
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), "x"])
-@pytest.mark.parametrize("kind", [corrections.SpikeCompensation, corrections.AdaptiveBraking])
-def test_bad_numbers(kind, bad):
-    with pytest.raises((TypeError, ValueError), match=r"delay|strength"):
-        kind(bad)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_correction_knows_the_delay_of_any_schedule(schedule):
-    """With a flush there is no delay in any window: the step is plain."""
-    stages, data = tanh_stages(3), batches(5, size=6)
-    made = [
-        losses(st.Pipeline(copy.deepcopy(stages), sgd(), mse, method, microbatches=3), data)
-        for method in (schedule, dataclasses.replace(find_method("sc"), schedule=schedule))
-    ]
-    assert made[0] == made[1]
+def test_bad_delays(bad):
+    with pytest.raises((TypeError, ValueError), match="delay"):
+        corrections.SpikeCompensation(bad)
 
 
 def test_the_delay_that_a_correction_is_given_is_counted():
-    method = dataclasses.replace(find_method("wpipe"), correction=find_method("sc").correction)
-    places = places_of(method, 4, 2)
-    found = [rules_at(method, place).correction for place in places]
-    assert found == [corrections.SpikeCompensation(1), corrections.SpikeCompensation(1), None, None]
+    """With a flush there is none."""
+    late = corrections.SpikeCompensation(1)
+    expected = {"wpipe": [late, late, None, None], **dict.fromkeys(("1f1b", "zb-h1"), [None] * 4)}
+    for name, each in expected.items():
+        method = without(name, correction=find_method("sc").correction)
+        assert [rules_at(method, place).correction for place in places_of(method, 4, 2)] == each
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -188,3 +166,36 @@ def test_what_is_zero_or_not_finite_is_not_braked():
         apart, _ = st.distance([v], [[g]])
         corrections.AdaptiveBraking(0.5).brake_([g], [v], apart[0])
         assert torch.equal(g, torch.full((3,), gradient))
+
+
+def test_each_phase_has_its_own_scope_which_is_logged(caplog):
+    """``oracle.cases`` has the results."""
+    caplog.set_level("INFO")
+    st.Pipeline(tanh_stages(3), sgd(), mse, "pipedream+1f1b@5", clip_norm=0.03)
+    assert "gradients are clipped by the norm of each stage, then all stages" in caplog.text
+
+
+def test_a_method_may_clip():
+    method = second_order(clip=recipe_clip)
+    norms = []
+    pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.5), lambda a, b: 50 * mse(a, b), method)
+
+    def note(opt, *_):
+        grads = [p.grad for group in opt.param_groups for p in group["params"]]
+        norms.append(float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]))))
+
+    for opt in pipe.optimizers:
+        opt.register_step_pre_hook(note)
+    losses(pipe, batches(8))
+    assert max(norms) <= 0.285 + 1e-9
+    assert sum(norm > 0.28 for norm in norms) > 8
+
+
+def test_the_norm_of_large_16_bit_gradients_does_not_overflow():
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    p.grad = torch.full((4,), 60_000.0, dtype=torch.float16)
+    assert gradient_norm([p], torch.device("cpu")).item() == pytest.approx(119_968.0, rel=1e-3)
+    assert gradient_norm([], torch.device("cpu")).item() == 0.0
+    q = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    q.grad = torch.tensor([3 + 4j, 0j], dtype=torch.complex64)
+    assert gradient_norm([q], torch.device("cpu")).abs().item() == pytest.approx(5.0)
