@@ -1,4 +1,4 @@
-"""Tests batches: nested values, non-tensors, and microbatches cut by the caller."""
+"""Tests batches: nested values, non-tensors, cut by the caller, refilled, changed in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict, UserDict
 
 import pytest
 import torch
-from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.pipeline_cases import Compared, batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture  # noqa: F401
 from helpers.random_modules import Function
 from helpers.value_programs import (
     NESTED_DIM,
@@ -213,3 +213,75 @@ def test_a_target_is_dense_whichever_dimension_it_is_cut_along():
     pipe = st.Pipeline(tanh_stages(2), sgd(), flat, "gpipe", microbatches=4, split_dim=-2)
     losses(pipe, [(torch.randn(7, size, 5), torch.randn(7, size, 5)) for size in (6, 6, 4)])
     assert [shape[1] for shape in seen[:8]] == [2, 2, 1, 1, 2, 2, 1, 1]
+
+
+class Spectrum(nn.Linear):
+    """Returns complex numbers, and accepts them; one frozen parameter is complex."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.cdouble), requires_grad=False)
+
+    def forward(self, value):
+        value = torch.fft.irfft(value, n=6) if value.is_complex() else value
+        return (torch.fft.rfft(super().forward(value).tanh()) * self.phase).conj()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("method", ["sync", "pipedream", "spectrain"])
+def test_complex_activations(method, recompute):
+    """Between stages, at the output, and with a gradient back to the first stage."""
+
+    def loss_fn(output, target):
+        return (output.abs() ** 2).mean() + mse(torch.fft.irfft(output, n=6), target)
+
+    more = {"microbatches": 2, "clip_norm": 0.1, "recompute": recompute}
+    compared = Compared([Spectrum(), Spectrum(), Spectrum()], method, loss_fn=loss_fn, **more)
+    compared.run(batches(6, size=4, width=6))
+
+
+def test_a_batch_is_not_changed_and_may_be_refilled_as_soon_as_the_next_one_is_asked_for():
+    """Also by a first layer that works in place."""
+    data = batches(9)
+    kept = copy.deepcopy(data)
+
+    def refilled():
+        x, y = torch.empty(3, 5), torch.empty(3, 5)
+        for a, b in data:
+            x.copy_(a)
+            y.copy_(b)
+            yield x, y
+            x.fill_(float("nan"))
+            y.fill_(float("nan"))
+
+    stages = tanh_stages(3)
+    stages[0].insert(0, nn.ReLU(inplace=True))
+    pipes = [st.Pipeline(copy.deepcopy(stages), sgd(), mse) for _ in range(2)]
+    fresh, reused = losses(pipes[0], data), losses(pipes[1], refilled())
+    assert torch.equal(torch.stack(fresh), torch.stack(reused))
+    assert all(map(torch.equal, sum(data, ()), sum(kept, ())))
+
+
+class Sometimes(nn.Module):
+    """Changes its input in place in only some forwards, after drawing random numbers."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.count = when, 0
+
+    def forward(self, value):
+        scale = torch.rand(1)  # a repeated forward draws the same
+        self.count += 1
+        return scale * (value.relu_() if self.count in self.when else value.relu())
+
+
+@pytest.mark.parametrize("marked", [(1, 6), (4, 5, 9)])
+def test_a_first_layer_that_works_in_place_now_and_then(marked):
+    """The identity before it exists when needed; random numbers do not change."""
+    first, *layers = tanh_stages(3)
+    found = []
+    for when in ((), marked):
+        torch.manual_seed(1)
+        stages = copy.deepcopy([first, *(nn.Sequential(Sometimes(when), *each) for each in layers)])
+        found.append(torch.stack(losses(st.Pipeline(stages, sgd(), mse), batches(10))))
+    close(found[1], found[0])
