@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
 import sys
 import threading
-import time
 from functools import cache, partial
 from itertools import count
 
@@ -39,11 +36,6 @@ EXTRAS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @cache
 def case_of(name):
     if name in EXTRAS:
@@ -61,38 +53,32 @@ def nightly(*rows):
     return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
-def raw(modules):
+def copies(modules):
     """Return the parameters in the modules, without the pipeline."""
     return [p.detach().clone() for module in modules for p in module.parameters()]
 
 
-def trained(pipe, data):
-    list(pipe.run(data))
+def interrupted(case, *numbers, leaves=False):
+    """Interrupt a run, check the state, and return the number of interrupts.
 
-
-def left(pipe, data):
-    """Leave a run after its first result; this also trains the batches in flight."""
-    run = pipe.run(data)
-    next(run)
-    run.close()
-
-
-def interrupted(case, *numbers, how=trained):
-    """Interrupt a run, check the state, and return the number of interrupts."""
+    A run that ``leaves`` is left after its first result, and trains the batches in flight too.
+    """
     pipe = case.pipe()
     modules = list(pipe.children())
     state = torch.get_rng_state()
     try:
         with Interrupts(*numbers) as interrupts:
-            how(pipe, case.data)
+            run = pipe.run(case.data)
+            next(run)
+            run.close() if leaves else list(run)
         return 0
     except KeyboardInterrupt:
         pass
-    before = raw(modules)
+    before = copies(modules)
     found = pipe.state_dict()
     if len(numbers) == 1:  # raised without a request
-        assert all(map(torch.equal, raw(modules), before))
-    assert all(map(torch.equal, found.values(), raw(modules)))
+        assert all(map(torch.equal, copies(modules), before))
+    assert all(map(torch.equal, found.values(), copies(modules)))
     assert torch.equal(torch.get_rng_state(), state)
     if len(numbers) == 1:
         case.check(pipe)
@@ -102,12 +88,12 @@ def interrupted(case, *numbers, how=trained):
     return len(numbers) - len(interrupts.left)
 
 
-def sweep(case, first, then=None, how=trained):
+def sweep(case, first, then=None, leaves=False):
     """Interrupt at every ``first``-th line, and then at every ``then``-th following line."""
     times = 0
     for n in count(first // 2, first):
         for m in count(n % (then or 1), then or 1):
-            came = interrupted(case, n, *([] if then is None else [m]), how=how)
+            came = interrupted(case, n, *([] if then is None else [m]), leaves=leaves)
             times += came
             if came < 2:
                 break
@@ -139,7 +125,7 @@ def test_interrupts_anywhere_in_a_run(name, first, then):
 
 @pytest.mark.parametrize("step", [601, *nightly([13])])
 def test_an_interrupt_while_a_run_is_left(step):
-    assert sweep(case_of("spectrain"), step, how=left) > 5
+    assert sweep(case_of("spectrain"), step, leaves=True) > 5
 
 
 @pytest.mark.parametrize(
@@ -154,7 +140,7 @@ def test_an_interrupt_while_a_run_is_left(step):
 )
 def test_interrupts_while_a_pipeline_is_made(name, first, then):
     case = case_of(name)
-    expected = raw(case.modules())
+    expected = copies(case.modules())
     for n in count(0, first):
         modules, made = case.modules(), None
         try:
@@ -162,36 +148,36 @@ def test_interrupts_while_a_pipeline_is_made(name, first, then):
                 made = case.pipe_of(modules)
         except KeyboardInterrupt:
             pass
-        assert all(map(torch.equal, raw(modules), expected))
+        assert all(map(torch.equal, copies(modules), expected))
         case.check(made or case.pipe_of(modules))
         if made is not None and len(interrupts.left) > (then is not None):
             break
     assert n > 5 * first
 
 
-def released(pipe, _):
+def released(pipe):
     pipe.release()
 
 
-def switched(pipe, _):
+def switched(pipe):
     pipe.eval()
     pipe.train()
 
 
-def evaluated(pipe, _):
+def evaluated(pipe):
     x = torch.ones(2, 3, dtype=next(pipe.parameters()).dtype)
     pipe.evaluate([(x, x)] * 2)
 
 
-def loaded(pipe, _):
+def bound_again(pipe):
+    pipe.release()
+    list(pipe.run([]))
+
+
+def loaded(pipe):
     pipe.load_state_dict({name: value.clone() for name, value in pipe.state_dict().items()})
     for optimizer in pipe.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())
-
-
-def twice(pipe, data):
-    pipe.release()
-    list(pipe.run(data))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +188,7 @@ def twice(pipe, data):
         (evaluated, 131, None),
         (evaluated, 331, 61),
         (loaded, 127, None),
-        (twice, 661, None),
+        (bound_again, 127, None),
         *nightly((evaluated, 17, None), (evaluated, 61, 23), (loaded, 23, None)),
     ],
 )
@@ -219,7 +205,7 @@ def test_interrupts_between_runs(name, do, step, then):
         drawn = torch.get_rng_state()
         try:
             with Interrupts(n, *([] if then is None else [then])) as interrupts:
-                do(pipe, [])
+                do(pipe)
         except KeyboardInterrupt:
             pass
         if do is evaluated:  # the next user of the pipeline finishes the end
@@ -227,9 +213,8 @@ def test_interrupts_between_runs(name, do, step, then):
             assert [part.training for module in modules for part in module.modules()] == modes
         assert torch.equal(torch.get_rng_state(), drawn)
         case.check(pipe)
-        if do is not twice:
-            do(pipe, [])
-            list(pipe.run(case.data[:1]))
+        do(pipe)
+        list(pipe.run(case.data[:1]))
         if len(interrupts.left) > (then is not None):
             break
     assert n > 2 * step
@@ -241,30 +226,6 @@ def handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield partial(signal.signal, signal.SIGINT)
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [*METHODS, *EXTRAS])
-def test_signals_at_random_times(name, handler, monkeypatch):
-    # Python drops exceptions inside a finalizer; pytest's report of one could be interrupted.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    case, draw = case_of(name), random.Random(name)
-    begun = time.perf_counter()
-    list(case.pipe().run(case.data))
-    length = time.perf_counter() - begun
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        for _ in range(100):
-            pipe = case.pipe()
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.00005, length))
-                list(pipe.run(case.data))
-                time.sleep(2 * length)  # its signal may still come
-            pipe.state_dict()
-            case.check(pipe)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def interrupt_contexts(number):
@@ -364,6 +325,17 @@ def test_a_handler_that_only_notes_lets_the_run_go_on(case, handler):
     assert noted == [(signal.SIGINT, True, 4)]
 
 
+@pytest.mark.parametrize("first", [signal.SIG_IGN, signal.SIG_DFL, raising])
+def test_between_results_the_callers_handler_is_there(case, handler, first):
+    """Also one that is not Python's, and another that the caller sets there."""
+    handler(first)
+    for result in case.pipe().run(case.data):
+        assert signal.getsignal(signal.SIGINT) is (first if result.index < 3 else raising)
+        if result.index == 2:
+            handler(raising)
+    assert signal.getsignal(signal.SIGINT) is raising
+
+
 def test_another_thread_that_waits_lets_nothing_through(handler):
     entered, end, seen = threading.Event(), threading.Event(), []
 
@@ -382,26 +354,6 @@ def test_another_thread_that_waits_lets_nothing_through(handler):
         thread.join()
         seen.append("to the end")
     assert seen == ["went on", "to the end"]
-
-
-@pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_python_does_not_handle_is_left_alone(case, handler, ignored):
-    handler(ignored)
-    seen = []
-    for _ in case.pipe().run(case.data):
-        seen.append(signal.getsignal(signal.SIGINT))
-    assert set(seen) == {ignored}
-
-
-def test_between_results_the_callers_handler_is_there(case, handler):
-    handler(raising)
-    seen = []
-    for result in case.pipe().run(case.data):
-        seen.append(signal.getsignal(signal.SIGINT))
-        if result.index == 2:
-            handler(signal.default_int_handler)  # it stays installed
-    assert set(seen[:2]) == {raising}
-    assert seen[-1] is signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(case, handler):
