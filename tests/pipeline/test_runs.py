@@ -29,62 +29,34 @@ from spectrain_ext.transport import Stream
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-class Pulled:
-    """Batches that count how many were taken."""
-
-    def __init__(self, data):
-        self.data, self.count = data, 0
-
-    def __iter__(self):
-        for batch in self.data:
-            self.count += 1
-            yield batch
-
-
-def weights_of(pipe):
-    return {name: p.detach().clone() for name, p in pipe.named_parameters()}
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        close(found[name], tensor)
-
-
 @every_method
 def test_results_come_as_soon_as_they_are_there(method):
-    n = 4
-    pipe, data = st.Pipeline(tanh_stages(n), sgd(), mse, method), Pulled(batches(12))
-    for expected, result in enumerate(pipe.run(data)):
+    pipe, taken = st.Pipeline(tanh_stages(4), sgd(), mse, method), []
+    for expected, result in enumerate(pipe.run(taken.append(b) or b for b in batches(12))):
         assert result.index == expected
         assert result.loss.dim() == 0
         assert not result.loss.requires_grad
-        assert data.count <= min(12, result.index + n)
+        assert len(taken) <= min(12, result.index + 4)
         result.loss.mul_(0)  # belongs to the caller
-    assert data.count == 12
+    assert len(taken) == 12
 
 
-def test_close_drains_and_an_iterator_that_was_not_started_does_nothing():
-    compared = Compared(tanh_stages(3), "spectrain")
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_run_that_is_closed_or_dropped_drains_and_one_that_was_not_begun_does_nothing(closes):
+    compared, taken = Compared(tanh_stages(3), "spectrain"), []
     never = compared.pipe.run(batches(3))
-    data = Pulled(batches(6))
-    results = compared.pipe.run(data)
-    next(results)
-    with pytest.raises(RuntimeError, match="a run of this pipeline has not ended"):
-        next(never)
-    results.close()
-    compared.oracle.run(data.data[: data.count])
+    with torch.no_grad():
+        results = compared.pipe.run(taken.append(batch) or batch for batch in batches(6))
+        next(results)
+        with pytest.raises(RuntimeError, match="a run of this pipeline has not ended"):
+            next(never)
+        if closes:
+            results.close()
+        del results
+        assert not torch.is_grad_enabled()
+    compared.oracle.run(taken)
     compared.check_weights()
     compared.run(batches(3))
-
-
-def test_a_dropped_iterator_drains():
-    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
-    results = pipe.run(batches(6))
-    next(results)
-    del results
-    gc.collect()
-    pipe(torch.randn(2, 5))
 
 
 def planned(where, stage, at):
@@ -183,14 +155,21 @@ def test_failures(method, where, stage):
     close(torch.stack(losses(pipe, data)), torch.stack(rest.run(data)))
 
 
-def test_a_failure_while_draining_is_raised_by_close():
-    stages = counted_stages(3, planned("backward", 0, 1))
-    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_failure_in_the_drain_or_after_another_of_the_device(k, monkeypatch):
+    """``close`` raises it; nothing is left on the edges."""
+
+    def fails(_):
+        raise RuntimeError("the device has failed")
+
+    pipe = st.Pipeline(counted_stages(3, planned("backward", k, 1)), sgd(), mse, microbatches=1)
     results = pipe.run(batches(6))
     next(results)
-    with pytest.raises(st.StageError, match="stage 0, minibatch 1, backward"):
+    monkeypatch.setattr(Stream, "synchronize", fails)
+    with pytest.raises(st.StageError, match=f"stage {k}, minibatch 1, backward: .*no backward"):
         results.close()
-    assert len(losses(pipe, batches(3))) == 3
+    monkeypatch.undo()
+    assert len(losses(pipe, batches(6))) == 6
 
 
 @pytest.mark.parametrize("error", [OSError("no more data"), KeyboardInterrupt()])
@@ -229,7 +208,7 @@ def test_between_runs_the_modules_are_the_truth(method):
     compared.run(batches(7))
     fresh = nn.Sequential(*tanh_stages(4)).state_dict()
     compared.pipe.load_state_dict(fresh)
-    same(compared.pipe.state_dict(), fresh)
+    close(dict(compared.pipe.state_dict()), dict(fresh))
     with torch.no_grad():
         for stage, true in zip(compared.pipe.children(), compared.oracle.true, strict=True):
             for p, t in zip(stage.parameters(), true, strict=True):
@@ -253,32 +232,19 @@ def test_calling_the_pipeline_computes_with_the_true_weights(method):
         assert all(stage.training is training for stage in pipe.children())
 
 
-def test_it_is_a_module_with_the_keys_of_sequential():
-    stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), nn.Tanh(), nn.Linear(5, 5)]
-    pipe = st.Pipeline(stages, sgd(), nn.MSELoss())
-    reference = nn.Sequential(*stages)
-    assert list(pipe.state_dict()) == list(reference.state_dict())
-    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in reference.named_parameters()]
-    assert list(pipe.children()) == stages
-
-
 @every_method
 def test_release(method):
     compared = Compared(tanh_stages(3), method)
     compared.run(batches(5))
     pipe = compared.pipe
-    before = weights_of(pipe)
+    before = copy.deepcopy(list(pipe.parameters()))
     pipe.release()
     assert pipe.weight_version_bytes == 0
-    for p in pipe.parameters():
-        assert p.untyped_storage().nbytes() == p.nbytes
-    for opt in pipe.optimizers:
-        for state in opt.state.values():
-            buffer = state["momentum_buffer"]
-            assert buffer.untyped_storage().nbytes() == buffer.nbytes
-    same(weights_of(pipe), before)
+    momenta = [s["momentum_buffer"] for opt in pipe.optimizers for s in opt.state.values()]
+    for tensor in (*pipe.parameters(), *momenta):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    close(list(pipe.parameters()), before)
     pipe.release()  # nothing is left to do
-    compared.check_weights()
     compared.run(batches(5))  # with new buffers
     assert pipe.weight_version_bytes > 0
 
@@ -318,35 +284,3 @@ def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
         assert live() == before
     finally:
         gc.enable()
-
-
-def test_batches_in_a_grad_free_context():
-    compared = Compared(tanh_stages(2), "spectrain")
-    data = batches(4)
-    expected = compared.oracle.run(data)
-    with torch.no_grad():
-        found = losses(compared.pipe, data)
-        assert not torch.is_grad_enabled()
-    close(torch.stack(found), torch.stack(expected))
-    compared.check_weights()
-
-
-def test_a_device_that_fails_as_well_leaves_nothing_on_the_edges(monkeypatch):
-    def fails(stream):
-        raise RuntimeError("the device has failed")
-
-    stages = tanh_stages(3)
-    calls = []
-
-    def once(*_):
-        calls.append(1)
-        if len(calls) == 3:
-            monkeypatch.setattr(Stream, "synchronize", fails)
-            raise ArithmeticError("planned")
-
-    stages[1].register_forward_pre_hook(once)
-    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
-    with pytest.raises(st.StageError, match=r"minibatch 2, forward: .*planned"):
-        losses(pipe, batches(6))
-    monkeypatch.undo()
-    assert len(losses(pipe, batches(6))) == 6
