@@ -1,20 +1,25 @@
-"""Tests simulated methods, and ``spectrain timeline``."""
+"""Tests simulated methods, pictures of them and traces, and ``spectrain timeline``."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from helpers.cli_programs import called, spectrain
 
 from spectrain_ext.method import find_method, methods
-from spectrain_ext.schedule import Kind
-from spectrain_ext.simulation import streams, summarize
+from spectrain_ext.schedule import COMPUTE, Kind
+from spectrain_ext.simulation import Durations, simulate, streams, summarize
 from spectrain_ext.simulation import write_csv as write_schedule
-from spectrain_ext.timelines import simulate_method
+from spectrain_ext.timelines import devices_under, draw_timeline, simulate_method, write_trace
 from studies.times import draw_methods_together
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 
 def run(*arguments):
@@ -28,27 +33,6 @@ def succeeds(*arguments):
 
 
 # Simulated methods
-
-
-@pytest.mark.parametrize(
-    ("method", "stage", "minibatch", "more", "forward", "backward"),
-    [
-        ("spectrain", 2, 10, {}, (9, 2), (10, 1)),
-        ("pipedream", 0, 10, {}, (7, 0), (7, 0)),
-        ("pipedream-vertical-sync", 3, 10, {}, (7, 0), (7, 0)),
-        ("spectrain-local", 1, 1, {}, (0, 1), (1, 0)),
-        ("pipedream-2bw", 0, 10, {"microbatches": 4}, (9, 0), (9, 0)),
-        ("vanilla", 0, 10, {"window": "wide"}, (4, 0), (10, 0)),
-    ],
-)
-def test_the_versions_of_a_method(method, stage, minibatch, more, forward, backward):
-    """As (version, horizon)."""
-    found = {
-        span.kind: (span.version, span.horizon)
-        for span in simulate_method(method, 4, 20, **more)
-        if (span.stage, span.minibatch) == (stage, minibatch)
-    }
-    assert (found[Kind.FORWARD], found[Kind.BACKWARD]) == (forward, backward)
 
 
 def test_a_method_that_changes_drains_in_between():
@@ -117,17 +101,7 @@ def test_a_row_is_a_device_where_it_has_several_stages(tmp_path):
 def test_the_command_with_everything(tmp_path):
     path = tmp_path / "t.json"
     costs = {"forward": 2, "backward": 3, "update": 1, "prediction": 0.5, "communication": 0.25}
-    sizes = [
-        "--stages",
-        "2",
-        "--minibatches",
-        "3",
-        "--microbatches",
-        "2",
-        "--window",
-        "5,3",
-        "--versions",
-    ]
+    sizes = ["--stages=2", "--minibatches=3", "--microbatches=2", "--window=5,3", "--versions"]
     succeeds(*sizes, *(f"--{name}={value}" for name, value in costs.items()), "-o", path)
     spans = simulate_method("spectrain", 2, 3, microbatches=2, window=[5, 3], **costs)
     events = json.loads(path.read_text())["traceEvents"]
@@ -147,13 +121,7 @@ def test_the_command_with_a_link(tmp_path):
     one = summarize(simulate_method("1f1b", 3, 1, microbatches=4, **slow))
     output = succeeds("--csv", schedule, *link, "-o", picture)
     assert f"schedule.csv: {one.makespan:g} in all" in output
-
-
-def test_the_command_with_a_file(tmp_path):
-    schedule, picture = tmp_path / "schedule.csv", tmp_path / "t.png"
-    write_schedule(schedule, streams("1f1b", [3] * 3, 3), microbatches=3, minibatches=1)
-    assert "schedule.csv: 15 in all" in succeeds("--csv", schedule, "-o", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "schedule.csv: 18 in all" in succeeds("--csv", schedule, "-o", tmp_path / "t.png")
 
 
 @pytest.mark.parametrize(
@@ -177,13 +145,11 @@ def test_the_command_with_a_file(tmp_path):
         ),
         (["--link", "1e-300", "--message", "1e9"], "activation: expected a duration from 0 to"),
         (["--stages", "1000000000"], "is not in the range 1<=x<=1000"),
-        (["--stages", "1000000000", "--instructions"], "is not in the range 1<=x<=1000"),
         (["--minibatches", 10**9], "make 8000000000 forwards and backwards, expected at most"),
         (["--microbatches", 10**9], "expected at most 1000000"),
         (["--microbatches", 10**30], "is not in the range"),
         (["--window", "1000000"], "a number from 1 to 100000, or one per stage with commas"),
         (["--window", "0"], "'classic', 'wide', a number from 1 to 100000, or one per stage"),
-        (["--window", "2,x"], "'classic', 'wide', a number from 1 to 100000, or one per stage"),
         (["--stages", "4", "--window", "2,1"], "expected one per stage (4), got 2"),
         (["--instructions", "--stage", "4"], "stage: expected one of 0 to 3, got 4"),
         (["--instructions", "--method", "nothing"], "there is no 'nothing'"),
@@ -197,24 +163,21 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("out", ["t.json", "t.svg"])
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        *(
-            (content, "expected forwards and backwards, got none")
-            for content in ("", "\n", " , \n")
-        ),
+        ("", "expected forwards and backwards, got none"),
+        (" , \n", "expected forwards and backwards, got none"),
         ("0F0,0B0\n1B0,1F0\n", "stage 1, backward of minibatch 0, microbatch 0: expected its f"),
     ],
 )
-def test_a_schedule_that_is_none(content, said, out, tmp_path):
+def test_a_schedule_that_is_none(content, said, tmp_path):
     path = tmp_path / "s.csv"
     path.write_text(content)
-    result = run("--csv", path, "-o", tmp_path / out)
+    result = run("--csv", path, "-o", tmp_path / "t.svg")
     assert isinstance(result.exception, SystemExit) and result.exit_code == 1
     assert said in result.output
-    assert not (tmp_path / out).exists()
+    assert not (tmp_path / "t.svg").exists()
 
 
 def test_a_run_that_takes_no_time(tmp_path, recwarn):
@@ -244,3 +207,170 @@ def test_the_instructions_of_a_stage_are_printed():
     assert "loss                                 1.1" in last
     assert "send gradient                        1.1" in last
     assert "receive gradient" not in last
+
+
+pytest.importorskip("matplotlib")
+
+FORWARD, BACKWARD, LOAD, SENT = "#0072B2", "#E69F00", "#CC79A7", "#999999"
+COLORS = {
+    **dict.fromkeys((Kind.FORWARD, Kind.LOSS), FORWARD),
+    **dict.fromkeys((Kind.BACKWARD, Kind.BACKWARD_INPUT), BACKWARD),
+    **dict.fromkeys((Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD), LOAD),
+    **dict.fromkeys((Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), SENT),
+    Kind.BACKWARD_WEIGHTS: "#009E73",
+    Kind.UPDATE: "#000000",
+}
+
+
+def texts(path):
+    """Return how often an SVG has each text."""
+    found = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    return Counter("".join(element.itertext()).strip() for element in found)
+
+
+def fills(path):
+    text = path.read_text().upper()
+    return {color for color in (FORWARD, BACKWARD, LOAD, SENT) if color in text}
+
+
+def drawn(path, method, stages, minibatches, *, costs=None, **more):
+    draw_timeline(path, simulate_method(method, stages, minibatches, **(costs or {})), **more)
+    return texts(path)
+
+
+def test_every_block_has_its_minibatch(tmp_path):
+    path = tmp_path / "t.svg"
+    written = drawn(path, "pipedream", 4, 8, title="four stages")
+    labels = [f"stage {k}" for k in range(4)]
+    assert all(written[label] == 1 for label in [*labels, "four stages", "forward", "backward"])
+    assert written["idle: 27 % of all"] == 1
+    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are on the axis as well
+        assert written[str(minibatch)] == 2 * 4
+    assert fills(path) == {FORWARD, BACKWARD}
+    first = path.read_bytes()
+    drawn(path, "pipedream", 4, 8, title="four stages")
+    assert path.read_bytes() == first
+
+
+def test_microbatches_and_versions(tmp_path):
+    path = tmp_path / "t.svg"
+    written = drawn(path, "gpipe", 2, 2, costs={"microbatches": 3}, versions=True)
+    assert {written[f"{i}.{j}"] for i in range(2) for j in range(3)} == {2 * 2}
+    assert (written["v0"], written["v1"]) == (2 * 2 * 3, 2 * 2 * 3)
+    written = drawn(path, "spectrain", 4, 6, versions=True)
+    assert written["v0+3"] == 4  # the first four forwards of stage 0
+
+
+def test_communication_and_predictions_where_they_take_time(tmp_path):
+    path, costs = tmp_path / "t.svg", {"prediction": 0.5, "communication": 0.5}
+    written = drawn(path, "spectrain", 3, 4, costs=costs, communication=True)
+    assert fills(path) == {FORWARD, BACKWARD, LOAD, SENT}
+    assert {"prediction", "communication"} <= written.keys()
+    drawn(path, "spectrain", 3, 4, costs=costs)
+    assert fills(path) == {FORWARD, BACKWARD, LOAD}
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures of the pictures that a test draws, which are not saved."""
+    found = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **more: found.append(figure))
+    return found
+
+
+def steps(figure):
+    return [patch for patch in figure.axes[0].patches if hasattr(patch, "get_data")]
+
+
+def color_of(span, devices):
+    """Return a block's color, with half as much white for a device's later stage."""
+    color = COLORS[span.kind]
+    if devices is None or devices.index(devices[span.stage]) == span.stage:
+        return color
+    numbers = [int(color[n : n + 2], 16) for n in (1, 3, 5)]
+    return "#" + "".join(f"{round((number + 255) / 2):02X}" for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "minibatches", "more"),
+    [
+        ("pipedream", 16, 200, {}),
+        ("gpipe", 4, 150, {"microbatches": 7}),
+        ("spectrain", 3, 500, {"update": 0.3, "prediction": 0.2, "communication": 0.4}),
+        ("interleaved", 4, 101, {"backward": 1.3}),
+        ("zb-h1", 3, 90, {"microbatches": 4}),
+    ],
+)
+def test_what_is_too_narrow_is_drawn_as_shares_of_time(method, stages, minibatches, more, figures):
+    spans = list(simulate_method(method, stages, minibatches, **more))
+    devices = devices_under(method, stages)
+    said = draw_timeline("t.svg", spans, versions=True, devices=devices, communication=True)
+    (figure,) = figures
+    (axes,) = figure.axes
+    blocks = sum(span.kind in COMPUTE - {Kind.UPDATE} for span in spans)
+    assert said.startswith(f"{blocks} blocks are too narrow to draw. Columns show shares of time, ")
+    assert said.endswith(", without numbers or versions.")
+    assert axes.get_xlabel() == f"time\n{said}"
+    assert not axes.texts
+    shown = Counter()
+    for patch in steps(figure):
+        values, edges, baseline = patch.get_data()
+        color = to_hex(patch.get_facecolor()).upper()
+        height = 0.17 if color == SENT else 0.6
+        assert (values <= baseline + 1e-9).all()
+        assert patch.get_linewidth() == 0
+        shown[color] += float(((baseline - values) * np.diff(edges)).sum()) / height
+        width = np.diff(edges)[:-1] * 0.88 * 72 * figure.get_figwidth() / (edges[-1] - edges[0])
+        assert (width > 3.999).all() and len(width) > 100
+    simulated = Counter()
+    for span in spans:
+        simulated[color_of(span, devices)] += span.end - span.start
+    simulated = {color: time for color, time in simulated.items() if time}
+    assert {color: shown[color] for color in simulated} == pytest.approx(simulated)
+    assert sum(shown.values()) == pytest.approx(sum(simulated.values()))
+
+
+def test_blocks_lose_their_edges_and_numbers_first(figures):
+    spans = list(simulate_method("pipedream", 16, 45, update=0.1))
+    said = draw_timeline("t.svg", spans)
+    (axes,) = figures[0].axes
+    left_out = 2 * 16 * 45 - len(axes.texts)
+    assert said == f"{left_out} of 1440 blocks are too narrow for their number."
+    assert not steps(figures[0])
+    assert min(text.get_fontsize() for text in axes.texts) >= 5
+    lines = {
+        to_hex(one.get_facecolor()[0]).upper(): set(one.get_linewidth()) for one in axes.collections
+    }
+    assert (lines[FORWARD], lines[BACKWARD], lines["#000000"]) == ({0.5}, {0.5}, {0})
+    assert draw_timeline("t.svg", simulate_method("pipedream", 16, 40)) is None
+
+
+def test_matplotlib_may_list_the_fonts_of_a_new_machine():
+    """``conftest.py`` lets it start a process for this, which other tests must not do."""
+    from matplotlib import font_manager
+
+    font_manager._get_fontconfig_fonts.cache_clear()
+    font_manager.findSystemFonts()
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="spans: expected at least one, got none"):
+        draw_timeline(tmp_path / "t.svg", [])
+
+
+def test_a_trace_has_every_span(tmp_path):
+    path = tmp_path / "t.json"
+    durations = Durations.of(3, forward=1, backward=2, activation=0.25, gradient=0.25)
+    spans = list(simulate(streams("1f1b-async", [3, 2, 1]), durations, minibatches=5))
+    write_trace(path, spans)
+    events = json.loads(path.read_text())["traceEvents"]
+    found = [event for event in events if event["ph"] == "X"]
+    assert len(found) == len(spans)
+    for event, span in zip(found, spans, strict=True):
+        assert (event["pid"], event["cat"]) == (span.stage, span.kind.value)
+        assert (event["ts"], event["dur"]) == (1000 * span.start, 1000 * (span.end - span.start))
+        assert event["args"].get("version") == span.version
+    names = {(e["pid"], e.get("tid")): e["args"].get("name") for e in events if e["ph"] == "M"}
+    assert names[1, None] is None or names[1, None] == "stage 1"
+    assert (names[1, 0], names[1, 1], names[1, 2]) == ("compute", "to next", "to previous")
+    assert (2, 1) not in names  # the last stage sends nothing on
