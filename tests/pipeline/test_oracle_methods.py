@@ -17,12 +17,10 @@ from helpers.pipeline_cases import (
     mse,
     sgd,
     tanh_stages,
-    torch_sgd,
 )
 from helpers.random_settings import method_of
 from hypothesis import given
 from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, RATES, REFUSED, Case
-from oracle.definition import Oracle
 from oracle.methods import METHODS, Definition
 from torch import nn
 
@@ -60,25 +58,6 @@ def compare(case: Case) -> None:
 def test_the_oracle_knows_every_method():
     assert sorted(st.methods()) == sorted(METHODS)
     assert set(METHODS) <= set(FAMILY_OF)
-
-
-def test_the_oracle_tells_the_methods_apart():
-    """Except for methods that coincide at this momentum, window or number of microbatches."""
-    stages, data = tanh_stages(4, layers=1), batches(6, size=2)
-    groups = (
-        {"auto", "zb-h1-async"},  # except for microbatches that two methods handle differently
-        {"sync", "gpipe", "1f1b", "zb-h1", "interleaved"},
-        {"spectrain", "spectrain-smoothed"},
-        {"pipeoptim", "lwp-v", "lwp-w"},  # W - W_prev is -lr*v while lr is constant
-    )
-    final = {
-        method: Oracle(stages, torch_sgd(), mse, method, microbatches=2).run(data)[-1]
-        for method in METHODS
-        if method != "xgrad"
-    }
-    for a, b in itertools.combinations(final, 2):
-        alike = any({a, b} <= group for group in groups)
-        assert alike == (abs(final[a] - final[b]) < 1e-9), (a, b)
 
 
 def test_auto_is_the_default_and_says_what_it_does(caplog):
