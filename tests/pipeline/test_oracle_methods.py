@@ -9,15 +9,7 @@ import itertools
 
 import hypothesis.strategies as some
 import pytest
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    every_method,
-    examples,
-    mse,
-    sgd,
-    tanh_stages,
-)
+from helpers.pipeline_cases import Compared, batches, every_method, examples, mse, sgd, tanh_stages
 from helpers.random_settings import method_of
 from hypothesis import given
 from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, RATES, REFUSED, Case
