@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict, UserDict
 
+import numpy as np
 import pytest
 import torch
 from helpers.pipeline_cases import Compared, batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture  # noqa: F401
@@ -45,10 +46,9 @@ def test_nested_values_and_microbatches_train_as_the_uncut_model(n, method, reco
     torch.testing.assert_close(losses(pipe, made), expected)
     torch.testing.assert_close(dict(pipe.state_dict()), dict(whole.state_dict()))
     parts = [part for batch in made for part in (batch if isinstance(batch, list) else [batch])]
-    sizes = [len(part["x"]) for part in parts]
     with torch.no_grad():
         each = [nested_loss(whole(part), part).item() for part in parts]
-    wanted = sum(a * b for a, b in zip(sizes, each, strict=True)) / sum(sizes)
+    wanted = np.average(each, weights=[len(part["x"]) for part in parts])
     assert pipe.evaluate(made)["loss"] == pytest.approx(wanted)
 
 

@@ -181,14 +181,12 @@ def test_what_looks_on_sees_both(tmp_path):
     with st.Metrics(pipe, tmp_path / "m.jsonl", every=4, errors_every=2) as metrics:
         list(pipe.run(data, trace=[trace, metrics]))
     forwards = [s for s in trace.spans() if s.stage == 0 and s.kind.value == "forward"]
-    assert [span.minibatch for span in forwards] == list(range(12))
     # the window is 3 within the phase; synchronous minibatches follow all earlier updates
-    assert [span.version for span in forwards] == [0, 0, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
-    updates = [s for s in trace.spans() if s.stage == 2 and s.kind.value == "update"]
-    assert [span.version for span in updates] == list(range(1, 13))
+    versions = [0, 0, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11]
+    assert [(span.minibatch, span.version) for span in forwards] == list(enumerate(versions))
     records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     first = [record for record in records if record["stage"] == 0]
     assert [record["minibatch"] for record in first] == [4, 8, 12]
-    assert [record["staleness"]["scheduled"] for record in first] == [2, 0, 0]
-    assert [record["staleness"]["max"] for record in first] == [2, 2, 0]
+    late = [(record["staleness"]["scheduled"], record["staleness"]["max"]) for record in first]
+    assert late == [(2, 2), (0, 2), (0, 0)]
     assert first[0]["staleness_error"] > 0

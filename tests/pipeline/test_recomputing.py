@@ -15,7 +15,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
 
@@ -191,26 +190,12 @@ class Many(nn.Module):
         return x
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3)), reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant) + x
-
-
-def checkpointing():
-    layers = [nn.Linear(5, 5), nn.Tanh(), Checkpointed(False), nn.Tanh(), Checkpointed(True)]
-    return [nn.Sequential(*copy.deepcopy(layers), nn.Tanh()) for _ in range(2)]
-
-
 def traced():
     points = ["blocks.0.1", "blocks.1", "head"]
     return st.partition(Own(), 2, torch.randn(6, 5), split_points=points, profile="parameters")
 
 
-@pytest.mark.parametrize("make", [lambda: [Many(), Many()], checkpointing, traced])
+@pytest.mark.parametrize("make", [lambda: [Many(), Many()], traced])
 def test_blocks_of_every_kind_change_no_bit(make):
     stages = make()
     assert same(*(trained(stages, "pipedream", each) for each in (False, 1)))
