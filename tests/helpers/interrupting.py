@@ -73,22 +73,15 @@ class Interrupts:
 class Case:
     """A small pipeline that always starts from the same weights, and its weight versions."""
 
-    def __init__(
-        self, method, *, dtype=torch.float32, optimizer=None, stages=3, ties=False, **settings
-    ):
+    def __init__(self, method, *, dtype=torch.float32, optimizer=None, ties=False, **settings):
         torch.manual_seed(3)
-        width = 3
-        self._stages = [
-            nn.Sequential(nn.Linear(width, width), nn.Tanh()).to(dtype) for _ in range(stages)
-        ]
+        self._stages = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(dtype) for _ in range(3)]
         self._ties = ties
         if ties:
-            self._stages[-1][0].bias = self._stages[0][0].bias
+            self._stages[2][0].bias = self._stages[0][0].bias
         size = 2 * settings.get("microbatches", 1)
-        self.data = [
-            (torch.randn(size, width).to(dtype), torch.randn(size, width).to(dtype))
-            for _ in range(MINIBATCHES)
-        ]
+        drawn = torch.randn(MINIBATCHES, 2, size, 3).to(dtype)
+        self.data = [(x, y) for x, y in drawn]
         self._optimizer = optimizer or sgd
         self._settings = {"method": method, **settings}
         # by minibatches of training, and then by stage
@@ -113,20 +106,19 @@ class Case:
         """Return weights (or master weights) and momentum of each stage."""
         masters, found = pipe.masters(), []
         for k, opt in enumerate(pipe.optimizers):
-            named = {f"w{n}": masters.get(p, p) for n, p in enumerate(params_of(opt))}
+            tensors = moments(opt)
             for n, p in enumerate(params_of(opt)):
+                tensors[f"w{n}"] = masters.get(p, p)
                 rounded = pipe.state_dict()[f"{k}.0.{'weight' if n == 0 else 'bias'}"]
                 assert torch.equal(p, rounded)
-                assert torch.equal(rounded, named[f"w{n}"].to(p.dtype))
-            tensors = {**named, **moments(opt)}
+                assert torch.equal(rounded, tensors[f"w{n}"].to(p.dtype))
             found.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
         return found
 
     def check(self, pipe):
         """Check that every stage has one complete version, and that training continues from it."""
         if self._ties:
-            all_of_it = pipe.state_dict()
-            assert torch.equal(all_of_it["0.0.bias"], all_of_it[f"{len(self._stages) - 1}.0.bias"])
+            assert torch.equal(*(pipe.state_dict()[f"{k}.0.bias"] for k in (0, 2)))
         found, made = self.state(pipe), []
         for k, mine in enumerate(found):
             equal = [u for u, version in enumerate(self._versions) if same(mine, version[k])]
@@ -145,15 +137,13 @@ class Case:
         masters = pipe.masters()
         for opt, parts in zip(pipe.optimizers, state, strict=True):
             saved = opt.state_dict()
-            for name, tensor in parts.items():
-                n, _, key = name.partition(".")
-                if key:
-                    saved["state"].setdefault(int(n), {})[key] = tensor
-                    continue
-                p = params_of(opt)[int(n[1:])]
-                p.data.copy_(tensor)
+            for n, p in enumerate(params_of(opt)):
+                p.data.copy_(parts[f"w{n}"])
                 if p in masters:
-                    masters[p].copy_(tensor)
+                    masters[p].copy_(parts[f"w{n}"])
+                own = {name[2:]: t for name, t in parts.items() if name.startswith(f"{n}.")}
+                if own:
+                    saved["state"].setdefault(n, {}).update(own)
             opt.load_state_dict(saved)
         list(pipe.run(self.data[:3]))
         return self.state(pipe)
@@ -183,13 +173,9 @@ def groups(params):
 
 
 def moments(optimizer):
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{n}.{key}": tensor
-        for n, entry in state.items()
-        for key, tensor in entry.items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    entries = optimizer.state_dict()["state"].items()
+    found = {f"{n}.{key}": tensor for n, entry in entries for key, tensor in entry.items()}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 def same(a, b):
