@@ -31,6 +31,9 @@ def scaled(output, target):
         (lambda out, y: mse(out, y).detach(), ValueError, "does not depend on the output"),
         (lambda out, y: (out > y).sum(), ValueError, "does not depend on the output"),
         (lambda out, y: mse(out.detach(), y), ValueError, "does not depend on the output"),
+        (lambda out, y: (out.sum(), "3"), TypeError, "must be a number or a 0-d tensor, got str"),
+        (lambda out, y: (out.sum(), y[:2, 0]), TypeError, r"or a 0-d tensor, got shape \(2,\)"),
+        (lambda out, y: (out.sum(), 1, 2), TypeError, r"a pair \(sum, count\), got a tuple"),
     ],
 )
 @pytest.mark.parametrize("recompute", [False, True])

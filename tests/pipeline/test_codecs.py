@@ -357,12 +357,6 @@ def test_a_wrong_codec_is_its_stages_error(stage, action, change, cause, text):
     assert text in caught.value.reason
 
 
-@pytest.mark.parametrize("codec", [8, Int8, "int8", (Int8(),), (Int8(), 8), (None, None, None)])
-def test_what_is_no_codec(codec):
-    with pytest.raises(TypeError, match=r"codec: expected a value with pack\(\) and unpack\(\)"):
-        st.Pipeline(tanh_stages(2), sgd(), mse, codec=codec)
-
-
 @pytest.mark.cuda
 @every_codec
 def test_stages_on_a_gpu(codec):

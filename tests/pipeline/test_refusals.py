@@ -196,6 +196,7 @@ def test_a_method_is_checked_on_all_stages_before_any_optimizer_is_made():
     refused(V, "method: lead of 'own' at stage 2 of 3", stages, lambda p: 1 / 0, method=own)
 
 
+NO_CODEC = r"codec: expected a value with pack\(\) and unpack\(\)"
 CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda p: p.stage)
 
 
@@ -225,6 +226,10 @@ CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda
         ({"recompute": 0}, V, "recompute"),
         ({"on_nonfinite": True}, V, "on_nonfinite: expected 'raise', 'skip', or None .* got True"),
         ({"count": 3}, T, "count: expected a callable, got int"),
+        ({"codec": "int8"}, T, NO_CODEC),
+        ({"codec": (st.codecs.Int8(), 8)}, T, NO_CODEC),
+        ({"codec": st.codecs.Int8}, T, NO_CODEC),
+        ({"codec": (None, None, None)}, T, NO_CODEC),
     ],
 )
 def test_options(arguments, error, match):
