@@ -22,6 +22,7 @@ from helpers.pipeline_cases import (
 )
 from oracle.definition import Oracle
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import spectrain_ext as st
 from spectrain_ext.transport import Stream
@@ -72,23 +73,17 @@ def planned(where, stage, at):
     return count
 
 
-class Counted(nn.Module):
-    """Counts its forwards and backwards."""
+def counted(stages, count):
+    """Count the forwards and backwards of stages."""
+    for k, stage in enumerate(stages):
 
-    def __init__(self, count, index):
-        super().__init__()
-        self.count, self.index = count, index
+        def hook(module, given, output, k=k):
+            count("forward", k)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: count("backward", k))
 
-    def forward(self, value):
-        self.count("forward", self.index)
-        value = value * 1
-        if value.requires_grad:
-            value.register_hook(lambda gradient: self.count("backward", self.index))
-        return value
-
-
-def counted_stages(n, count):
-    return [nn.Sequential(*stage, Counted(count, k)) for k, stage in enumerate(tanh_stages(n))]
+        stage.register_forward_hook(hook)
+    return stages
 
 
 WHERE = ("forward", "backward", "loss", "update", "scheduler")
@@ -105,8 +100,8 @@ WHERE = ("forward", "backward", "loss", "update", "scheduler")
 def test_failures(method, where, stage):
     n, at = 4, 5
     count, made, updates = planned(where, stage, at), [], [0] * n
-    stages, data = counted_stages(n, count), batches(12)
-    uncounted = [stage[:-1] for stage in stages]
+    uncounted, data = tanh_stages(n), batches(12)
+    stages = counted(copy.deepcopy(uncounted), count)
     oracle = Oracle(uncounted, torch_sgd(), mse, method)
     oracle.run(data)
 
@@ -114,24 +109,14 @@ def test_failures(method, where, stage):
         count("loss")
         return mse(output, target)
 
-    def optimizer(params):
-        opt, k = sgd()(params), len(made)
+    def scheduler(opt):
+        k = len(made)
         opt.register_step_pre_hook(lambda *_: count("update", k))
         opt.register_step_post_hook(lambda *_: updates.__setitem__(k, updates[k] + 1))
         made.append(opt)
-        return opt
+        return LambdaLR(opt, lambda updates: (updates and count("scheduler", k)) or 1.0)
 
-    def scheduler(opt):
-        k = made.index(opt)
-
-        def rate(updates):
-            if updates:
-                count("scheduler", k)
-            return 1.0
-
-        return torch.optim.lr_scheduler.LambdaLR(opt, rate)
-
-    pipe = st.Pipeline(stages, optimizer, loss_fn, method, scheduler=scheduler)
+    pipe = st.Pipeline(stages, sgd(), loss_fn, method, scheduler=scheduler)
     with pytest.raises(st.StageError) as caught:
         losses(pipe, data)
     error = caught.value
@@ -147,6 +132,7 @@ def test_failures(method, where, stage):
     pipe(torch.randn(2, 5))
 
     # It runs again and continues.
+    nn.ModuleList(uncounted).load_state_dict(nn.ModuleList(stages).state_dict())
     rest = Oracle(uncounted, torch_sgd(), mse, method)
     for mine, theirs, true in zip(made, rest.optimizers, rest.true, strict=True):
         for p, q in zip(mine.param_groups[0]["params"], true, strict=True):
@@ -162,7 +148,8 @@ def test_a_failure_in_the_drain_or_after_another_of_the_device(k, monkeypatch):
     def fails(_):
         raise RuntimeError("the device has failed")
 
-    pipe = st.Pipeline(counted_stages(3, planned("backward", k, 1)), sgd(), mse, microbatches=1)
+    stages = counted(tanh_stages(3), planned("backward", k, 1))
+    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
     results = pipe.run(batches(6))
     next(results)
     monkeypatch.setattr(Stream, "synchronize", fails)
