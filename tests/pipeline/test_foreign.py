@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers.foreign_optimizers import FOREIGN, PECULIAR, Bare, Lion, Replacing, Together
+from helpers.foreign_optimizers import FOREIGN, PECULIAR, Bare, Replacing, Together
 from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_settings import definition_of, method_of
 from oracle.definition import Oracle
@@ -30,32 +30,18 @@ def test_the_optimizers_are_the_users_own():
     assert [g["lr"] for g in first.parts[1].param_groups] == [0.01 / 4]
 
 
-class Failing(Lion):
-    """Raises after its first parameter in one step."""
-
-    def __init__(self, params, fails_at):
-        super().__init__(params, lr=0.01)
-        self.left = fails_at
-
-    def step(self):
-        self.left -= 1
-        if self.left == 0:
-            self.param_groups[0]["params"][0].data.mul_(2)
-            raise ArithmeticError("planned")
-        super().step()
-
-
 @pytest.mark.parametrize("kind", ["vanilla", "pipedream", "lwp-w"])
 def test_a_step_that_raises(kind):
-    stages, data = tanh_stages(3), batches(9)
-    made = []
+    def fails(opt, *_):
+        steps.append(opt)
+        if len(steps) == 4:
+            opt.param_groups[0]["params"][0].data.mul_(2)
+            raise ArithmeticError("planned")
 
-    def optimizer(params):
-        made.append(Failing(params, 4 if len(made) == 1 else 0))
-        return made[-1]
-
-    pipe = st.Pipeline(copy.deepcopy(stages), optimizer, mse, kind)
-    with pytest.raises(st.StageError, match=r"(?s)planned; the step of Failing was cut short") as e:
+    stages, data, steps = tanh_stages(3), batches(9), []
+    pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN["Lion"], mse, kind)
+    pipe.optimizers[1].register_step_pre_hook(fails)
+    with pytest.raises(st.StageError, match=r"(?s)planned; the step of Lion was cut short") as e:
         losses(pipe, data)
     assert (e.value.stage, e.value.action) == (1, "update")
     assert type(e.value.__cause__) is ArithmeticError
@@ -63,7 +49,7 @@ def test_a_step_that_raises(kind):
     weights = copy.deepcopy(pipe.state_dict())
     state = [copy.deepcopy(o.state_dict()) for o in pipe.optimizers]
     again = losses(pipe, data[:3])
-    other = st.Pipeline(stages, lambda p: Lion(p, lr=0.01), mse, kind)
+    other = st.Pipeline(stages, FOREIGN["Lion"], mse, kind)
     other.load_state_dict(weights)
     for mine, theirs in zip(other.optimizers, state, strict=True):
         mine.load_state_dict(theirs)
