@@ -121,27 +121,20 @@ def test_a_target_of_none_and_sizes_of_one():
     assert pipe.evaluate([(x, None), (x[:1], None)])["loss"] == pytest.approx(wanted.item())
 
 
-@pytest.mark.parametrize("form", ["pair", "mapping"])
-def test_dimensions_made_as_the_batch_is(form):
+def test_dimensions_made_as_the_batch_is():
     def first(value):
-        (steps, more), extra = (value["input"] if form == "mapping" else value)["deep"]
+        (steps, more), extra = value["input"]["deep"]
         return steps[-1] + more * extra
 
     def loss_fn(output, target):
-        return mse(output, target["y"] if form == "mapping" else target)
+        return mse(output, target["y"])
 
-    def dims(last):
-        made = {"deep": [(1, 0), last]}
-        return (made, 0) if form == "pair" else {"input": made}
-
-    x = {"deep": [(torch.randn(3, 6, 5), torch.randn(6, 5)), torch.randn(5)]}
-    y = torch.randn(5, 6).t()
-    batch = (x, y) if form == "pair" else {"input": x, "y": y}
-    value, target = (x, y) if form == "pair" else (batch, batch)
-    pipe = flushing(first, loss_fn, 4, split_dim=dims(None))
+    deep = [(torch.randn(3, 6, 5), torch.randn(6, 5)), torch.randn(5)]
+    batch = {"input": {"deep": deep}, "y": torch.randn(5, 6).t()}
+    pipe = flushing(first, loss_fn, 4, split_dim={"input": {"deep": [(1, 0), None]}})
     whole = copy.deepcopy(nn.Sequential(*pipe.children()))
-    torch.testing.assert_close(losses(pipe, [batch]), [loss_fn(whole(value), target).detach()])
-    pipe = flushing(first, loss_fn, 4, split_dim=dims("no"))
+    torch.testing.assert_close(losses(pipe, [batch]), [loss_fn(whole(batch), batch).detach()])
+    pipe = flushing(first, loss_fn, 4, split_dim={"input": {"deep": [(1, 0), "no"]}})
     with pytest.raises(ValueError, match=r"split_dim: .*\['deep'\]\[1\] expected an int or None"):
         losses(pipe, [batch])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.foreign_optimizers import FOREIGN
 from helpers.pipeline_cases import batches, losses, mse, sgd, tanh_stages
+from helpers.random_modules import Function
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,12 +49,10 @@ class Module(nn.Module):
         return self.function(self, x)
 
 
-class Joins(nn.Module):
-    """Makes one tensor of a stage's outputs."""
-
-    def forward(self, value):
-        first, *rest = value if isinstance(value, tuple) else (value,)
-        return first + sum(tensor.mean() for tensor in rest)
+def joined(value):
+    """Make one tensor of a stage's outputs."""
+    first, *rest = value if isinstance(value, tuple) else (value,)
+    return first + sum(tensor.mean() for tensor in rest)
 
 
 # Random programs have usual layers, used once and twice, with halves.
@@ -96,7 +95,7 @@ def assert_same(found, expected):
 def test_the_bits_of_whole_backwards(name, way):
     """The first stage's input needs no gradient: all of its backward is put off."""
     halves, whole, more = WAYS[way]
-    stages = [CASES[name](), Joins(), CASES[name](), Joins()]
+    stages = [CASES[name](), Function(joined), CASES[name](), Function(joined)]
     data = batches(6, size=7, width=8)
     if way == "on masters":
         more = {"optimizer": FOREIGN["AdamW"], **more}
