@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.pipeline_cases import batches, every_method, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.random_modules import Function
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -192,9 +193,7 @@ def test_a_run_that_nobody_began_is_told(tmp_path):
 # Modules that are left in evaluation mode
 
 
-class First(nn.Module):
-    def forward(self, pair):
-        return pair[0]
+FIRST = Function(lambda pair: pair[0])
 
 
 class Residual(nn.Module):
@@ -215,7 +214,7 @@ def block():
     [
         (lambda: nn.Sequential(block().eval(), nn.Linear(5, 5)), "0"),  # as from_pretrained's
         (lambda: nn.Sequential(Residual().eval()), "0"),
-        (lambda: nn.Sequential(nn.LSTM(5, 5, 2, dropout=0.1).eval(), First()), "0"),
+        (lambda: nn.Sequential(nn.LSTM(5, 5, 2, dropout=0.1).eval(), FIRST), "0"),
         # on purpose: fixed statistics, and a frozen part
         (lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval()), None),
         (lambda: nn.Sequential(block().requires_grad_(False).eval(), nn.Linear(5, 5)), None),

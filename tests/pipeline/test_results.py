@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
@@ -31,15 +32,12 @@ class Seen(st.Observer):
         self.note("begin")
 
     def watch(self, stage, handlers):
-        def wrapped(kind, handler):
-            def run(i, j):
-                self.note(kind)
-                handler(i, j)
-
-            return run
+        def run(kind, handler, i, j):
+            self.note(kind)
+            handler(i, j)
 
         self.note(stage.index)
-        return {kind: wrapped(kind, handler) for kind, handler in handlers.items()}
+        return {kind: partial(run, kind, handler) for kind, handler in handlers.items()}
 
     def result(self, result):
         self.note("result")
