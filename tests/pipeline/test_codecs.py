@@ -11,6 +11,7 @@ from functools import reduce
 import pytest
 import torch
 from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
+from helpers.random_modules import Function
 from hypothesis import given
 from hypothesis import strategies as some
 from oracle.definition import Oracle
@@ -273,6 +274,26 @@ def test_other_ways_to_the_same_bits_and_the_draws_of_a_run_without():
     assert without[0] != plain[0]
     assert all(map(torch.equal, drawn, numbers))  # neither a stage's draws nor the caller's change
     assert all(map(torch.equal, trained((None, None), method="pipedream")[0], without))
+
+
+def test_masks_and_what_has_one_dimension_cross_as_they_are():
+    sent, got = [], []
+
+    def first(x, linear):
+        value = linear(x), x > 0, x[:, 0]
+        sent.append([tensor.clone() for tensor in value])
+        return value
+
+    def last(value):
+        got.append([tensor.clone() for tensor in value])
+        return value[0] * value[1]
+
+    stages = [Function(first, nn.Linear(5, 5)), Function(last), *tanh_stages(1)]
+    pipe = st.Pipeline(stages, sgd(), mse, codec=Int4(), microbatches=2)
+    losses(pipe, data := batches(3, size=4))
+    pipe.evaluate(data)
+    for its, found in zip(sent, got, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(its, found, strict=True)] == [False, True, True]
 
 
 @dataclass(frozen=True)
