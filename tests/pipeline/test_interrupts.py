@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 
@@ -143,14 +144,12 @@ def test_interrupts_while_a_pipeline_is_made(name, first, then):
     expected = copies(case.modules())
     for n in count(0, first):
         modules, made = case.modules(), None
-        try:
-            with Interrupts(n, *([] if then is None else [n % then])) as interrupts:
-                made = case.pipe_of(modules)
-        except KeyboardInterrupt:
-            pass
+        numbers = [n] if then is None else [n, n % then]
+        with suppress(KeyboardInterrupt), Interrupts(*numbers) as interrupts:
+            made = case.pipe_of(modules)
         assert all(map(torch.equal, copies(modules), expected))
         case.check(made or case.pipe_of(modules))
-        if made is not None and len(interrupts.left) > (then is not None):
+        if made is not None and len(interrupts.left) == len(numbers):
             break
     assert n > 5 * first
 
@@ -202,12 +201,9 @@ def test_interrupts_between_runs(name, do, step, then):
         modes = [part.training for module in modules for part in module.modules()]
         pipe = case.pipe_of(modules)
         list(pipe.run(case.data[:2]))
-        drawn = torch.get_rng_state()
-        try:
-            with Interrupts(n, *([] if then is None else [then])) as interrupts:
-                do(pipe)
-        except KeyboardInterrupt:
-            pass
+        drawn, numbers = torch.get_rng_state(), [n] if then is None else [n, then]
+        with suppress(KeyboardInterrupt), Interrupts(*numbers) as interrupts:
+            do(pipe)
         if do is evaluated:  # the next user of the pipeline finishes the end
             assert pipe.state_dict()
             assert [part.training for module in modules for part in module.modules()] == modes
@@ -215,7 +211,7 @@ def test_interrupts_between_runs(name, do, step, then):
         case.check(pipe)
         do(pipe)
         list(pipe.run(case.data[:1]))
-        if len(interrupts.left) > (then is not None):
+        if len(interrupts.left) == len(numbers):
             break
     assert n > 2 * step
 
