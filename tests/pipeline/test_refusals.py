@@ -224,6 +224,8 @@ CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda
         ({"master_dtype": torch.float64}, V, "master_dtype: expected torch.float32, or None"),
         ({"recompute": 1.0}, T, "recompute"),
         ({"recompute": 0}, V, "recompute"),
+        ({"offload": "weights"}, V, "offload: expected 'activations' or None, got 'weights'"),
+        ({"offload": "activations", "recompute": True}, V, "offload: with recompute=True, which"),
         ({"on_nonfinite": True}, V, "on_nonfinite: expected 'raise', 'skip', or None .* got True"),
         ({"count": 3}, T, "count: expected a callable, got int"),
         ({"codec": "int8"}, T, NO_CODEC),
