@@ -1,57 +1,59 @@
-"""Tests pipelines over a link that is slow, loses packets, or breaks."""
+"""Tests a pipeline whose link breaks without a word: two network namespaces with a link between."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
-from helpers.failing_runs import TIMEOUT, expect_one_end, fail, trial
-from helpers.rank_cases import Case, alone, on_ranks, same
-from helpers.ranks import Ranks, printed_by, run_ranks
-from helpers.slow_link import SlowLink
+import torch.distributed as dist
+from helpers.failing_runs import TIMEOUT
+from helpers.rank_cases import Case
+from helpers.ranks import Ranks, printed_by
+
+import spectrain_ext as st
 
 pytestmark = [pytest.mark.network, pytest.mark.processes]
+HOSTS = [f"st{os.getpid()}n{side}" for side in (1, 2)]  # namespaces, and their ends of the link
+_CLONE_NEWNET = 0x40000000
+
+
+def ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True)
 
 
 @pytest.fixture
-def link(request):
+def hosts() -> Iterator[list[str]]:
     try:
-        made = SlowLink(0.02, 0.01).__enter__()
-    except OSError as error:
-        pytest.skip(f"needs two network namespaces: {error}")
-    yield made
-    made.__exit__(None, None, None)
+        for host in HOSTS:
+            ip(f"netns add {host}")
+        ip("link add {0} netns {0} type veth peer name {1} netns {1}".format(*HOSTS))
+        for side, host in enumerate(HOSTS, 1):
+            ip(f"-n {host} addr add 10.213.0.{side}/24 dev {host}")
+            ip(f"-n {host} link set lo up")
+            ip(f"-n {host} link set {host} up")
+        yield HOSTS
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs two network namespaces: {getattr(error, 'stderr', error)}")
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def test_the_same_bits_over_a_slow_link_that_loses_packets(link):
-    torch.set_num_threads(1)
-    near, far = link.hosts
-    cases = [Case(method, (3, 1)) for method in ("spectrain", "1f1b")]
-    found = run_ranks(on_ranks, 3, cases, keeper=False, hosts=(near, near, far))
-    for case, *of_ranks in zip(cases, *found, strict=True):
-        expected = alone(case)
-        for rank, mine in enumerate(of_ranks):
-            same([mine["all"], mine[rank]], [expected["all"], expected[rank]], str(case))
-        same(of_ranks[-1]["last"], expected["last"], str(case))
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n == 3 else pytest.mark.nightly) for n in range(20)],
-)
-def test_one_end_for_all_over_a_slow_link_that_loses_packets(link, seed):
-    """The last rank is far from the others and from the store."""
-    count, what = trial(seed)
-    near, far = link.hosts
-    hosts = (*[near] * (count - 1), far)
-    expect_one_end(Ranks(fail, count, what, keeper=False, hosts=hosts), what)
-
-
-def train_on(rank, ranks, mark):
+def train_on(rank: int, ranks: int, hosts: list[str], mark: str) -> None:
     """Train until stopped; open a FIFO when the test may stop it."""
+    dist.destroy_process_group()  # the test's group, on this host
+    host = hosts[rank == ranks - 1]
+    with open(f"/run/netns/{host}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET) == 0
+    os.environ.update(GLOO_SOCKET_IFNAME=host, RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="10.213.0.1", MASTER_PORT="29500")
+    st.join_ranks()
     case = Case("vanilla", (ranks, 1))
     pipe = case.pipeline(rank, microbatches=1, timeout=TIMEOUT)
     for result in pipe.run(itertools.cycle(case.batches([16]))):
@@ -60,14 +62,13 @@ def train_on(rank, ranks, mark):
                 pass
 
 
-def test_a_cut_link_ends_all_ranks(tmp_path, link):
-    near, far = link.hosts
+def test_a_cut_link_ends_all_ranks(tmp_path: Path, hosts: list[str]) -> None:
     mark = tmp_path / "mark"
     os.mkfifo(mark)
-    ranks = Ranks(train_on, 3, str(mark), keeper=False, hosts=(near, near, far))
+    ranks = Ranks(train_on, 3, hosts, str(mark))
     with mark.open():  # until the last rank has received the minibatches
         pass
-    link.cut()
+    ip(f"-n {hosts[1]} link set {hosts[1]} down")
     ends = ranks.join(deadline=60.0)
     told = printed_by(ends)
     assert [end.code for end in ends] == [1, 1, 1], told

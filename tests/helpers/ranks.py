@@ -31,7 +31,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.slow_link import Host
 
 _DEADLINE = 120.0
 _TESTS = Path(__file__).resolve().parents[1]
@@ -69,13 +68,7 @@ class _Program(NamedTuple):
 
 
 def _main(
-    program: _Program,
-    rank: int,
-    ranks: int,
-    port: int,
-    folder: str,
-    port_of_store: Any,
-    hosts: tuple[Host, ...] | None,
+    program: _Program, rank: int, ranks: int, port: int, folder: str, port_of_store: Any
 ) -> None:
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
@@ -86,10 +79,6 @@ def _main(
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that hangs
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = "127.0.0.1"
-    if hosts is not None:
-        hosts[rank].enter()
-        os.environ["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
-        address = hosts[0].address
     torch.set_num_threads(1)
     if port:
         store = dist.TCPStore(address, port, is_master=False)
@@ -118,25 +107,14 @@ def _main(
 
 
 class Ranks:
-    """Started ranks.
+    """Started ranks of a function of a module of tests or helpers: ``(rank, ranks, *args)``.
 
-    Args:
-        program: a function of a module of tests or helpers: ``(rank, ranks, *args)``.
-        ranks: their number.
-        args: more arguments.
-        keeper: whether this process keeps the store, as torchrun does, or rank 0.
-        hosts: the host of each rank, None: all here; only without a keeper.
+    ``keeper``: whether this process keeps the store, as torchrun does, or rank 0.
     """
 
     def __init__(
-        self,
-        program: Callable[..., Any],
-        ranks: int,
-        *args: Any,
-        keeper: bool = True,
-        hosts: tuple[Host, ...] | None = None,
+        self, program: Callable[..., Any], ranks: int, *args: Any, keeper: bool = True
     ) -> None:
-        assert hosts is None or not keeper
         self._folder = tempfile.TemporaryDirectory()
         self._store = None
         if keeper:
@@ -149,7 +127,7 @@ class Ranks:
         found = _Program(
             inspect.getfile(program), program.__module__, program.__qualname__, pickle.dumps(args)
         )
-        more = (ranks, port, self._folder.name, self._port_of_store, hosts)
+        more = (ranks, port, self._folder.name, self._port_of_store)
         self.processes = [
             context.Process(target=_main, args=(found, rank, *more), daemon=True)
             for rank in range(ranks)
