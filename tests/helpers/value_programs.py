@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from helpers.replica_programs import stage_and_replica
-from torch import Tensor, nn
+from torch import nn
 
 import spectrain_ext as st
 
@@ -18,33 +16,20 @@ WORDS = 7
 mse = nn.functional.mse_loss
 
 
-class Named(NamedTuple):
-    hidden: Tensor
-    more: list
-
-
 @dataclass(slots=True)
 class Output:
     parts: dict
     loss: None = None
 
 
-ENDS = {
-    "tensor": (lambda h: h, lambda out: out),
-    "dict": (lambda h: {"h": h, "none": None}, lambda out: out["h"]),
-    "dataclass": (lambda h: Output({"h": [h]}), lambda out: out.parts["h"][0]),
-    "named": (lambda h: Named(h, [3]), lambda out: out.hidden),
-}
-
-
 class Part(nn.Module):
-    """Takes words and numbers, and returns a hidden state and a mask, with optional dropout."""
+    """Takes words and numbers, and returns a hidden state and a mask; ``end``: the last output."""
 
-    def __init__(self, k, n, form, end="tensor", drop=0.2):
+    def __init__(self, k, n, form, end):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH) if k == 0 else None
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(drop)
+        self.drop = nn.Dropout(0.2)
         self.last, self.form, self.end = k == n - 1, form, end
 
     def forward(self, value):
@@ -59,13 +44,13 @@ class Part(nn.Module):
         (h,) = values
         h = h + self.drop(torch.tanh(self.linear(h))) * mask[:, None]
         if self.last:
-            return ENDS[self.end][0](h)
+            return Output({"h": [h]}) if self.end == "dataclass" else h
         return {"h": h, "mask": mask} if self.form == "dict" else (h, mask)
 
 
-def stages(n, form, end="tensor", dtype=torch.float32, drop=0.2):
+def stages(n, form, end="tensor", dtype=torch.float32):
     torch.manual_seed(3)
-    return [Part(k, n, form, end, drop).to(dtype) for k in range(n)]
+    return [Part(k, n, form, end).to(dtype) for k in range(n)]
 
 
 def data(sizes, form, dtype=torch.float32):
@@ -84,14 +69,14 @@ def data(sizes, form, dtype=torch.float32):
     return made
 
 
-def loss_fn(form, end="tensor"):
+def loss_fn(form):
     def loss(output, target):
         if form == "dict":
             assert type(target) is dict
             y, mask = target["labels"], target["mask"]
         else:
             y, mask = target
-        return (mse(ENDS[end][1](output), y, reduction="none") * mask[:, None]).mean()
+        return (mse(output, y, reduction="none") * mask[:, None]).mean()
 
     return loss
 
@@ -100,12 +85,11 @@ def sgd(params):
     return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **settings):
+def together(n, sizes, form, dtype, **settings):
     """Return losses and the states of all stages of an in-process run."""
+    parts = stages(n, form, dtype=dtype)
     torch.manual_seed(5)
-    parts = [copy.deepcopy(part) for part in stages(n, form, end, dtype, drop)]
-    torch.manual_seed(5)
-    pipe = st.Pipeline(parts, sgd, loss_fn(form, end), **settings)
+    pipe = st.Pipeline(parts, sgd, loss_fn(form), **settings)
     losses = [result.loss for result in pipe.run(data(sizes, form, dtype))]
     return losses, [part.state_dict() for part in parts]
 
@@ -211,31 +195,17 @@ def uncut_nested(n, made):
     return found, whole
 
 
-def nested(rank=0, ranks=1, **settings):
+def nested(rank=0, counts=None, codec=None):
     """Return losses, an evaluation and weights of this rank, or of all stages in one process."""
     made = nested_batches()
-    more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, **settings}
-    if ranks == 1:
-        pipe = st.Pipeline(nested_stages(2), sgd, nested_loss, **more)
+    more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, "codec": codec}
+    stages = nested_stages(2)
+    if counts is None:
+        pipe = st.Pipeline(stages, sgd, nested_loss, **more)
     else:
-        counts = settings.get("replicas", [1] * ranks)
-        k, _ = stage_and_replica(counts, rank)
-        pipe = st.DistributedPipeline(
-            nested_stages(len(counts))[k],
-            *(sgd, nested_loss),
-            **more,
-            share_loss=True,
-            dynamic_shapes=True,
-        )
+        more |= {"replicas": counts, "share_loss": True, "dynamic_shapes": True}
+        part = stages[stage_and_replica(counts, rank)[0]]
+        pipe = st.DistributedPipeline(part, sgd, nested_loss, **more)
     enough = [batch for batch in made if isinstance(batch, list) or len(batch["x"]) > 1]
     losses = [result.loss.item() for result in pipe.run(enough)]
-    measured = pipe.evaluate(made)
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    if ranks == 1:
-        return losses, measured, state
-    try:
-        for _ in pipe.run([{**made[0], "words": [{3}]}]):
-            pass
-    except Exception as error:
-        return losses, measured, state, f"{type(error).__name__}: {error}"
-    return losses, measured, state, None
+    return losses, pipe.evaluate(made), pipe.state_dict()
