@@ -11,18 +11,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, tanh_stages, torch_sgd  # noqa: F401
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages, torch_sgd  # noqa: F401
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 
-SAID = r"group 0 of the SGD of stages\[0\] has no 'lr' that method 'auto' could"
-
-
-def without_rates(method):
-    """Return the method without its factors, and the factor of a stage and a minibatch."""
-    found = find_method(method)
-    return replace(found, rates=None), found.rates
+AUTO = find_method("auto")
 
 
 def made(stages, make, method, **more):
@@ -45,7 +39,7 @@ def rates(pipe):
 )
 def test_a_factor_is_as_good_as_other_rates(make):
     """Bit for bit; the caller may set rates between runs, and sees only them."""
-    plain, factor = without_rates("auto")
+    plain, factor = replace(AUTO, rates=None), AUTO.rates
     stages = tanh_stages(4)
     other, pipe = made(stages, make, plain), made(stages, make, "auto")
     assert pipe.schedulers == []
@@ -75,7 +69,7 @@ def test_the_rate_comes_back_after_a_failed_step_and_hooks_may_set_it():
         optimizer.param_groups[0]["lr"] = 0.5
 
     pipe = made(tanh_stages(3), partial(Sgd, lr=0.25), "auto")
-    factors = [without_rates("auto")[1](place, 0) for place in pipe.places]
+    factors = [AUTO.rates(place, 0) for place in pipe.places]
     losses(pipe, batches(2))
     assert sorted(seen) == sorted(0.25 * factor for factor in factors * 2)
     fails.append(True)
@@ -100,5 +94,5 @@ def test_a_factor_needs_a_rate():
         optimizer.param_groups[0]["lr"] = None
         return optimizer
 
-    with pytest.raises(ValueError, match=SAID):
+    with pytest.raises(ValueError, match=r"group 0 of the SGD of stages\[0\] has no 'lr'"):
         made(tanh_stages(3), bare, "auto")
