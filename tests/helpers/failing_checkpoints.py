@@ -62,18 +62,6 @@ def trains(rank, ranks, path, trial):
     return begun, errors, own
 
 
-def fills(rank, ranks, path):
-    """Save until the disk is full; return the number of checkpoints and the error."""
-    manager = manager_of(path, rank, ranks, 0, keep=99)
-    while True:
-        try:
-            manager.save()
-        except CheckpointError as error:
-            return manager.minibatches, str(error)
-        for _ in manager.run(batches(1) if rank in (0, ranks - 1) else None):
-            pass
-
-
 @functools.cache
 def never_stopped(path, ranks):
     """Return all state after the same training in one process."""
