@@ -27,7 +27,10 @@ nightly = pytest.mark.nightly
 
 # In a run
 
-SEEDS = {"stages": (6, 200), "chunks": (3, 60), "replicas": (5, 60), "ties": (1, 20)}
+SEEDS = {
+    **{"stages": (6, 200), "chunks": (3, 60), "replicas": (5, 60), "averaged": (4, 20)},
+    "ties": (1, 20),
+}
 
 
 @pytest.mark.parametrize(
