@@ -132,10 +132,5 @@ def test_ranges_cost_nothing_where_nobody_looks(monkeypatch):
     data = Case("spectrain").batches([6] * 2)
     list(pipe.run(data))
     assert made == []
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        list(pipe.run(data))
-    assert {"F0", "F1", "B0", "B1", "send", "recv", "predict"} <= set(made)
-    assert set(made) <= {event.name for event in seen.events()}
-    made.clear()
     list(pipe.run(data, trace=st.Trace()))
-    assert "F0" in made
+    assert {"F0", "F1", "B0", "B1", "send", "recv", "predict"} <= set(made)
