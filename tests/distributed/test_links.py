@@ -69,48 +69,37 @@ def unwatched(rank):
     )
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """Return a function that opens the links of all ranks and returns links and uses per rank.
+def opened(monkeypatch, counts, bodies):
+    """Return every rank's links, and their uses: an operation, its group and the peer."""
+    replicas = Replicas(counts)
+    all_ranks, found = list(range(replicas.ranks)), []
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "group", Default())
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
+    for rank in all_ranks:
+        made, uses = itertools.count(), []
 
-    A use is an operation and its group.
-    """
+        def new_group(ranks, made=made, rank=rank, backend="", **_):
+            group = Group(next(made), tuple(ranks), backend)
+            return group if rank in ranks else object()
 
-    def open_all(counts, bodies="nccl"):
-        replicas = Replicas(counts)
-        all_ranks = list(range(replicas.ranks))
-        monkeypatch.setattr(dist, "ProcessGroup", Group)
-        monkeypatch.setattr(dist, "group", Default())
-        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
-        monkeypatch.setattr(dist, "get_world_size", lambda: len(all_ranks))
-        found = []
-        for rank in all_ranks:
-            made, uses = itertools.count(), []
+        def use(what, uses=uses):
+            return lambda *given, group: uses.append((what, group, *given[1:]))
 
-            def new_group(ranks, made=made, rank=rank, backend="", **_):
-                group = Group(next(made), tuple(ranks), backend)
-                return group if rank in ranks else object()
-
-            def use(what, uses=uses):
-                return lambda *given, group: uses.append((what, group, *given[1:]))
-
-            monkeypatch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
-            monkeypatch.setattr(dist, "new_group", new_group)
-            for what in ("send", "recv", "all_reduce"):
-                monkeypatch.setattr(dist, what, use(what))
-            links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
-            found.append((links, uses))
-        return found
-
-    return open_all
+        monkeypatch.setattr(dist, "new_group", new_group)
+        for what in ("send", "recv", "all_reduce"):
+            monkeypatch.setattr(dist, what, use(what))
+        links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
+        found.append((links, uses))
+    return found
 
 
 @pytest.mark.parametrize("bodies", ["gloo", "nccl"])
-def test_a_group_is_first_used_as_it_will_be(opened, bodies):
+def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
     """In one order on all ranks, so that they do not wait in a circle, and not in training."""
     for counts in itertools.product(range(1, 4), range(1, 5), *[range(3)] * 2):
         counts = tuple(filter(None, counts))
-        all_opened = opened(counts, bodies)
+        all_opened = opened(monkeypatch, counts, bodies)
         last = Replicas(counts).indices_of(len(counts) - 1)
         from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
@@ -301,12 +290,9 @@ def test_a_buffer_given_back_to_a_rank_that_has_gone():
     assert "first cause: rank 0, " in ends[1].error
 
 
-class Options:
+def options(is_high_priority_stream=False):
     """Replaces the options of ProcessGroupNCCL."""
-
-    def __init__(self, is_high_priority_stream=False):
-        self.high = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
+    return SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +326,7 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     before = dict(os.environ)
     monkeypatch.setattr(dist, "group", default)
     monkeypatch.setattr(dist, "ProcessGroup", Group)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
@@ -350,11 +336,9 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     assert os.environ == before
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
     for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
-        options, timeout, told = made[ranks]
-        assert options.high
-        assert options._timeout == timeout
-        assert options.config.max_ctas == expected
-        assert told == on_error
+        chosen, timeout, told = made[ranks]
+        assert (chosen.high, chosen._timeout) == (True, timeout)
+        assert (chosen.config.max_ctas, told) == (expected, on_error)
     assert len(board.aborts) == 2  # only NCCL's
 
 
