@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.replica_programs import averaging, data, mse, sgd, stages
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext.method import recipe_clip
@@ -227,7 +228,10 @@ def test_without_a_process_group():
 
 def use_wrongly(rank, ranks):
     """Return the errors of calls that leave the pipeline unchanged, and a later evaluation."""
-    pipe, batches, found = make(rank), data(3), []
+    pipe, dataset, found = make(rank), TensorDataset(*torch.randn(2, 24, 5).double()), []
+    batches, part = (
+        DataLoader(dataset, 8, sampler=DistributedSampler(dataset, count, 0)) for count in (1, 2)
+    )
 
     def attempt(call):
         try:
@@ -239,12 +243,13 @@ def use_wrongly(rank, ranks):
         if result.index == 1:
             raise ValueError("enough")
 
-    if rank == 0:
-        attempt(pipe.run)
+    for call in (pipe.run, pipe.fit, pipe.evaluate) if rank == 0 else ():  # others take none
+        attempt(partial(call, None))
+        attempt(partial(call, part))
     run = pipe.run(batches)
     next(run)
     for call in (pipe.evaluate, pipe, pipe.fit):
-        attempt(lambda call=call: call(batches))
+        attempt(partial(call, batches))
     for _ in run:
         pass
     attempt(lambda: pipe.evaluate([]))
@@ -253,16 +258,21 @@ def use_wrongly(rank, ranks):
 
 
 def test_what_is_refused_leaves_the_pipeline_as_it_was():
+    for_rank_0 = [
+        "ValueError: batches: rank 0 needs them, got None",
+        "ValueError: batches: a DistributedSampler with num_replicas=2 gives this process a part "
+        "of the samples, and nobody would take the rest, as rank 0 has the only loader of a "
+        "pipeline, and deals microbatches out to replicas; give it num_replicas=1 and rank=0",
+    ]
     for rank, (found, measured) in enumerate(run_ranks(use_wrongly, 2)):
         expected = [
+            *(for_rank_0 * 3 if rank == 0 else []),
             "RuntimeError: evaluate: a run of this pipeline has not ended",
             "RuntimeError: calling the pipeline: a run",
             "RuntimeError: run: a run",
             "ValueError: batches: expected at least one to evaluate, got none",
             ("RuntimeError: process 1: ValueError: enough", "ValueError: enough")[rank],
         ]
-        if rank == 0:
-            expected.insert(0, "ValueError: batches: rank 0 needs them, got None")
         for error, said in zip(found, expected, strict=True):
             assert error.startswith(said)
         assert measured["loss"] > 0
