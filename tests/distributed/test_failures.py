@@ -254,7 +254,7 @@ def test_one_report_of_all_ranks(tmp_path, fault, culprit):
         assert not any("in commit\n" in section(report, r) for r in told if r != culprit)
     if fault == "hang":  # until nothing changes any more
         others = "edge 0 -> 1" if culprit else "edge 1 -> 0"
-        pending = re.findall(r"^  (edge .*): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
+        pending = re.findall(r"^  (edge \d -> \d): sent .*; PENDING: (\d+)$", report, re.MULTILINE)
         assert pending == [(others, "1"), ("edge 2 -> 1", "1")]
         assert re.search(r"^  2  .*; waits for edge 1 -> 2, for", report, re.MULTILINE)
 

@@ -74,10 +74,7 @@ def test_messages_travel_while_both_ranks_compute(traced):
     assert second.count("recv") == COUNT + 1  # the last one ends the run
     assert second.count("loss") == COUNT
     assert "predict" in first
-    # two in flight: rank 0 computes the next forward before it requests a gradient
-    begun = [name for name in first[: first.index("F2")] if name != "predict"]
-    gradient = ["recv", "B0", "update"]
-    assert begun == ["recv", "F0", "send", "recv", "F1", "send", *gradient, "recv"]
+    assert first.index("F1") < first.index("B0") < first.index("F2")  # two in flight
 
 
 @pytest.mark.processes

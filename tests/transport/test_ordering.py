@@ -83,58 +83,29 @@ def test_a_large_host_tensor_is_staged(monkeypatch):
 # Runs
 
 
-@contextmanager
-def uses_of_streams():
-    """Yield every ``using`` inside: (the stream's name, the buffers read, those written)."""
-    found, using = [], CheckedStream.using
-
-    def noted(stream, *, reads=(), writes=()):
-        found.append((stream.name, tuple(reads), tuple(writes)))
-        return using(stream, reads=reads, writes=writes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckedStream, "using", noted)
-        yield found
-
-
-def test_observers_read_weights_on_the_stream_that_writes_them(tmp_path):
-    """Without waits for other stages or for communication."""
-
-    def reads(method, **more):
-        """Return (stream, buffers) of all uses that only read."""
-        pipe = st.Pipeline(tanh_stages(2), sgd(), mse, method)
-        metrics = st.Metrics(pipe, tmp_path / "m", **more) if more else None
-        with uses_of_streams() as found:
-            list(pipe.run(batches(8), trace=metrics))
-        return [(name, buffers) for name, buffers, writes in found if not writes]
-
-    usual = {name for name, _ in reads("vanilla")}
-    for found in (
-        reads("vanilla", errors_every=2),
-        reads(st.hybrid("vanilla", "sync", gap=1e9)),
-    ):
-        more = [(name, buffers) for name, buffers in found if name not in usual]
-        assert {name for name, _ in more} == {"prediction stream of stage 0"}
-        names = {buffer.name for _, buffers in more for buffer in buffers}
-        assert {"optimizer state of stage 0", "weights 0"} <= names
-
-
-def test_running_statistics_are_put_back_before_whoever_reads_them():
-    """Recomputation puts them back after its backward."""
+def test_running_statistics_and_weights_are_read_after_who_writes_them(tmp_path):
+    """Recomputation puts statistics back after its backward; observers read weights."""
     stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
-    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1, recompute=True)
+    method = st.hybrid("vanilla", "sync", gap=1e9)
+    pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=1, recompute=True)
     for _ in pipe.run(batches(9)):
         pipe.state_dict()
+    list(pipe.run(batches(9), trace=st.Metrics(pipe, tmp_path / "m", errors_every=2)))
 
 
 @contextmanager
 def declared_state(pipe, *names):
     """Inside, these methods of torch's SGD declare that they use the state of stage 1."""
-    with uses_of_streams() as found:
+    found, using = set(), CheckedStream.using
+
+    def noted(stream, *, reads=(), writes=()):
+        found.update(b for b in writes if b.name == "optimizer state of stage 1")
+        return using(stream, reads=reads, writes=writes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckedStream, "using", noted)
         losses(pipe, batches(1))
-    (state,) = {
-        b for _, _, writes in found for b in writes if b.name == "optimizer state of stage 1"
-    }
+    (state,) = found
 
     def declared(method):
         def call(*args):
