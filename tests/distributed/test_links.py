@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.checked_streams import CheckedStream, OrderingError, checked_streams
-from helpers.rank_programs import commit
+from helpers.failing_runs import commit
 from helpers.ranks import Ranks
 from torch.distributed.distributed_c10d import _get_default_store
 

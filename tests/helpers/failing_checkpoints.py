@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoint_cases import batches, everything, pipeline
 from helpers.checkpoint_programs import manager_of
-from helpers.rank_programs import commit
+from helpers.failing_runs import commit
 
 from spectrain_ext.checkpoint import CheckpointManager
 from spectrain_ext.errors import CheckpointError

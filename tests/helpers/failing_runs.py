@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
+import signal
 import tempfile
+import threading
 from typing import Any
 
 import torch
 from helpers import replica_programs
 from helpers.rank_cases import Case
-from helpers.rank_programs import commit
 from helpers.ranks import Ranks, printed_by
 from torch import Tensor, nn
 
@@ -57,6 +59,23 @@ def trial(seed: int, kind: str = "stages") -> tuple[int, Trial]:
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
     }
+
+
+def commit(fault: str) -> None:
+    """Commit a fault; one that begins with "/" is a pipe, whose reader notices the hang."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "exception":
+        raise ArithmeticError("planned")
+    if fault == "hang":
+        threading.Event().wait()
+    if fault.startswith("/"):
+        with open(fault, "w"):
+            threading.Event().wait()
 
 
 def fail_at(stage: nn.Module, fault: str, where: str, when: int) -> None:
