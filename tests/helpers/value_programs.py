@@ -12,7 +12,6 @@ from torch import nn
 import spectrain_ext as st
 
 WIDTH = 4
-WORDS = 7
 mse = nn.functional.mse_loss
 
 
@@ -23,25 +22,18 @@ class Output:
 
 
 class Part(nn.Module):
-    """Takes words and numbers, and returns a hidden state and a mask; ``end``: the last output."""
+    """Takes and returns a hidden state and a mask; ``end``: the last stage's output."""
 
     def __init__(self, k, n, form, end):
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH) if k == 0 else None
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.2)
-        self.last, self.form, self.end = k == n - 1, form, end
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.first, self.last, self.form, self.end = k == 0, k == n - 1, form, end
 
     def forward(self, value):
-        keys = ("ids", "x", "mask") if self.words is not None else ("h", "mask")
         if self.form == "dict":
             assert type(value) is dict
-            value = tuple(value[key] for key in keys)
-        *values, mask = value
-        if self.words is not None:
-            ids, x = values
-            values = [self.words(ids) + x]
-        (h,) = values
+            value = value["x" if self.first else "h"], value["mask"]
+        h, mask = value
         h = h + self.drop(torch.tanh(self.linear(h))) * mask[:, None]
         if self.last:
             return Output({"h": [h]}) if self.end == "dataclass" else h
@@ -58,14 +50,13 @@ def data(sizes, form, dtype=torch.float32):
     g = torch.Generator().manual_seed(11)
     made = []
     for i, size in enumerate(sizes):
-        ids = torch.randint(WORDS, (size,), generator=g)
         x, y = (torch.randn(size, WIDTH, generator=g, dtype=dtype) for _ in range(2))
         mask = (torch.rand(size, generator=g) > 0.3).to(dtype)
         if form == "dict":
-            batch = {"labels": y, "x": x, "mask": mask, "ids": ids}
+            batch = {"labels": y, "x": x, "mask": mask}
             made.append(UserDict(batch) if i % 2 else batch)
         else:
-            made.append(((ids, x, mask), (y, mask)))
+            made.append(((x, mask), (y, mask)))
     return made
 
 
@@ -85,7 +76,7 @@ def sgd(params):
     return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def together(n, sizes, form, dtype, **settings):
+def together(n, sizes, form, dtype=torch.float32, **settings):
     """Return losses and the states of all stages of an in-process run."""
     parts = stages(n, form, dtype=dtype)
     torch.manual_seed(5)
@@ -131,22 +122,22 @@ NESTED_DIM = {"weights": None}
 
 def nested_data(sizes, dtype=torch.float32):
     g = torch.Generator().manual_seed(13)
-
-    def batch(i, size, length=3):
-        x, y = (torch.randn(size, length, WIDTH, generator=g, dtype=dtype) for _ in range(2))
-        return {
-            "positions": torch.arange(length, dtype=dtype)[None] / 10,
-            "step": i,
+    found = []
+    for step, size in enumerate(sizes):
+        x, y = (torch.randn(size, 3, WIDTH, generator=g, dtype=dtype) for _ in range(2))
+        batch = {
+            "positions": torch.arange(3, dtype=dtype)[None] / 10,
+            "step": step,
             "x": x,
-            "mask": (torch.rand(size, length, generator=g) > 0.3).to(dtype),
+            "mask": (torch.rand(size, 3, generator=g) > 0.3).to(dtype),
             "temperature": torch.tensor(1.5, dtype=dtype),
             "weights": torch.randn(WIDTH, generator=g, dtype=dtype),
             "words": ["é", True, [], 0.5],
             "none": None,
             "labels": y,
         }
-
-    return [batch(i, size) for i, size in enumerate(sizes)]
+        found.append(batch)
+    return found
 
 
 def cut_by_hand(batch, sizes, lengths):
