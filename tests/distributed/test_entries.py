@@ -39,15 +39,17 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     assert store.timeout == timedelta(minutes=30)
 
 
-def test_a_board_of_one_rank(tmp_path, monkeypatch):
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = store_at("127.0.0.1", 0, listen=True)
+    return store_at("127.0.0.1", 0, listen=True)
+
+
+def test_a_board_of_one_rank(kept, tmp_path):
     board = Board(kept, 0, 1, timeout=5.0)
     with board.run(starts=True):
         for n in range(3):
-            assert board.exchange_json("meeting", {"method": "sync", "own": n}) == [
-                {"method": "sync", "own": n}
-            ]
+            assert board.exchange_json("meeting", {"own": n}) == [{"own": n}]
     for _ in range(3):
         with board.run():
             pass
@@ -89,9 +91,7 @@ BEAT = {
         *((FAILED, entry) for entry in ("{", "[9]", '[2, "x", null, "", false]')),
     ],
 )
-def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = store_at("127.0.0.1", 0, listen=True)
+def test_an_entry_that_no_rank_writes_is_named(kept, key, entry):
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
     assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
@@ -102,13 +102,8 @@ def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry
 
 
 @pytest.mark.parametrize("part", ["[", "{}", '{"state": "", "messages": [[1, {"sent": "x"}]]}'])
-def test_a_damaged_part_of_a_report_is_left_out_and_no_other_file_is_written(
-    tmp_path, monkeypatch, part
-):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "reports"))
-    (tmp_path / "reports").mkdir()
+def test_a_damaged_part_is_left_out_of_a_report_under_no_name_from_the_store(kept, tmp_path, part):
     (tmp_path / "mine").write_text("mine")
-    kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
     kept.set("part/1", part)
     kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
