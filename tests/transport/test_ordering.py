@@ -24,6 +24,18 @@ from spectrain_ext.transport import Buffer, Edge, Message, callers_stream, new_s
 CPU = torch.device("cpu")
 
 
+def test_a_use_lasts_as_long_as_its_work():
+    """An event that is recorded inside does not cover it."""
+    buffer, one, two = Buffer("a buffer"), new_stream("one", CPU), new_stream("two", CPU)
+    for used, conflicts in (("reads", two.writes), ("writes", two.reads)):
+        event = one.event()
+        with one.using(**{used: (buffer,)}):
+            one.record(event)
+        two.wait(event)
+        with pytest.raises(OrderingError):
+            conflicts(buffer)
+
+
 # Messages between stages
 
 
