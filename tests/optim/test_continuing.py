@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -25,7 +26,6 @@ from helpers.optim_cases import (
     make_params,
     refuses,
     state_of,
-    through_a_file,
     twins,
     values,
 )
@@ -150,11 +150,13 @@ class Pair:
         self.own(weights)
 
     def saved(self) -> None:
-        weights, params = bits(self.weights), make_params(self.case["dtype"])
+        weights, params, file = bits(self.weights), make_params(self.case["dtype"]), io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        file.seek(0)
         # That of saved state stays; from here on all parameters have some.
         dtype = None if self.steps > 3 else self.case["state"]
         other = self.optimizer_of(params, lr=9.0, momentum_dtype=dtype, **self.flags)
-        other.load_state_dict(through_a_file(self.optimizer.state_dict()))
+        other.load_state_dict(torch.load(file, weights_only=True))
         self.continue_in(other, weights)
 
     def through_torch(self) -> None:

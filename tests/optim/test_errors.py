@@ -80,33 +80,28 @@ def test_bad_options(name: str, key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "error", "message"),
+    ("name", "options", "message"),
     [
-        ("AdamW", {"amsgrad": True}, ValueError, "group 0: amsgrad=True is not supported"),
-        ("AdamW", {"capturable": True}, ValueError, "group 0: capturable=True is not supported"),
-        ("SGD", {"differentiable": True}, ValueError, "differentiable=True is not supported"),
-        ("SGD", {"momentum": 0.9, "nesterov": True, "dampening": 0.1}, ValueError, "[Nn]esterov"),
-        ("SGD", {"momentum": 0.0, "smoothed": True}, ValueError, "group 0: smoothed"),
-        ("SGD", {"momentum": 1.0, "smoothed": True}, ValueError, "group 0: smoothed"),
-        ("SGD", {"dampening": 0.1, "smoothed": True}, ValueError, "group 0: smoothed"),
-        ("Muon", {"lr": -1.0}, ValueError, "group 0: lr"),
-        ("Muon", {"momentum": -0.5}, ValueError, "group 0: momentum"),
-        ("Muon", {"ns_steps": 100}, ValueError, "ns_steps: expected 0 to 99, got 100"),
-        ("Muon", {"ns_coefficients": (1.0, 2.0)}, ValueError, "ns_coefficients: expected three"),
-        ("Muon", {"adjust_lr_fn": "muP"}, ValueError, "expected one of None, 'original'"),
-        ("Muon", {"adamw": {"amsgrad": True}}, ValueError, "amsgrad=True is not supported"),
-        ("SOAP", {"betas": (1.0, 0.9), "adamw": {"betas": (0.9, 0.9)}}, ValueError, r"betas\[0\]"),
-        ("SOAP", {"shampoo_beta": 1.0}, ValueError, "group 0: shampoo_beta"),
-        ("SOAP", {"eps": -1.0}, ValueError, "group 0: eps"),
-        ("SOAP", {"precondition_frequency": 0}, ValueError, "expected a whole number >= 1"),
-        ("SOAP", {"max_dimension": 1.5}, ValueError, "expected a whole number >= 0, got 1.5"),
+        ("AdamW", {"amsgrad": True}, "group 0: amsgrad=True is not supported"),
+        ("SGD", {"momentum": 0.0, "smoothed": True}, "group 0: smoothed"),
+        ("SGD", {"momentum": 1.0, "smoothed": True}, "group 0: smoothed"),
+        ("SGD", {"dampening": 0.1, "smoothed": True}, "group 0: smoothed"),
+        ("Muon", {"lr": -1.0}, "group 0: lr"),
+        ("Muon", {"momentum": -0.5}, "group 0: momentum"),
+        ("Muon", {"ns_steps": 100}, "ns_steps: expected 0 to 99, got 100"),
+        ("Muon", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients: expected three"),
+        ("Muon", {"adjust_lr_fn": "muP"}, "expected one of None, 'original'"),
+        ("Muon", {"adamw": {"amsgrad": True}}, "amsgrad=True is not supported"),
+        ("SOAP", {"betas": (1.0, 0.9), "adamw": {"betas": (0.9, 0.9)}}, r"betas\[0\]"),
+        ("SOAP", {"shampoo_beta": 1.0}, "group 0: shampoo_beta"),
+        ("SOAP", {"eps": -1.0}, "group 0: eps"),
+        ("SOAP", {"precondition_frequency": 0}, "expected a whole number >= 1"),
+        ("SOAP", {"max_dimension": 1.5}, "expected a whole number >= 0, got 1.5"),
     ],
     ids=str,
 )
-def test_refused_options_are_named(
-    name: str, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_refused_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         made(name, make_params(), **options)
 
 

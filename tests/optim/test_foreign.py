@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.foreign_optimizers import FOREIGN, Replacing
+from helpers.foreign_optimizers import FOREIGN
 from helpers.optim_cases import BF16, F16, F32, F64, bits, made, refuses
 from torch import Tensor, nn
 
@@ -100,19 +100,6 @@ def test_a_wider_master(narrow: torch.dtype) -> None:
     assert optimizer.state[held[0]]["exp_avg"].dtype == narrow
     updater.bind({p: p.detach().float() for p in held}, {})
     assert optimizer.state[held[0]]["exp_avg"].dtype == F32
-
-
-@pytest.mark.parametrize("dtype", [None, F32])
-def test_new_data_is_copied_to_where_the_weights_are(dtype: torch.dtype | None) -> None:
-    held = params(F32 if dtype is None else BF16)
-    updater, true = bound(Replacing(held, lr=0.5), held, dtype)
-    expected, at = bits(true), [p.data_ptr() for p in held]
-    for _ in range(2):
-        graded(held)
-        updater.step()
-        assert [p.data_ptr() for p in held] == at
-        for found, value in zip(true, expected, strict=True):
-            assert torch.equal(found, value.sub_(0.5))
 
 
 class Owner:

@@ -57,21 +57,6 @@ def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
     assert all(a is b for a, b in zip(seen[2], seen[3], strict=True))
 
 
-def test_hyperparameters_are_read_again_once_a_group_has_changed() -> None:
-    optimizer = made("SGD", make_params())
-
-    def numbers() -> Any:
-        return optimizer._parameters.numbers(optimizer.param_groups)
-
-    before = numbers()
-    assert numbers() is before
-    optimizer.param_groups[0]["lr"] = 0.25
-    assert numbers() is not before
-    assert numbers()[0].lr == 0.25
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)  # may change in place
-    assert numbers() is not numbers()
-
-
 @pytest.mark.parametrize(
     ("now", "seen", "expected"),
     [

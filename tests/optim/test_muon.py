@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_cases import batches as checkpoint_batches
-from helpers.checkpoint_cases import everything, pipeline, same, train
 from helpers.optim_cases import (
     BF16,
     F32,
@@ -22,13 +20,12 @@ from helpers.optim_cases import (
     make_matrices,
     twins,
 )
+from helpers.pipeline_cases import batches, mse, tanh_stages
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint import load, save
 from spectrain_ext.method import find_method, phase_places, rules_at
 
-mse = nn.functional.mse_loss
 REST = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.05}
 
 
@@ -45,21 +42,14 @@ BOTH = pytest.mark.parametrize("make", [muon, soap])
 
 
 class Reference:
-    """Two reference optimizers, and the laws' predictions from their last steps.
-
-    SOAP's reference is the package's own.
-    """
+    """Two optimizers, torch's or our SOAP, and the laws' predictions from their last steps."""
 
     def __init__(self, params: Sequence[Tensor], make: Any = muon, **options: Any) -> None:
         self.params = list(params)
         matrices = [p for p in self.params if p.dim() == 2]
         rest = [p for p in self.params if p.dim() != 2]
-        self.parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            is_soap = make is soap
-            self.parts.append(soap(matrices) if is_soap else torch_muon(matrices, **options))
-        if rest:
-            self.parts.append(torch.optim.AdamW(rest, **REST))
+        first = soap(matrices) if make is soap else torch_muon(matrices, **options)
+        self.parts = [first, torch.optim.AdamW(rest, **REST)]
         self.steps = 0
         self.now = [torch.zeros_like(p) for p in self.params]  # updates, for AdamW with lr
         self.change = self.now
@@ -201,29 +191,6 @@ def test_a_pipeline_refuses_hidden_matrices_that_no_stage_has(make: Any) -> None
 
 
 @BOTH
-def test_predictions_in_place(make: Any) -> None:
-    ours = make_matrices()
-    theirs = twins(ours)
-    optimizer, reference = make(ours), Reference(theirs, make)
-    with optimizer.predicted(3):
-        assert_same(ours, theirs)
-    for _ in range(3):
-        give_gradients(ours, theirs)
-        optimizer.step()
-        reference.step()
-        before = bits(ours)
-        with optimizer.predicted(2.5):
-            assert_same(ours, reference.ahead(2.5))
-        assert_bits(ours, before)
-    with pytest.raises(ValueError, match="needs the gradient"):
-        optimizer.predict_(st.laws.SecondOrder(2))
-    decays = 1 - 0.02 * (0.01 if make is soap else 0.1)
-    expected = [theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]]
-    with optimizer.predicted(st.laws.Geometric(2)):
-        assert_same(ours[:1], expected)
-
-
-@BOTH
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
 def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     """State stays in the given buffers, and a step also writes the prediction."""
@@ -238,6 +205,9 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     optimizer.bind(master, buffers)
     assert optimizer.is_bound_to(buffers)
     outs = {p: torch.full_like(p.detach(), 9) for p in ours}
+
+    optimizer.write_prediction(outs, 3)
+    assert_bits(outs.values(), ours)
 
     def step(law: Any, none: Sequence[int] = ()) -> None:
         give_gradients(ours, none=none)
@@ -258,6 +228,10 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
         written(reference.ahead(delay + 2, delay * (delay + 1) / 2))
         optimizer.write_prediction(outs, delay)
         written(reference.ahead(delay))
+    decays = 1 - 0.02 * (0.01 if make is soap else 0.1)
+    optimizer.write_prediction(outs, st.laws.Geometric(2))
+    twice = theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]
+    assert_same([outs[ours[0]]], [twice.to(dtype)])
     updates = buffers["update_buffer"]
     assert optimizer.state[ours[0]]["update_buffer"] is updates[ours[0]]
     assert optimizer.state[ours[3]]["exp_avg"] is updates[ours[3]]
@@ -293,14 +267,6 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
 # Pipelines.
 
 
-def tanh_stages(n: int) -> list[nn.Module]:
-    return [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh()) for _ in range(n)]
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(3, 5), torch.randn(3, 5)) for _ in range(count)]
-
-
 @pytest.mark.parametrize(
     ("make", "method"),
     [
@@ -332,35 +298,3 @@ def test_auto_predicts_along_its_own_update() -> None:
 
 def torch_muon(params: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02, **options)
-
-
-@pytest.mark.parametrize(("make", "method"), [(muon, "spectrain"), (soap, "auto")])
-def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any, make: Any, method: str) -> None:
-    kept = pipeline(3, optimizer=make, method=method)
-    train(kept, checkpoint_batches(3))
-    save(tmp_path / "c", kept)
-    other = pipeline(3, seed=9, optimizer=make, method=method)
-    train(other, checkpoint_batches(2, seed=4))
-    load(tmp_path / "c", other)
-    same(everything(other), everything(kept))
-    cut, again = (pipeline(n, seed=n, optimizer=make, method=method) for n in (2, 3))
-    load(tmp_path / "c", cut)
-    save(tmp_path / "of another cut", cut)
-    load(tmp_path / "of another cut", again)
-    found, expected = (
-        {key: value for key, value in everything(each).items() if "random" not in key}
-        for each in (again, kept)
-    )
-    same(found, expected)
-    data = checkpoint_batches(5, seed=1)
-    assert train(other, data) == train(kept, data)
-
-
-@BOTH
-def test_sixteen_bits_beside_a_float32_master(make: Any) -> None:
-    stages = [stage.bfloat16() for stage in tanh_stages(2)]
-    pipe = st.Pipeline(stages, make, mse, "auto", master_dtype=F32)
-    list(pipe.run([(x[:2].bfloat16(), y[:2].bfloat16()) for x, y in batches(6)]))
-    for optimizer in pipe.optimizers:
-        for entry in optimizer.state_dict()["state"].values():
-            assert {t.dtype for t in entry.values()} == {F32}

@@ -13,7 +13,6 @@ from helpers.optim_cases import (
     F32,
     F64,
     assert_bits,
-    assert_same,
     bits,
     give_gradients,
     make_matrices,
@@ -108,19 +107,6 @@ def test_it_is_the_formula_for_matrices_and_adamw_for_the_rest(
     loose = [t for p in params[:3] for k, t in optimizer.state[p].items() if k in keys]
     found = {id(tensor) for tensor in optimizer.loose_state()}
     assert found >= {id(tensor) for tensor in loose} if device == "cuda" else not found
-
-
-def test_without_a_basis_it_is_adamw() -> None:
-    ours = make_matrices()
-    theirs = twins(ours)
-    # Not with an eps: SOAP's is in the root's own units.
-    optimizer = st.optim.SOAP(ours, 0.01, eps=0.0, max_dimension=0, adamw={"eps": 0.0})
-    reference = torch.optim.AdamW(theirs, 0.01, betas=(0.95, 0.95), eps=0.0)
-    for _ in range(5):
-        give_gradients(ours, theirs)
-        optimizer.step()
-        reference.step()
-    assert_same(ours, theirs)
 
 
 def test_a_group_is_of_one_kind() -> None:

@@ -15,7 +15,6 @@ from helpers.optim_cases import (
     F64,
     assert_bits,
     assert_same,
-    assert_same_state,
     bits,
     buffers_for,
     every_adam,
@@ -29,9 +28,6 @@ from helpers.optim_cases import (
     trained,
     twins,
 )
-from torch import nn
-
-import spectrain_ext as st
 
 
 def momenta(optimizer: Any, params: Any) -> list[Any]:
@@ -44,7 +40,10 @@ def step_alike(name: str, first: Any, second: Any) -> None:
     for _, optimizer in (first, second):
         optimizer.step()
     assert_bits(second[0], first[0])
-    assert_same_state(state_of(second[1], second[0]), state_of(first[1], first[0]))
+    found, expected = (state_of(optimizer, params) for params, optimizer in (second, first))
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        assert_bits((a[key] for key in b), b.values())
 
 
 def test_loading_over_existing_state_and_missing_state() -> None:
@@ -79,24 +78,6 @@ def test_loading_casts_what_must_be_cast(
     give_gradients(params)
     optimizer.step()
     assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
-
-
-def test_loaded_momentum_takes_the_layout_of_the_parameter() -> None:
-    weight = torch.randn(4, 3, 5, 5).double()
-    plain = nn.Parameter(weight.clone())
-    nhwc = nn.Parameter(weight.clone(memory_format=torch.channels_last))
-    first, second = torch.optim.SGD([plain], 0.1, 0.9), st.optim.SGD([nhwc], 0.1, 0.9)
-    for step in range(2):
-        plain.grad = torch.randn_like(plain)
-        nhwc.grad = plain.grad.clone(memory_format=torch.channels_last)
-        first.step()
-        if step == 0:
-            nhwc.detach().copy_(plain)
-            second.load_state_dict(first.state_dict())
-            assert nhwc.is_contiguous(memory_format=torch.channels_last)
-        else:
-            second.step()
-    assert_same([nhwc], [plain])
 
 
 def test_load_state_dict_hooks_run() -> None:
@@ -204,30 +185,13 @@ def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
 
 
 def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:
+    reference = torch.optim.SGD(make_params(), lr=0.1, momentum=0.9)
     plain, extra = made("SGD", make_params()), made("SGD", make_params(), smoothed=True)
     assert "smoothed" not in plain.param_groups[0]
-    assert extra.param_groups[0]["smoothed"] is True
+    extra.load_state_dict(reference.state_dict())  # which has no such key
     extra.add_param_group({"params": make_params()})
-    assert extra.param_groups[1]["smoothed"] is True
-    assert copy.deepcopy(extra).param_groups[0]["smoothed"] is True
-
-
-def test_a_checkpoint_of_torchs_sgd_keeps_the_extras_of_the_optimizer() -> None:
-    theirs = make_params()
-    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
-    give_gradients(theirs)
-    reference.step()
-    ours = twins(theirs)
-    optimizer = made("SGD", ours, momentum=0.5, smoothed=True)
-    optimizer.load_state_dict(reference.state_dict())
-    assert optimizer.param_groups[0]["smoothed"] is True
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    kept, before = bits(momenta(optimizer, ours)), bits(ours)
-    give_gradients(ours)
-    optimizer.step()
-    wanted = [
-        w - 0.1 * (0.9 * v + 0.1 * p.grad) for p, w, v in zip(ours, before, kept, strict=True)
-    ]
-    assert_same(ours, wanted)
-    # and torch's loads this one's
-    reference.load_state_dict(optimizer.state_dict())
+    for each in (extra, copy.deepcopy(extra)):
+        assert [group["smoothed"] for group in each.param_groups] == [True, True]
+        assert each.param_groups[0]["momentum"] == 0.9
+    reference.add_param_group({"params": make_params()})
+    reference.load_state_dict(extra.state_dict())

@@ -110,18 +110,6 @@ def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str)
     assert name == "SGD" or optimizer.state[p]["step"] == 6
 
 
-def test_a_skipped_first_step_leaves_no_state() -> None:
-    p = nn.Parameter(torch.ones(4))
-    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)
-    for found in (1.0, 0.0):
-        p.grad = torch.ones(4)
-        optimizer.found_inf = torch.tensor(found)
-        optimizer.step()
-        assert bool(optimizer.state[p]) is (found == 0.0)
-    # the first gradient enters undampened
-    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones(4))
-
-
 @every_optimizer
 def test_a_scaled_step_and_a_skipped_one(name: str) -> None:
     ours, optimizer = trained(name, steps=0)
@@ -186,17 +174,6 @@ def test_a_profiler_sees_the_step() -> None:
     assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}
 
 
-@every_rival
-def test_backward_after_an_in_between_step_raises(name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = made(name, model.parameters())
-    early = model(torch.randn(3, 4)).sum()
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        early.backward()
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.*with create_graph")
 def test_gradients_that_carry_a_graph() -> None:
     p = nn.Parameter(torch.randn(5).double())
@@ -206,15 +183,6 @@ def test_gradients_that_carry_a_graph() -> None:
         opt.step()
         param.grad = None
     assert_same([p], [q])
-
-
-@every_rival
-def test_no_gradient_no_change_and_no_state(name: str) -> None:
-    params, optimizer = trained(name, steps=0)
-    kept = bits(params)
-    optimizer.step()
-    assert_bits(params, kept)
-    assert not optimizer.state
 
 
 @every_optimizer
