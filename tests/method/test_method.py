@@ -109,14 +109,6 @@ def test_what_a_hybrid_cannot_be(make, error, expected):
         make()
 
 
-def test_the_papers_horizons():
-    found = at("spectrain")
-    assert [c.forward_horizon for c in found] == [7, 6, 6, 5, 5, 4, 4, 3]
-    assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {c.backward for c in found} == {"predict"}
-    assert windows("spectrain") == [8, 7, 6, 5, 4, 3, 2, 1]
-
-
 @pytest.mark.parametrize("name", methods())
 def test_windows_and_rules_are_the_definitions(name):
     """For every place where the oracle's definition makes sense."""
@@ -154,60 +146,54 @@ def test_windows_and_rules_are_the_definitions(name):
                 assert factor(update) == pytest.approx(definition.rates(*at, update))
 
 
-def test_in_words():
-    def said(name, n, m):
-        method = find_method(name)
-        return in_words(method, places_of(method, n, m))
-
-    assert said("auto", 8, 8) == (
-        "auto: 8 microbatches a minibatch, so that forwards are at most 1 update late; every stage "
-        "predicts 1 update ahead by the second-order law; backwards meet their forwards' weights"
-    )
-    assert (
-        "at most 7 updates late; every stage predicts 3 to 7 updates ahead by the linear law; "
-        in (said("spectrain", 8, 1))
-    )
-    assert "each is predicted by what it is late; backwards meet the newest" in (
-        said("spectrain-local", 4, 1)
-    )
-    assert said("vanilla", 4, 1) == (
-        "vanilla: 1 microbatch a minibatch, so that forwards are at most 3 updates late; backwards "
-        "meet the newest weights"
-    )
-    late = said("auto", 4, 1)
-    assert "learning rates begin with 0.577 of their own" in late
-    assert "every stage predicts 2 to 3 updates ahead" in late
-    weights = [torch.zeros(1, requires_grad=True)]
-    for make, hint in ((AdamW, True), (SGD, False)):
-        method, optimizer = find_method("auto"), make(weights, 0.1)
-        for m in (1, 4):
-            line = in_words(method, places_of(method, 4, m), optimizer)
-            assert line.endswith("SOAP loses far less than AdamW") == (hint and m == 1)
-    for name, n in (("sync", 4), ("auto", 1)):
-        assert said(name, n, 1).endswith("nothing is late and nothing predicted")
+@pytest.mark.parametrize(
+    ("name", "n", "m", "expected"),
+    [
+        (
+            *("auto", 8, 8),
+            "auto: 8 microbatches a minibatch, so that forwards are at most 1 update late; every "
+            "stage predicts 1 update ahead by the second-order law; backwards meet their forwards' "
+            "weights",
+        ),
+        ("spectrain", 8, 1, "; every stage predicts 3 to 7 updates ahead by the linear law; b"),
+        ("spectrain-local", 4, 1, "is predicted by what it is late; backwards meet the newest"),
+        ("vanilla", 4, 1, "vanilla: 1 microbatch a minibatch, so that forwards are at most 3 upd"),
+        ("auto", 4, 1, "learning rates begin with 0.577 of their own"),
+        ("auto", 4, 1, "every stage predicts 2 to 3 updates ahead"),
+        ("sync", 4, 1, "nothing is late and nothing predicted"),
+        ("auto", 1, 1, "nothing is late and nothing predicted"),
+    ],
+)
+def test_in_words(name, n, m, expected):
+    assert expected in in_words(find_method(name), places_of(find_method(name), n, m))
 
 
-@pytest.mark.parametrize("name", ["second-order", "auto", "zb-h1-async", "interleaved-async"])
-def test_every_stage_predicts_as_far_as_the_schedule_makes_stage_0_late(name):
-    """Whatever the windows; auto less half of a stage's own delay."""
-    method = find_method(name)
-    half = name in ("auto", "zb-h1-async")
+def test_soap_is_recommended_instead_of_adamw_where_updates_are_late():
+    method, weights = find_method("auto"), [torch.zeros(1, requires_grad=True)]
+    for make, m, hint in ((AdamW, 1, True), (AdamW, 4, False), (SGD, 1, False)):
+        line = in_words(method, places_of(method, 4, m), make(weights, 0.1))
+        assert line.endswith("SOAP loses far less than AdamW") == hint
 
-    def check(places):
-        entry = places[0]
-        counts = [count_stage(method.schedule, entry, at, Rules(), False) for at in places]
-        delays = [max(count.delays) for count in counts]
-        for place, own in zip(places, delays, strict=True):
-            for optimizer in (SGD, torch.optim.SGD):  # by the momentum and by the difference
-                rules = rules_at(method, place, optimizer([torch.ones(1)], 0.1, 0.9))
-                assert rules.forward_horizon + rules.lead == delays[0] - half * (own // 2)
 
-    for n, m in itertools.product((2, 3, 4), (1, 2, 4, 8)):
-        check(places_of(method, n, m))
-        check(places_of(method, n, 2 * m, replicas=Replicas([2] * n)))
-    if takes_window(method.schedule):
-        check(places_of(method, 3, 4, "wide"))
-        check(places_of(method, 3, 4, replicas=Replicas([4, 2, 1])))
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        *((name, [2, 2, 2, 2]) for name in ("second-order", "zb-h1-async", "interleaved-async")),
+        *((name, [4, 2, 1, 1]) for name in ("second-order", "auto", "zb-h1-async")),
+    ],
+)
+def test_replicas_and_optimizers_without_momentum_are_predicted_as_far(name, counts):
+    """As far as stage 0 is late; auto less half of a stage's own delay."""
+    method, half = find_method(name), name in ("auto", "zb-h1-async")
+    places = places_of(method, 4, 8, replicas=Replicas(counts))
+    delays = [
+        max(count_stage(method.schedule, places[0], place, Rules(), False).delays)
+        for place in places
+    ]
+    for place, own in zip(places, delays, strict=True):
+        for optimizer in (SGD, torch.optim.SGD):  # by the momentum and by the difference
+            rules = rules_at(method, place, optimizer([torch.ones(1)], 0.1, 0.9))
+            assert rules.forward_horizon + rules.lead == delays[0] - half * (own // 2)
 
 
 def test_no_stage_leads_where_stage_0_is_not_late():
@@ -228,17 +214,8 @@ def test_settings_of_methods():
     assert other == dataclasses.replace(spectrain(), law="difference")
     rules = rules_at(other, Place(2, 4, 2))
     assert (rules.forward_horizon, rules.backward_horizon, rules.keeps_before) == (2, 1, True)
-    with pytest.raises(ValueError, match=r"law of 'spectrain': expected one of .*got 'cubic'"):
-        rules_at(spectrain(law="cubic"), Place(0, 1, 1))
-
-
-def test_a_method_is_a_value():
-    method = find_method("spectrain")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        method.name = "other"
-    own = dataclasses.replace(method, name="own", backward="stash")
-    assert isinstance(own, Method)
-    assert find_method(own) is own
+        other.name = "other"
 
 
 def test_interleaved_with_other_numbers_of_chunks():
@@ -256,8 +233,6 @@ def test_interleaved_with_other_numbers_of_chunks():
     assert [(rule.forward_horizon, rule.lead) for rule in late] == [
         (delay, 1 - delay) for delay in delays
     ]
-    assert delay_under("1f1b", Place(0, 4, 4, 4)) == 0
-    assert delay_under("1f1b-async", Place(0, 4, 4, 1)) == 3
 
 
 def test_unknown_methods():
