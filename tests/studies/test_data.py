@@ -6,6 +6,7 @@ import io
 import lzma
 import os
 import pickle
+import re
 import struct
 import sys
 import tarfile
@@ -19,6 +20,8 @@ import pytest
 import torch
 from helpers.study_data import FOLDER, TRAIN, archive, batch, images, jpeg, write_batches
 
+import spectrain_ext
+import studies
 from studies.data import cifar_files
 from studies.data.cifar_files import tar_files
 from studies.data.sources import load_cifar10, load_digits, load_text
@@ -178,6 +181,20 @@ def pointers() -> bytes:
 class Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("made",)
+
+
+RUNS = re.compile(
+    r"^\s*(?:import|from) (?:c?[Pp]ickle|marshal|shelve|dill|cloudpickle|joblib|yaml|runpy)\b"
+    r"|(?<!\w\.)\b(?:exec|__import__)\(|= (?:eval|compile)\("
+    r"|\b(?:torch|np|numpy)\.(?:load|fromfile|memmap)\((?!.*(?:allow_pickle=Fal|weights_only=Tr))",
+    re.MULTILINE,
+)
+
+
+def test_no_file_is_run() -> None:
+    for package in (spectrain_ext, studies):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            assert not RUNS.search(path.read_text(encoding="utf-8")), path
 
 
 # one text of a megabyte, many times
