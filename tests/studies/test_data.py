@@ -183,20 +183,6 @@ class Runs:
         return os.mkdir, ("made",)
 
 
-RUNS = re.compile(
-    r"^\s*(?:import|from) (?:c?[Pp]ickle|marshal|shelve|dill|cloudpickle|joblib|yaml|runpy)\b"
-    r"|(?<!\w\.)\b(?:exec|__import__)\(|= (?:eval|compile)\("
-    r"|\b(?:torch|np|numpy)\.(?:load|fromfile|memmap)\((?!.*(?:allow_pickle=Fal|weights_only=Tr))",
-    re.MULTILINE,
-)
-
-
-def test_no_file_is_run() -> None:
-    for package in (spectrain_ext, studies):
-        for path in Path(package.__file__).parent.rglob("*.py"):
-            assert not RUNS.search(path.read_text(encoding="utf-8")), path
-
-
 # one text of a megabyte, many times
 REPEATED = b"\x80\x02c_codecs\nencode\nq\x00X\x00\x00\x10\x00" + b"x" * 2**20
 REPEATED += b"q\x01X\x06\x00\x00\x00latin1q\x02" + b"h\x00h\x01h\x02\x86R" * 10**4 + b"."
@@ -248,6 +234,20 @@ def test_a_broken_batch_is_named_and_not_run(
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     assert not Path("made").exists()
+
+
+RUNS = re.compile(
+    r"^\s*(?:import|from) (?:c?[Pp]ickle|marshal|shelve|dill|cloudpickle|joblib|yaml|runpy)\b"
+    r"|(?<!\w\.)\b(?:exec|__import__)\(|= (?:eval|compile)\("
+    r"|\b(?:torch|np|numpy)\.(?:load|fromfile|memmap)\((?!.*(?:allow_pickle=Fal|weights_only=Tr))",
+    re.MULTILINE,
+)
+
+
+def test_no_file_is_run() -> None:
+    for package in (spectrain_ext, studies):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            assert not RUNS.search(path.read_text(encoding="utf-8")), path
 
 
 def test_plain_files_of_a_tar_are_read_and_nothing_else(tmp_path: Path) -> None:
