@@ -20,7 +20,7 @@ from studies.progress import Progress
 from studies.report import comparison_table
 from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
-from studies.settings import DEFAULT_METHODS, settle
+from studies.settings import settle
 from studies.times import Work, draw_methods_together, minibatch_time, relative_times
 
 
@@ -86,12 +86,9 @@ def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None
     now[0] += 400.0
     lines.advance(torch.tensor(0.25))
     # recently one in 400 s; on the whole 21 in 410 s, with 59 left
-    said += (
-        "[vanilla], seed 2/3: minibatch 21 of 40, loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n"
-    )
-    assert file.getvalue() == said
-    written = io.StringIO()
+    assert file.getvalue().endswith("loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n")
     for terminal in (False, True):
+        written = io.StringIO()
         with Progress(Console(file=written, force_terminal=terminal), 2, 1) as progress:
             progress.begin("own", "1/1")
             progress.advance(torch.tensor(1.0))
@@ -128,12 +125,9 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
     text = shown(summarize(runs))
     for said in ("spectrain-stash", "90.5 ± 0.7", "2 of 2 diverged", "does not compare throughput"):
         assert said in text
-    assert "One test sample is 0.3 points" in text
-    single = shown(summarize(runs[:1]))
-    assert "90.0" in single and "±" not in single and "diverged" not in single
+    assert "±" not in shown(summarize(runs[:1]))
     texts = summarize([run_of("auto", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
-    said = shown(texts, PERPLEXITY)
-    assert "5.00 ± 1.41" in said and "accuracy" not in said
+    assert "5.00 ± 1.41" in shown(texts, PERPLEXITY)
     figures = (("sync", 0.99, 0.1), ("vanilla", 0.5, 2.0), ("pipedream", 0.75, 1.0))
     results = summarize([run_of(m, 0, a, loss) for m, a, loss in (*figures, ("xpipe", 0.2, 800))])
     assert ACCURACY.best(results) == 75
@@ -191,26 +185,6 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert list(found) == names
     assert len(set(found.values())) == len(names)
     assert looks(["mine", "auto"])["auto"] == found["auto"]
-    assert len({found[name].color for name in DEFAULT_METHODS}) == 6
-
-
-@pytest.mark.parametrize("over_time", [False, True])
-@pytest.mark.parametrize(("count", "seeds"), [(0, 1), (5, 3), (19, 1)])
-def test_the_picture_is_a_png_that_is_not_blank(
-    tmp_path: Path, count: int, seeds: int, over_time: bool
-) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    names = ["sync", *(f"method-{number}" for number in range(count))]
-    runs = [run_of(name, seed, 0.5) for name in names for seed in range(seeds)]
-    results, path = summarize([*runs, run_of("auto", 0, 0.1, math.nan)]), tmp_path / "losses.png"
-    if over_time:
-        took = {name: 1.0 + 8.0 * (name == "sync") for name in (*names, "auto")}
-        draw_losses_over_time(path, results, took, title="title", window=2)
-    else:
-        draw_losses(path, results, title="title", window=2)
-    pixels = image.imread(path)
-    assert pixels.shape[0] > 400 and pixels.shape[1] > 700
-    assert pixels[..., :3].min() < 0.1
 
 
 def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
@@ -224,10 +198,12 @@ def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
         plot(self, x, y, *more, **how)
 
     monkeypatch.setattr(axes.Axes, "plot", recorded)
+    path, took = tmp_path / "losses.png", {"sync": 2.0}
     for losses, window in (((4.0, 2.0, 0.0, 6.0), 2), ((1.0, math.inf), 1), ((1.0, math.nan), 1)):
         run = Run("sync", 0, 0.1, losses[-1], 1.0, 1, losses)
-        draw_losses(tmp_path / "losses.png", summarize([run]), title="", window=window)
-    assert drawn == [[4.0, 3.0, 1.0, 3.0], [1.0, 1000.0], [1.0, 1000.0]]
+        draw_losses(path, summarize([run]), title="", window=window)
+    draw_losses_over_time(path, summarize([run]), took, title="", window=1)
+    assert drawn == [[4.0, 3.0, 1.0, 3.0], *[[1.0, 1000.0]] * 3, [1000.0]]  # with a mark at its end
 
 
 def test_methods_are_drawn_together(tmp_path: Path) -> None:
