@@ -64,19 +64,15 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
     assert "does not compare throughput" in text
 
 
-def test_methods_share_weights_and_minibatches_and_sync_does_not_depend_on_the_cut(
-    tmp_path: Path,
-) -> None:
+def test_methods_share_weights_and_minibatches(tmp_path: Path) -> None:
     """With one stage nothing is asynchronous: all methods must agree."""
     trained(tmp_path, *FAST, "--stages", 1)
     uncut = losses_in(tmp_path)
     assert list(uncut) == list(DEFAULT_METHODS)
     for other in uncut.values():
         assert other == pytest.approx(uncut["sync"], rel=1e-5)
-    for stages in (2, 3, 8):
-        trained(tmp_path / f"{stages}", *FAST, "-m", "sync", "--stages", stages)
-        found = losses_in(tmp_path / f"{stages}")["sync"]
-        assert found == pytest.approx(uncut["sync"], rel=1e-4)
+    trained(tmp_path / "cut", *FAST, "-m", "sync", "--stages", 3)
+    assert losses_in(tmp_path / "cut")["sync"] == pytest.approx(uncut["sync"], rel=1e-4)
 
 
 def test_all_methods_that_fit_are_compared_and_the_others_named(tmp_path: Path) -> None:
@@ -177,8 +173,6 @@ def test_an_interruption_keeps_the_finished_runs_and_says_how_to_go_on(
     assert "1 of 2 runs were finished before" in trained(tmp_path, *arguments)
     trained(tmp_path / "straight", *arguments)
     assert losses_in(tmp_path) == losses_in(tmp_path / "straight")
-    resumed, straight = (document_in(f)["methods"] for f in (tmp_path, tmp_path / "straight"))
-    assert [m["test_loss"] for m in resumed] == [m["test_loss"] for m in straight]
 
 
 # Other data and models, from files that the test writes
@@ -247,19 +241,15 @@ EMPTY = "{}/empty"
         (("--stages", 0), 2, ["--stages"]),
         (("--devices", "cpu,cpu,cpu", "--stages", 2), 2, ["1 to 2 devices for 2 stages, got 3"]),
         (("--devices", "warp"), 2, ["entry 0 is 'warp'"]),
-        (("--devices", "cpu,meta"), 2, ["entry 1 is 'meta'"]),
         (("--devices", "cuda:97"), 2, ["entry 0 is 'cuda:97'", "spectrain doctor"]),
         (("--lr", "nan"), 2, ["--lr", "finite"]),
         (("--momentum", "-1"), 2, ["--momentum", "at least 0"]),
-        (("--clip-norm", "inf"), 2, ["--clip-norm", "finite"]),
         (("--stages", 10**9), 2, ["--stages", "not in the range 1<=x<=1000"]),
-        (("--epochs", 10**30), 2, ["--epochs", "not in the range"]),
         (("--model", "gpt"), 2, ["gpt cannot be trained on digits", "residual-mlp"]),
         (("--data", "text"), 2, ["--data-dir names their folder"]),
         (("--data-dir", "."), 2, ["digits come with scikit-learn"]),
         (("--augment",), 2, ["--augment", "--data digits has none"]),
         (("--optimizer", "adam", "--momentum", "0.5"), 2, ["--momentum", "optimizer is adam"]),
-        (("--optimizer", "adamw", "--nesterov"), 2, ["--nesterov", "optimizer is adamw"]),
         (("--out", "{}/text.txt/below"), 2, ["--out"]),
         (("-m", "spectrain", "--momentum", "0"), 1, ["momentum"]),
         (
@@ -269,7 +259,6 @@ EMPTY = "{}/empty"
         ((*TEXT[:-1], EMPTY), 1, ["there is no *.txt in it"]),
         ((*IMAGES[:-1], EMPTY), 1, ["there is no CIFAR-10 in it; expected the folder cifar-10-b"]),
         ((*TEXT, "--stages", 9), 1, ["stages must be between 1 and the 8 layers, got 9"]),
-        ((*IMAGES, "--stages", 11), 1, ["between 1 and the 10 layers, got 11"]),
         ((*IMAGES, "--depth", 7), 1, ["depth of ResNet must be one of 18, 34"]),
         ((*TEXT, "--context", 100000), 1, ["too few for sequences of 100000"]),
     ],
