@@ -61,20 +61,16 @@ def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
     ("now", "seen", "expected"),
     [
         ([{"lr": 0.1, "n": 3, "s": "x", "b": True}], ((0.1, 3, "x", True),), True),
-        ([{"lr": 0.1 + 0.1}], ((0.2,),), True),
         ([{"lr": 0.1}], ((0.2,),), False),
         ([{"lr": 1}], ((1.0,),), False),
         ([{"b": 1}], ((True,),), False),
         ([{"lr": 0.1, "more": 1}], ((0.1,),), False),
-        ([{"lr": 0.1}, {}], ((0.1,),), False),
         ([{"betas": [0.1, 0.2]}], (((0.1, 0.2),),), True),
         ([{"betas": [0.1, 0.3]}], (((0.1, 0.2),),), False),
         ({"a": 1, "other": 2}, {"a": 1}, True),
-        ({"other": 2}, {"a": 1}, False),
         ({"other": 2}, {"a": None}, True),
         ({"a": 2}, {"a": None}, False),
         (None, {"a": None}, False),
-        (3, (3,), False),
     ],
 )
 def test_same_compares_with_what_was_noted(now: object, seen: object, expected: bool) -> None:

@@ -35,21 +35,13 @@ def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> 
     loss.backward()
 
 
-def test_the_context_restores_after_an_exception() -> None:
-    params, optimizer = trained()
-    kept = bits(params)
-    with pytest.raises(ZeroDivisionError), optimizer.predicted(2):
-        raise ZeroDivisionError
-    assert_bits(params, kept)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("ends", ["left", "raised"])
 def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
+    kept = bits(model.parameters())
     saves = (
         lambda: model.state_dict(),
         lambda: model[2].state_dict(),
@@ -63,6 +55,7 @@ def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None
         assert model[0].weight.detach().sum() == model[0].weight.sum()
         if ends == "raised":
             raise ZeroDivisionError
+    assert_bits(model.parameters(), kept)
     for save in saves:
         save()
     assert all(not vars(p) for p in model.parameters())

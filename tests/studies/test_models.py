@@ -1,4 +1,4 @@
-"""Tests the models: functions of their seed, cut anywhere, by their definitions or their papers'."""
+"""Tests the models: functions of their seed, cut anywhere, as defined or as published."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
