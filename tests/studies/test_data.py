@@ -25,7 +25,7 @@ import studies
 from studies.data import cifar_files
 from studies.data.cifar_files import tar_files
 from studies.data.sources import load_cifar10, load_digits, load_text
-from studies.data.split import Batches, Split, augment, normalize
+from studies.data.split import Batches, Split, augment
 from studies.workload import epochs_of
 
 
@@ -183,30 +183,12 @@ class Runs:
         return os.mkdir, ("made",)
 
 
-# one text of a megabyte, many times
-REPEATED = b"\x80\x02c_codecs\nencode\nq\x00X\x00\x00\x10\x00" + b"x" * 2**20
-REPEATED += b"q\x01X\x06\x00\x00\x00latin1q\x02" + b"h\x00h\x01h\x02\x86R" * 10**4 + b"."
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        *(
-            (content, "test_batch: .*expected a pickled batch")
-            for content in (
-                b"no pickle",
-                b"\x80\x04\xff.",
-                b"\x80\x04" + b"I" + b"9" * 10**6 + b"\n.",  # slow to read
-                b"\x80\x04\x8d" + b"\xff" * 8 + b"x.",
-                b"\x80\x04T\xff\xff\xff\x7fx.",
-                b"\x80\x04" + b"]" * 10**6,
-                b"\x80\x04)" + b"\x85" * 10**6 + b".",  # a tuple in a tuple in a tuple
-                pickle.dumps(batch(2, 3), protocol=4)[:-40],
-            )
-        ),
-        (b"\x80\x04j\xff\xff\xff\x7f.", "'data', uint8"),  # a memo of that size
-        (b"\x80\x04}" + b")" + b"\x85" * 10**5 + b"K\x01s.", "'data', uint8"),
-        (REPEATED, "'data', uint8"),
+        (b"no pickle", "test_batch: .*expected a pickled batch"),
+        (pickle.dumps(batch(2, 3))[:-40], "test_batch: .*expected a pickled batch"),
+        (b"\x80\x04" + b"]" * 10**6, "test_batch: .*expected a pickled batch"),
         (pointers(), "'data', uint8"),
         (Runs(), "'data', uint8"),
         ({"data": np.zeros((1, 3072), "u1"), "labels": [2**70]}, "numbers below 256"),
@@ -217,7 +199,7 @@ REPEATED += b"q\x01X\x06\x00\x00\x00latin1q\x02" + b"h\x00h\x01h\x02\x86R" * 10*
         ({"data": np.zeros((1, 3072), "u1"), "labels": [10]}, "test labels: .*0 to 9"),
         (None, "test_batch is missing"),
     ],
-    ids=range(20),
+    ids=range(12),
 )
 def test_a_broken_batch_is_named_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, expected: str
@@ -262,31 +244,24 @@ def test_plain_files_of_a_tar_are_read_and_nothing_else(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_tar_that_is_too_large_cut_short_or_changed_is_refused(
+def test_a_tar_that_is_too_large_or_cut_short_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cifar_files, "_LARGEST_ARCHIVE", 10**7)
     path = archive(tmp_path / "a", [("a.txt", b"hello"), ("b", b"x" * 2000)])
     with pytest.raises(ValueError, match="a: expected a whole tar file, but 'b' has 2000 bytes"):
         list(tar_files(path, lambda name: True, largest=1999))
-    whole = path.read_bytes()
-    damaged = [whole[:size] for size in range(0, len(whole) - 10240 + 4096, 400)]
-    headers = (0, 100, 130, 150, 156, 400, 1024)
-    damaged += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in headers]
-    header = tarfile.TarInfo("b")
-    header.size = 10**15  # more than the file has
-    damaged += [header.tobuf(), header.tobuf(tarfile.GNU_FORMAT)]
-    large = tarfile.TarInfo("other")
-    large.size = 2 * 10**7
+    whole, large, larger = path.read_bytes(), tarfile.TarInfo("other"), tarfile.TarInfo("b")
+    large.size, larger.size = 2 * 10**7, 10**15
+    damaged = [larger.tobuf()]  # more than the file has
     for pack in (gzip.compress, bz2.compress, lzma.compress):
-        packed = pack(whole)
-        damaged += [packed[:size] for size in range(0, len(packed), 37)]
-        damaged += [pack(large.tobuf() + bytes(2 * 10**7)), pack(bytes(2 * 10**7))]
+        bombs = pack(large.tobuf() + bytes(2 * 10**7)), pack(bytes(2 * 10**7))
+        damaged += [pack(whole)[:-30], *bombs]
     for content in damaged:
-        (tmp_path / "b").write_bytes(content)
+        path.write_bytes(content)
         tracemalloc.start()
-        with pytest.raises(ValueError, match="b: expected a whole tar file, but"):
-            list(tar_files(tmp_path / "b", lambda name: True, largest=10**6))
+        with pytest.raises(ValueError, match="a: expected a whole tar file, but"):
+            list(tar_files(path, lambda name: True, largest=10**6))
         assert tracemalloc.get_traced_memory()[1] < 10**7
         tracemalloc.stop()
 
@@ -378,14 +353,6 @@ def test_other_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     says(FileNotFoundError, "data_batch_1 is missing", packed)
 
 
-def test_normalize_is_zero_mean_unit_variance_of_cifar() -> None:
-    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 32, 32)
-    black, white = normalize(pixels)
-    expected = [-0.4914 / 0.247, -0.4822 / 0.2435, -1.70680]
-    assert black[:, 0, 0].tolist() == pytest.approx(expected, abs=1e-4)
-    assert white[0, 3, 3].item() == pytest.approx((1 - 0.4914) / 0.247, abs=1e-4)
-
-
 def test_augmented_images_are_shifted_and_mirrored_as_the_seed_says(tmp_path: Path) -> None:
     image = torch.arange(1, 3 * 64 + 1, dtype=torch.uint8).view(1, 3, 8, 8)
     padded = torch.nn.functional.pad(image[0], (4, 4, 4, 4))
@@ -401,4 +368,8 @@ def test_augmented_images_are_shifted_and_mirrored_as_the_seed_says(tmp_path: Pa
     )
     assert torch.equal(first, again) and not torch.equal(first, plain)
     order = torch.randperm(35, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(plain, normalize(data.train_inputs[order]))
+    pixels = data.train_inputs[order] / 255
+    mean, deviation = (0.4914, 0.4822, 0.44653), (0.247, 0.2435, 0.26159)  # CIFAR-10's
+    each = zip(pixels.unbind(1), mean, deviation, strict=True)
+    expected = torch.stack([(color - m) / d for color, m, d in each], 1)
+    torch.testing.assert_close(plain, expected, rtol=1e-3, atol=1e-3)
