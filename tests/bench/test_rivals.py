@@ -23,9 +23,10 @@ def test_bytes_per_weight_are_the_least_possible() -> None:
 
 
 def _run(operation: Operation, work: Workload, pick: Callable[[Streams], Any]) -> Streams:
+    """Start every implementation from the same values."""
     s = Streams(work)
     for letter in operation.letters:
-        s[letter]  # every implementation starts from the same values
+        s[letter]
     call = pick(s)
     if call is not None:
         call()
@@ -45,7 +46,10 @@ def test_rivals_compute_the_same(
     def table(s: Streams) -> dict[str, Any]:
         return {**ours(operation, s), **in_torch.rivals(operation, s)}
 
+    before = Streams(work)
     expected = _run(operation, work, lambda s: table(s)["Plan"])
+    changed = [c for c in operation.letters if not torch.equal(before[c][0], expected[c][0])]
+    assert set(changed) == set(operation.writes) or precision is not FP32  # too narrow for a step
     names = [name for name in table(Streams(work)) if name != "Plan"]
     results = {name: _run(operation, work, lambda s, n=name: table(s)[n]) for name in names}
     if precision.name != "bf16":
@@ -60,19 +64,6 @@ def test_rivals_compute_the_same(
             for a, b in zip(s[letter], expected[letter], strict=True):
                 message = f"{operation.name}, {name}, {letter}"
                 torch.testing.assert_close(a.detach(), b, msg=message)
-
-
-def test_an_operation_changes_what_it_writes_and_nothing_else() -> None:
-    work = Workload("w", ((40,),))
-    for operation in OPERATIONS:
-        before = Streams(work)
-        after = _run(operation, work, lambda s, op=operation: ours(op, s)["Plan"])
-        changed = {
-            letter
-            for letter in operation.letters
-            if not torch.equal(before[letter][0], after[letter][0])
-        }
-        assert changed == set(operation.writes)
 
 
 class Fake:
@@ -101,6 +92,9 @@ def test_contestants_take_turns_each_round_from_another_one() -> None:
 
 def test_a_contest_measures_every_implementation_and_copy() -> None:
     settings = contest.Settings(case_s=0.0)
+    with pytest.raises(contest.TooLarge, match=r"needs 0\.0 GiB, 0\.0 may be used"):
+        small = contest.Settings(memory_bytes=2**20)
+        contest.contest(OPERATIONS[0], Workload("large", ((2**20,),)), small)
     for work in (Workload("tiny", ((33,), (8,))), Workload("tiny", ((33,),), MIXED)):
         for operation in OPERATIONS:
             found = contest.contest(operation, work, settings)
@@ -126,9 +120,3 @@ def test_a_contest_on_a_device(operation: Operation) -> None:
     assert found["Plan"].about["how"] == "graph"
     assert all(times.about["how"] in ("graph", "events") for times in found.values())
     assert all(min(times.seconds) > 0 for times in found.values())
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    work, settings = Workload("large", ((2**20,),)), contest.Settings(memory_bytes=2**20)
-    with pytest.raises(contest.TooLarge, match=r"needs 0\.0 GiB, 0\.0 may be used"):
-        contest.contest(OPERATIONS[0], work, settings)

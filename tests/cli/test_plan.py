@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from helpers.cli_programs import called, measured_briefly, spectrain, text_of
 from helpers.layers import layers_of
-from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.planning import METHODS, write_layers
-from studies.examples import blocks_and_batch, residual_mlp
-from studies.settings import MODELS
+from studies.examples import residual_mlp
 
 pytest.importorskip("matplotlib")
 
@@ -213,13 +210,3 @@ def test_control_characters_of_a_files_name_are_escaped(tmp_path):
     found = run("--profile", path, "--devices", 2)
     assert found.exit_code == 1
     assert "\x1b" not in found.output and r"a\x1b[31m.json" in found.output
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_can_be_planned(model):
-    if model == "inception-v4":
-        pytest.importorskip("pytorchcv")
-    with torch.no_grad():
-        blocks, batch = blocks_and_batch(model, 2)
-        output = nn.Sequential(*blocks)(batch)
-    assert len(output) == 2 and len(blocks) > 4

@@ -12,8 +12,7 @@ from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stag
 import spectrain_ext as st
 from spectrain_ext import laws
 from spectrain_ext.method import Method, in_words, places_of, rules_at
-from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_of
-from spectrain_ext.timelines import simulate_method
+from spectrain_ext.schedule import backward, flushes, forward, name_of
 
 
 def trained(method, optimizer=None, n=3, minibatches=6, **more):
@@ -88,16 +87,6 @@ def test_backwards_from_the_last_microbatch_on_are_synchronous_training():
     with pytest.raises(ValueError, match="finishes every minibatch before the next"):
         trained(own, microbatches=2, window="wide")
     assert "nothing is late" in in_words(own, places_of(own, 3, 2))
-
-
-def test_timelines_take_them_as_well():
-    own = Method(
-        "own", "", GENERATORS["1f1b-async"], law=Half, forward_horizon=early, backward="stash"
-    )
-    spans = list(simulate_method(own, 3, 4))
-    named = list(simulate_method("spectrain-stash", 3, 4))
-    assert [span[:6] for span in spans] == [span[:6] for span in named]
-    assert "by the Half law" in in_words(own, places_of(own, 3, 1))
 
 
 def test_a_schedules_name_is_the_same_everywhere():

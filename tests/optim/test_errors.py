@@ -227,20 +227,6 @@ def test_laws_that_do_not_apply(name: str) -> None:
     assert_bits(kept, before)
 
 
-def test_prediction_needs_momentum_in_every_group() -> None:
-    params = make_params()
-    groups = [{"params": params[:2]}, {"params": params[2:], "momentum": 0}]
-    optimizer = st.optim.SGD(groups, lr=0.1, momentum=0.9)
-    give_gradients(params)
-    optimizer.step()
-    for predict in (optimizer.predict_, lambda s: optimizer.predicted(s).__enter__()):
-        refuses(partial(predict, 1), ValueError, "group 1 has momentum 0", params)
-    with pytest.raises(ValueError, match="group 1"):
-        optimizer.check_can_predict()
-    optimizer.param_groups[1]["momentum"] = 0.5
-    optimizer.check_can_predict()
-
-
 def test_calls_while_the_weights_are_predicted() -> None:
     params, optimizer = trained()
     refuses(optimizer.restore_, RuntimeError, "predict_ first", params)
@@ -331,18 +317,23 @@ def test_calls_that_need_a_binding_or_none() -> None:
     refuses(optimizer.step, RuntimeError, "group 0 no longer has the storage", params)
 
 
-def test_momentum_of_zero_can_be_bound_and_copied_but_not_predicted() -> None:
+def test_prediction_needs_momentum_in_every_group() -> None:
     params = make_params()
-    optimizer, outs = st.optim.SGD(params, lr=0.1), flat_views(params)
+    groups = [{"params": params[:2]}, {"params": params[2:], "momentum": 0}]
+    optimizer, outs = st.optim.SGD(groups, lr=0.1, momentum=0.9), flat_views(params)
+    for predict in (optimizer.predict_, lambda s: optimizer.predicted(s).__enter__()):
+        refuses(partial(predict, 1), ValueError, "group 1 has momentum 0", params)
+    with pytest.raises(ValueError, match="group 1"):
+        optimizer.check_can_predict()
     optimizer.bind(None, buffers_for(optimizer))
-    optimizer.write_with_next_step(outs, 0)
+    optimizer.write_with_next_step(outs, 0)  # which is a copy
     give_gradients(params)
     optimizer.step()
     assert_bits(outs.values(), params)
-    for predict in (optimizer.write_prediction, optimizer.write_with_next_step):
-        refuses(partial(predict, outs, 1), ValueError, "group 0 has momentum 0", outs.values())
-    # or if it becomes zero before an ordered prediction
-    optimizer.param_groups[0]["momentum"] = 0.9
+    for write in (optimizer.write_prediction, optimizer.write_with_next_step):
+        refuses(partial(write, outs, 1), ValueError, "group 1 has momentum 0", outs.values())
+    optimizer.param_groups[1]["momentum"] = 0.5
+    optimizer.check_can_predict()
     optimizer.write_with_next_step(outs, 1)
-    optimizer.param_groups[0]["momentum"] = 0.0
-    refuses(optimizer.step, ValueError, "group 0 has momentum 0", params, outs.values())
+    optimizer.param_groups[1]["momentum"] = 0.0  # after the prediction was ordered
+    refuses(optimizer.step, ValueError, "group 1 has momentum 0", params, outs.values())

@@ -20,7 +20,7 @@ from helpers.optim_cases import (
     make_matrices,
     twins,
 )
-from helpers.pipeline_cases import batches, mse, tanh_stages
+from helpers.pipeline_cases import mse
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -265,28 +265,6 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
 
 
 # Pipelines.
-
-
-@pytest.mark.parametrize(
-    ("make", "method"),
-    [
-        *((muon, method) for method in ("auto", "spectrain", "msnag", "lwp-w")),
-        *((soap, method) for method in ("auto", "vanilla", "xpipe", "auto+spectrain-stash@4")),
-    ],
-)
-def test_one_stage_is_plain_training(make: Any, method: str) -> None:
-    (stage,), data = tanh_stages(1), batches(6)
-    model = copy.deepcopy(stage)
-    pipe = st.Pipeline([stage], make, mse, method)
-    found = [result.loss.item() for result in pipe.run(data)]
-    optimizer = make(model.parameters())
-    for loss, (x, y) in zip(found, data, strict=True):
-        optimizer.zero_grad()
-        expected = mse(model(x), y)
-        assert loss == expected.item()
-        expected.backward()
-        optimizer.step()
-    assert_bits(list(stage.parameters()), bits(list(model.parameters())))
 
 
 def test_auto_predicts_along_its_own_update() -> None:

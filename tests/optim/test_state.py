@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.optim_cases import (
-    ADAMS,
     BF16,
     F16,
     F32,
@@ -16,10 +15,8 @@ from helpers.optim_cases import (
     assert_bits,
     assert_same,
     bits,
-    buffers_for,
     every_adam,
     every_rival,
-    flat_views,
     give_gradients,
     made,
     make_params,
@@ -158,30 +155,6 @@ def test_moments_of_two_dtypes_become_one(name: str) -> None:
     for p in copies:
         copied.state[p]["exp_avg_sq"] = copied.state[p]["exp_avg_sq"].float()
     step_alike(name, (params, optimizer), (copies, copied))
-
-
-@every_rival
-@pytest.mark.parametrize("how", ["deleted", "cleared", "replaced"])
-def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
-    params, optimizer = trained(name)
-    buffers, outs, first = buffers_for(optimizer), flat_views(params), params[0]
-    optimizer.bind(None, buffers)
-    key = optimizer.buffer_keys[0]
-    if how == "deleted":
-        del optimizer.state[first]
-    elif how == "cleared":
-        optimizer.state[first].clear()
-    else:
-        optimizer.state[first][key] = torch.zeros_like(first).detach()
-    optimizer.write_prediction(outs, 2)
-    assert torch.equal(outs[first], first.detach())
-    assert not torch.equal(outs[params[5]], params[5].detach())
-    assert (buffers[key][first] == 0).all()
-    give_gradients(params)
-    optimizer.step()
-    assert optimizer.state[first][key] is buffers[key][first]
-    if name in ADAMS:
-        assert optimizer.state[first]["step"] == (4.0 if how == "replaced" else 1.0)
 
 
 def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cli_programs import called, text_of
-from helpers.study_data import archive, images, write_batches, write_text
+from helpers.study_data import write_batches, write_text
 
 import spectrain_ext as st
 from studies import compare
@@ -214,18 +214,6 @@ def test_every_model_learns_from_its_data(
         assert sum(losses[-6:]) < sum(losses[:6])
         assert entry["perplexity"] == pytest.approx(math.exp(entry["test_loss"]))
     assert str(tmp_path) not in json.dumps(settings)  # the data's location is private
-
-
-def test_decoded_images_are_kept_beside_the_output(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    archive(tmp_path / "in" / "cifar.tar", images())
-    arguments = ("--data", "cifar10", "--data-dir", tmp_path / "in", "--model", "residual-mlp")
-    out = tmp_path / "results" / "a"
-    trained(out, "--quick", "-m", "sync", "--width", 8, "--stages", 2, *arguments)
-    (kept,) = (tmp_path / "results" / "data-cache").iterdir()
-    assert kept.name.startswith("cifar10-")
-    assert [path.name for path in (tmp_path / "in").iterdir()] == ["cifar.tar"]
-    assert document_in(out)["settings"]["data_name"] == "CIFAR-10 (JPEG)"
 
 
 # Errors

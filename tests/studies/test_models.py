@@ -223,27 +223,6 @@ def test_width_64_has_the_published_number_of_parameters(name: str, depth: int) 
     assert count == SIZES[name, depth] - SMALLER[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "stages"),
-    [("vgg", 11, 3), ("vgg", 16, 16), ("resnet", 18, 10), ("resnet", 50, 4)],
-    ids=["vgg11", "vgg16", "resnet18", "resnet50"],
-)
-def test_torchvisions_weights_give_torchvisions_outputs(name: str, depth: int, stages: int) -> None:
-    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
-    theirs = getattr(models, f"{name}{depth}{'_bn' if name == 'vgg' else ''}")().eval()
-    if name == "resnet":
-        theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    else:
-        theirs.avgpool, theirs.classifier[0] = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 4096)
-    ours = nn.Sequential(*_build(name, depth, stages)).eval()
-    weights = theirs.state_dict()
-    assert len(weights) == len(ours.state_dict())
-    ours.load_state_dict(dict(zip(ours.state_dict(), weights.values(), strict=True)))
-    images = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(images), theirs(images))
-
-
 def test_small_images_keep_their_resolution_and_have_the_papers_depths() -> None:
     """For CIFAR-10: 6n + 2 layers, 0.27 million parameters at 20, 1.7 million at 110."""
     for depth, blocks, millions in ((8, 3, 0.08), (20, 9, 0.27), (110, 54, 1.73)):
@@ -275,12 +254,3 @@ def test_width_32_of_inception_is_the_librarys_own() -> None:
     images = torch.randn(1, 3, 75, 75)
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs(images))
-
-
-@LIBRARY
-def test_all_of_inception_is_narrowed_alike() -> None:
-    full = [p.shape for m in inception_v4(4, width=32) for p in m.parameters() if p.dim() == 4]
-    narrow = [p.shape for m in inception_v4(4, width=4) for p in m.parameters() if p.dim() == 4]
-    assert len(full) == len(narrow) == 149
-    for wide, thin in zip(full, narrow, strict=True):
-        assert thin == (wide[0] // 8, wide[1] if wide[1] == 3 else wide[1] // 8, *wide[2:])

@@ -259,24 +259,6 @@ def test_what_cannot_be_studied_is_told_first(
     assert not Path("out").exists()
 
 
-def test_the_command_on_real_digits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(contenders.STUDIES, "digits", SMALL._replace(judges=0))
-    done = called(
-        *(main, "study", "--stages", 3, "-m", "vanilla,auto", "--seeds", 2),
-        *("--out", tmp_path),
-    )
-    assert done.exit_code == 0, done.output
-    document = json.loads((tmp_path / "frontier.json").read_text())
-    rows = {(row["contender"], row["microbatches"]): row for row in document["rows"]}
-    assert set(rows) == {("sync", 1), ("vanilla", 1), ("auto", 1), ("vanilla", 3), ("auto", 3)}
-    assert all(0 < row["losses"][0] < 2.3 for row in rows.values())
-    assert document["command"] == (
-        "python -m studies study --data digits --stages 3 --microbatches 1,N "
-        "--method sync,vanilla,auto --seeds 2"
-    )
-    assert list(document["parameters"]) == ["3"]
-
-
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("auto", "muon"), ("auto-rotation", "sgd")],
