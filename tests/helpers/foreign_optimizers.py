@@ -139,19 +139,6 @@ class Projecting(Lion):
         state["projector"] = self.Projector()
 
 
-class Projecting(Lion):
-    """Its state has an object that a checkpoint cannot hold, as that of GaLore."""
-
-    class Projector:
-        pass
-
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["projector"] = self.Projector()
-
-
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, with their groups and one state."""
 

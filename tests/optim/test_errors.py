@@ -37,26 +37,16 @@ from torch import nn
 import spectrain_ext as st
 
 NAN, INF = float("nan"), float("inf")
-SHARED: list[tuple[str, Any]] = [
-    *(("lr", value) for value in (-0.1, NAN, INF, torch.tensor([0.1, 0.2]))),
-    *(("weight_decay", value) for value in (-1.0, NAN)),
-    ("differentiable", True),
-]
-OF_SGD: list[tuple[str, Any]] = [
-    *(("momentum", value) for value in (-0.5, NAN)),
-    *(("dampening", value) for value in (NAN, INF)),
-    ("nesterov", True),  # dampened, or without momentum
-    ("smoothed", True),
-]
-OF_ADAM: list[tuple[str, Any]] = [
-    *(("betas", value) for value in ((1.0, 0.9), (0.9, -0.1), (0.9, NAN))),
-    *(("eps", value) for value in (-1e-8, INF)),
-    ("capturable", True),
-]
 BAD_OPTIONS: list[tuple[str, str, Any]] = [
-    *(("SGD", *bad) for bad in (*SHARED, *OF_SGD)),
-    *((name, *bad) for name in ADAMS for bad in (*SHARED, *OF_ADAM)),
-    *((name, "amsgrad", True) for name in ("Adam", "AdamW")),
+    *(("SGD", "lr", value) for value in (-0.1, INF, torch.tensor([0.1, 0.2]))),
+    *(("SGD", name, value) for name in ("weight_decay", "momentum") for value in (-0.5, NAN)),
+    *(("SGD", "dampening", value) for value in (NAN, INF)),
+    # dampened, or without momentum
+    *(("SGD", flag, True) for flag in ("nesterov", "smoothed", "differentiable")),
+    *((name, "lr", NAN) for name in ADAMS),
+    *(("Adam", "betas", value) for value in ((1.0, 0.9), (0.9, -0.1), (0.9, NAN))),
+    *(("Adam", "eps", value) for value in (-1e-8, INF)),
+    *(("AdamW", flag, True) for flag in ("amsgrad", "capturable")),
     ("NAdam", "momentum_decay", NAN),
 ]
 
@@ -168,27 +158,20 @@ MISFITS: dict[str, Callable[[dict[str, Any], dict[str, Any], str], Any]] = {
 }
 
 
-_PAIRS = [
-    (name, misfit)
-    for name in OF_TORCH
-    for misfit in MISFITS
-    if name != "SGD" or misfit not in ("count", "half", "others")  # which are no errors there
-]
-
-
-@pytest.mark.parametrize(("name", "misfit"), _PAIRS)
-def test_a_state_dict_that_does_not_fit(name: str, misfit: str) -> None:
-    params, optimizer = trained(name)
-    saved = copy.deepcopy(optimizer.state_dict())
-    key = optimizer.buffer_keys[-1]
-    MISFITS[misfit](saved, saved["state"][5], key)
-    saved["state"][1][key] = torch.tensor(7.0)
-    kept, group = values(state_of(optimizer, params)), dict(optimizer.param_groups[0])
-    with pytest.raises((ValueError, TypeError)):
-        optimizer.load_state_dict(saved)
-    assert_bits(values(state_of(optimizer, params)), kept)
-    assert optimizer.param_groups[0] == group
-    assert not optimizer._optimizer_load_state_dict_pre_hooks  # torch's
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_state_dict_that_does_not_fit(misfit: str) -> None:
+    for name in ADAMS if misfit in ("count", "half", "others") else OF_TORCH:
+        params, optimizer = trained(name)
+        saved = copy.deepcopy(optimizer.state_dict())
+        key = optimizer.buffer_keys[-1]
+        MISFITS[misfit](saved, saved["state"][5], key)
+        saved["state"][1][key] = torch.tensor(7.0)
+        kept, group = values(state_of(optimizer, params)), dict(optimizer.param_groups[0])
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.load_state_dict(saved)
+        assert_bits(values(state_of(optimizer, params)), kept)
+        assert optimizer.param_groups[0] == group
+        assert not optimizer._optimizer_load_state_dict_pre_hooks  # torch's
 
 
 @pytest.mark.parametrize("name", ADAMS)

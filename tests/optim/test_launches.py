@@ -34,15 +34,6 @@ def test_groups_have_their_own_options_in_one_launch(name: str) -> None:
     assert launch.native.last_launch()[0] == 1
 
 
-def test_groups_of_sgd_take_a_launch_with_momentum_and_one_without() -> None:
-    params = [p for p in make_params() if p.numel()]
-    groups: list[dict[str, Any]] = [{"params": params[:2], "momentum": 0.0}]
-    groups += [{"params": params[2:4]}, {"params": params[4:], "smoothed": True}]
-    launches = launches_of("SGD", groups)
-    assert [len(each.params) for each in launches] == [2, 3]
-    assert [each.native.last_launch()[0] for each in launches] == [1, 1]
-
-
 @every_rival
 def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
     """Each made the other's anew, nine times as slow for 50 small parameters."""

@@ -21,7 +21,7 @@ from studies.report import comparison_table
 from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
 from studies.settings import settle
-from studies.times import Work, draw_methods_together, minibatch_time, relative_times
+from studies.times import Work, minibatch_time, relative_times
 
 
 def run_of(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -204,14 +204,3 @@ def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
         draw_losses(path, summarize([run]), title="", window=window)
     draw_losses_over_time(path, summarize([run]), took, title="", window=1)
     assert drawn == [[4.0, 3.0, 1.0, 3.0], *[[1.0, 1000.0]] * 3, [1000.0]]  # with a mark at its end
-
-
-def test_methods_are_drawn_together(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "t.svg"
-    together = [(find_method("sync"), "#000000"), (find_method("auto"), "#009E73")]
-    draw_methods_together(picture, together, 4)
-    # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
-    for said in ("auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
-        assert said in picture.read_text(), said
-    assert "#009e73" in picture.read_text().lower()

@@ -123,20 +123,6 @@ def test_without_judges_all_have_the_settings_rate(
     assert folders == {"digits-N3-M1", "digits-N3-M4"}
 
 
-def test_uniform_delays_are_those_of_the_first_stage(tmp_path: Path) -> None:
-    cells = _cells("sync", "pipedream", "pipedream-uniform", "auto-uniform")
-    late = [(c.contender, c.settings.microbatches) for c in cells if c.length > 1]
-    assert late == [("pipedream", 1), ("pipedream-uniform", 1), ("auto-uniform", 1)]
-    cells = [cell for cell in cells if cell.settings.microbatches == 1]
-    found = dict.fromkeys(cells, 0.0125)
-    losses = [study.run_one(tmp_path, cell, lr, 0).loss for cell, lr in found.items()]
-    assert len(set(losses)) == 4, "each trains otherwise"
-    rows = rows_of(tmp_path, found, [0], study.maker_in(cells[0].settings, tmp_path))
-    assert [row.delay for row in rows] == [0, 2, 2, 2]
-    assert [row.time is None for row in rows] == [False, False, True, True]
-    assert "pipedream-uniform" in _printed(frontier_table(rows))
-
-
 def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
     decaying = SMALL._replace(settings={**SMALL.settings, "lr_schedule": "cosine"})
     assert [cell.length for cell in cells_of(decaying, None, [3], ["1"], ("auto",))] == [1.0]
@@ -147,17 +133,15 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
         scheduler = make(cell.with_rate(0.1), find_method("sync"), 3, 0).scheduler
         assert scheduler is not None
         (factor,) = scheduler(optim.SGD([torch.zeros(1)], 0.1)).lr_lambdas
-        assert factor(cell.total // 2) == pytest.approx(0.5)
         assert factor(cell.total) == pytest.approx(0.0)
         _write(tmp_path, cell, 0.1, 0, [*[5.0] * (cell.total - 1), loss])
     first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
-    assert second.gap.mean == pytest.approx(-0.5)
     assert set(first.updates.values()) == set(second.updates.values()) == {None}
     assert "- - -" in _printed(frontier_table([first, second]))
 
 
-@pytest.mark.parametrize("updates", [7, 20, 45])
+@pytest.mark.parametrize("updates", [7, 45])
 def test_runs_are_tested_where_synchronous_ones_end(updates: int) -> None:
     work = SMALL._replace(updates=updates)
     sync, late = cells_of(work, None, [3], ["1"], ("sync", "vanilla"))
