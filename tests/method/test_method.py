@@ -79,6 +79,9 @@ def test_hybrids():
     ]
 
 
+NO_PHASE = dataclasses.replace(find_method("sync"), then=find_method("sync"))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "expected"),
     [
@@ -91,17 +94,9 @@ def test_hybrids():
         (lambda: hybrid(hybrid()), ValueError, "'pipedream.sync@1000' already changes, to 'sync'"),
         (lambda: find_method("pipedream+nope@3"), ValueError, "there is no 'nope'"),
         (lambda: find_method("pipedream+sync"), ValueError, "there is no 'pipedream.sync'"),
-        (
-            lambda: phases_of(dataclasses.replace(find_method("sync"), then=find_method("sync"))),
-            TypeError,
-            "then of 'sync': expected a Phase with a Method, got Method",
-        ),
+        (lambda: phases_of(NO_PHASE), TypeError, "then of 'sync': expected a Phase .*got Method"),
         (lambda: check(hybrid(then="pipedream-2bw"), 4, microbatches=1), ValueError, "at least 4"),
-        (
-            lambda: check("vanilla+lwp-v@3", 2, optimizer=SGD([torch.ones(1)], lr=0.1)),
-            ValueError,
-            "stages.0. under method 'lwp-v'",
-        ),
+        (lambda: check("vanilla+lwp-v@3", 2, optimizer=sgd()), ValueError, "under method 'lwp-v'"),
     ],
 )
 def test_what_a_hybrid_cannot_be(make, error, expected):
@@ -250,6 +245,10 @@ def test_unknown_methods():
         find_method(3)
 
 
+def in_line(place):
+    return place.stage
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
@@ -265,40 +264,29 @@ def test_unknown_methods():
         ({"lead": lambda p: 1}, "lead of 'own' at stage 0 of 3: only the second-order law"),
         ({"backward_horizon": lambda p: -2}, "backward_horizon of 'own' gives -2 for stage 0"),
         (
-            {"backward_horizon": lambda p: p.stage},
-            "backward_horizon .* stage 1 .*backward='current'",
+            {"backward_horizon": in_line},
+            "backward_horizon .* stage 1 .*backward='current' predicts",
         ),
-        (
-            {"backward": "stash", "backward_horizon": lambda p: p.stage},
-            "backward_horizon of 'own' at stage 1 of 3: backward='stash' predicts nothing",
-        ),
+        ({"backward": "stash", "backward_horizon": in_line}, "stage 1 of 3: backward='stash' pred"),
         ({"law": "cubic"}, "law of 'own': expected one of linear, geometric.*got 'cubic'"),
         ({"backward": "reload"}, "backward of 'own': expected one of current, predict, stash"),
         ({"forward_reads": "oldest"}, "forward_reads of 'own': expected one of newest, entry"),
         ({"families": ("sgd", "lion")}, "families of 'own': expected one of .*got 'lion'"),
         (
-            {"forward_reads": "entry", "forward_horizon": lambda p: 1},
-            "forward_horizon of 'own' at stage 0 of 3: forward_reads='entry' reads an older",
+            {"forward_reads": "entry", "forward_horizon": in_line},
+            "1 of 3: .*'entry' reads an older",
         ),
         ({"forward_reads": "entry", "once": True}, "once of 'own' at stage 0"),
         ({"forward_reads": "previous"}, "window of 'own' at stage 0 .*at most microbatches . 1"),
-        (
-            {"law": "second-order", "forward_horizon": "counted"},
-            "forward_horizon of 'own' at stage 0 of 3: the step writes a second-order",
-        ),
+        ({"law": "second-order", "forward_horizon": "counted"}, "the step writes a second-order"),
         ({"max_stages": 2}, "'own' is defined for at most 2 stages, got 3"),
-        (
-            {"min_microbatches": lambda p: 2},
-            "'own' needs at least 2 microbatches for 3 stages, got 1",
-        ),
+        ({"min_microbatches": lambda p: 2}, "'own' needs at least 2 microbatches for 3 stages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_inconsistent_methods(changed, match):
-    own = Method("own", "not one of ours", **changed)
     with pytest.raises((ValueError, TypeError), match=match):
-        for place in places_of(own, 3, 1):
-            rules_at(own, place)
+        check(Method("own", "not one of ours", **changed), 3, microbatches=1)
 
 
 def sgd(**more):
@@ -352,8 +340,10 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("vanilla", 3, {"window": [2, 1, 2]}, "stage 2 of 3 would wait for 2 .*a deadlock"),
         ("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [3, 2]}, None),
         (
-            *("vanilla", 2, {"microbatches": 4, "replicas": (1, 2), "window": [4, 3]}),
-            "3 microbatches on each of its 2 replicas, would wait .*a deadlock",
+            "vanilla",
+            2,
+            {"microbatches": 4, "replicas": (1, 2), "window": [4, 3]},
+            "each of its 2 r",
         ),
         ("vanilla", 3, {"window": 0}, "window: expected at least 1 for stage 0 of 3, got 0"),
         ("vanilla", 3, {"window": [2, 1, 0]}, "at least 1 for stage 2 of 3, got 0"),
@@ -365,12 +355,9 @@ OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("ada
         ("vanilla", 2, {"microbatches": 3, "replicas": (2, 1)}, "must divide the 3"),
         ("vanilla", 3, {"microbatches": 2, "replicas": (2, 1)}, r"per stage \(3\), got \[2, 1\]"),
         *(  # with [1, 2, 1] the ranks of interleaved wait for each other in a cycle
-            row
+            (name, 4, {"microbatches": 8, "replicas": [n, 2, n, n]}, match)
             for name in ("interleaved", "interleaved-async", "wpipe")
-            for row in (
-                (name, 4, {"microbatches": 8, "replicas": [1, 2, 1, 1]}, "as many replicas of ev"),
-                (name, 4, {"microbatches": 8, "replicas": [2, 2, 2, 2]}, None),
-            )
+            for n, match in ((1, "as many replicas of ev"), (2, None))
         ),
     ],
 )

@@ -32,7 +32,6 @@ from helpers.optim_cases import (
     state_of,
     trained,
     twins,
-    values,
 )
 from torch import nn
 
@@ -180,35 +179,17 @@ class Pair:
     def pickled(self) -> None:
         self.continue_in(pickle.loads(pickle.dumps(self.optimizer)), bits(self.weights))
 
-    def moved(self) -> None:
-        for p in self.params if not self.bound else ():
-            p.data = p.data.clone()
-
-    def refused(self) -> None:
-        """Calls that raise and change nothing; an ordered prediction stays ordered."""
-        optimizer, group = self.optimizer, self.optimizer.param_groups[-1]
-        kept = self.weights, values(state_of(optimizer, self.params))
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["param_groups"][-1]["lr"] = float("nan")
-        refuses(lambda: optimizer.load_state_dict(saved), ValueError, "lr", *kept)
-        if self.bound:
-            optimizer.write_with_next_step(self.outs, self.case["law"])
-        give_gradients(self.params)
-        rate, group["lr"] = group["lr"], -1.0
-        refuses(optimizer.step, ValueError, "lr", *kept)
-        group["lr"] = rate
-
     # A step and its check.
 
-    def step(self, event: str) -> None:
+    def step(self) -> None:
         none = [(1, 5), (5,), (1, 5), (), (0,), (0, 1, 2, 3, 4, 5)][self.steps % 6]
         self.steps += 1
         give_gradients(self.params, self.twins, none=none)
         if self.bound:
             for view in self.outs.values():
                 view.fill_(7)
-        orders = self.bound and (event == "refused" or self.steps % 3 > 0)
-        if orders and event != "refused":  # which has ordered it already
+        orders = self.bound and self.steps % 3 > 0
+        if orders:
             self.optimizer.write_with_next_step(self.outs, self.case["law"])
         self.optimizer.step()
         self.reference.step()
@@ -245,8 +226,6 @@ EVENTS = {
     "through torch": Pair.through_torch,
     "deepcopied": Pair.deepcopied,
     "pickled": Pair.pickled,
-    "moved": Pair.moved,
-    "refused": Pair.refused,
 }
 PROGRAMS = walks([*EVENTS], [lambda event: True] * len(CASES), 12)
 
@@ -258,7 +237,7 @@ def test_what_changes_no_later_step(number: int) -> None:
     for done, event in enumerate(program):
         try:
             EVENTS[event](pair)
-            pair.step(event)
+            pair.step()
         except Exception as error:
             error.add_note(f"{case}\nafter {program[:done]}: {event}")
             raise

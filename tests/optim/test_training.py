@@ -154,13 +154,6 @@ def test_hooks_and_closures(name: str) -> None:
     assert_same([p], [q])
 
 
-def test_a_profiler_sees_the_step() -> None:
-    _, optimizer = trained()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        optimizer.step()
-    assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.*with create_graph")
 def test_gradients_that_carry_a_graph() -> None:
     p = nn.Parameter(torch.randn(5).double())
