@@ -11,7 +11,7 @@ from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stag
 
 import spectrain_ext as st
 from spectrain_ext import laws
-from spectrain_ext.method import Method, in_words, places_of, rules_at
+from spectrain_ext.method import Method, in_words, places_of
 from spectrain_ext.schedule import backward, flushes, forward, name_of
 
 
@@ -141,6 +141,10 @@ class Greedy(Half):
         return [laws.Term(1.0, 0.0, numbers.lr)]
 
 
+class Listed(Half):
+    __hash__ = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "kind", "said"),
     [
@@ -152,6 +156,7 @@ class Greedy(Half):
         ("schedule", 7, TypeError, "expected a name or a generator, got int"),
         ("law", lambda s: 2.0 * s, TypeError, "a function that gives a law (sgd, adam), got 2.0"),
         ("law", Greedy, ValueError, "takes the gradient"),
+        ("law", Listed, TypeError, "a key of a dict, as a frozen dataclass can"),
         ("law", 7, ValueError, "one of linear, geometric, second-order, difference, average, got"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -163,15 +168,6 @@ def test_schedules_and_laws_that_are_none(field, value, kind, said):
         trained(method if field == "schedule" else replace(method, forward_horizon=early))
     assert f"method: {field} of 'own': " in str(caught.value)
     assert said in str(caught.value)
-
-
-def test_a_law_that_no_buffer_can_be_found_by():
-    class Listed(Half):
-        __hash__ = None  # type: ignore[assignment]
-
-    method = Method("own", "", law=Listed, forward_horizon=early)
-    with pytest.raises(TypeError, match="a key of a dict, as a frozen dataclass can"):
-        rules_at(method, places_of(method, 2, 1)[0])
 
 
 def test_a_law_for_one_family_need_not_know_the_others():
