@@ -104,7 +104,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def run(*arguments: object) -> Result:
-    command = studies if arguments[0] in ("train", "study") else spectrain
+    command = studies if arguments[0] in ("train", "study", "slow-links") else spectrain
     return called(command, *arguments)
 
 
@@ -244,6 +244,13 @@ NO_METHODS = [
         ("study --workload {}:no_rate", "workload", "expected a parameter 'lr' with a"),
         ("study --workload {}:line --data text", "data", "of the built-in"),
         ("study --epochs 3", "epochs", "is of --workload"),
+        ("study --workload {}:line --lr-schedule cosine", "lr-schedule", "makes its own"),
+        ("study --workload {}:line --epochs 1 --updates 9", "updates", "not both"),
+        ("study --data paper-snn --optimizer sgd", "optimizer", "seek learning rates"),
+        ("study --length 0.5", "length", "not in the range"),
+        ("study -m sc --optimizer soap", None, "method 'sc' is defined for sgd"),
+        ("slow-links", "data-dir", "--data text is read from files"),
+        ("slow-links --data-dir nowhere", None, "nowhere: no such file"),
         ("study --workload {}:line -m nesterov-async", "method", "the optimizer"),
         *(
             (f"{command} --workload {asked}", None, expected)
@@ -255,7 +262,7 @@ NO_METHODS = [
         ),
     ],
 )
-def test_what_cannot_be_trained_is_told_before_training(
+def test_what_cannot_be_trained_or_studied_is_told_first(
     module: str, asked: str, option: str | None, expected: str
 ) -> None:
     Path(f"{module}_bad.py").write_text("import torch\n\ntorch.nothing\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cli_programs import called, text_of
+from helpers.cli_programs import called
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +24,6 @@ from studies.slow_links import Way, best_of, chains_of, search_chain, seconds_pe
 from studies.study import Cell, Curve, cells_of, run_file, search, smoothed
 from studies.workload import stages_in
 
-OWN = "examples.own_workload:digits_mlp"
 SMALL = contenders.Study(
     {"data": "digits", "batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20
 )
@@ -218,30 +217,6 @@ def test_the_command_trains_otherwise(training: Training, tmp_path: Path) -> Non
     assert f" {otherwise} --seeds 1" in document["command"]
     assert document["settings"]["optimizer"] == "adamw"
     assert {round(row["lr"], 3) for row in document["rows"]} == {0.05}
-
-
-@pytest.mark.parametrize(
-    ("asked", "code", "said"),
-    [
-        (f"study --workload {OWN} --lr-schedule cosine", 2, "makes its own"),
-        (f"study --workload {OWN} --epochs 1 --updates 9", 2, "not both"),
-        ("study --data paper-snn --optimizer sgd", 2, "seek learning rates"),
-        ("study --length 0.5", 2, "--length"),
-        ("study -m sc --optimizer soap", 1, "method 'sc' is defined for sgd"),
-        ("slow-links", 2, "'--data-dir': --data text is read from files"),
-        ("slow-links --data-dir empty.txt", 1, "its 0 characters are too few"),
-        ("slow-links --data-dir none", 1, "none"),
-    ],
-)
-def test_what_cannot_be_studied_is_told_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, code: int, said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty.txt").touch()
-    refused = called(main, *asked.split(), "--out", "out")
-    assert refused.exit_code == code
-    assert said in text_of(refused)
-    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
