@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers.cli_programs import called
 from rich.console import Console
-from rich.table import Table
 
 from spectrain_ext import optim
 from spectrain_ext.method import find_method
@@ -29,11 +28,6 @@ SMALL = contenders.Study(
 )
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contenders.STUDIES, "digits", SMALL)
-
-
 Loss = Callable[[Cell, float, int], float]
 Recorded = list[tuple[Cell, float, int]]
 Training = Callable[[Loss], Recorded]
@@ -42,6 +36,7 @@ Training = Callable[[Loss], Recorded]
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Training:
     """Return a function that replaces training by a loss of cell, rate and seed, and records it."""
+    monkeypatch.setitem(contenders.STUDIES, "digits", SMALL)
 
     def replaced(loss: Loss) -> Recorded:
         asked: Recorded = []
@@ -56,8 +51,8 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Training:
     return replaced
 
 
-def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell]:
-    return cells_of(contenders.STUDIES["digits"], None, [3], microbatches, names)
+def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N"), **changed: int) -> list[Cell]:
+    return cells_of(SMALL._replace(**changed), None, [3], microbatches, names)
 
 
 def _write(folder: Path, cell: Cell, lr: float, seed: int, losses: Iterable[float]) -> None:
@@ -65,13 +60,6 @@ def _write(folder: Path, cell: Cell, lr: float, seed: int, losses: Iterable[floa
     points = tuple((u, loss, 0.5) for u, loss in enumerate(losses, 1))
     assert len(points) == cell.total
     run_file(folder, cell, lr, seed).write(Curve(points, 1.0))
-
-
-def _printed(table: Table, width: int = 120) -> str:
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
 
 
 def test_every_contender_where_it_is_defined() -> None:
@@ -108,13 +96,10 @@ def test_the_rate_is_sought_downhill_and_over_a_hill(
     assert asked[runs:] == [(cell, pytest.approx(best), 4)]
 
 
-def test_without_judges_all_have_the_settings_rate(
-    training: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(contenders.STUDIES, "digits", SMALL._replace(judges=0))
+def test_without_judges_all_have_the_settings_rate(training: Training, tmp_path: Path) -> None:
     asked = training(lambda cell, lr, seed: 1.0 / lr)
     names = {"sync": 1, "data-parallel-4": 4, "vanilla": 1, "auto-4": 4}
-    cells = _cells(*names, microbatches=("1",))
+    cells = _cells(*names, microbatches=("1",), judges=0)
     assert [cell.length for cell in cells] == [1.0] * 4, "no longer than synchronous training"
     assert {rate for _, rate in study.search_all(tmp_path, cells, range(2), 0)} == {0.05}
     found = [(c.contender, c.with_rate(lr).microbatches, lr, seed) for c, lr, seed in asked]
@@ -138,13 +123,15 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
     first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
     assert set(first.updates.values()) == set(second.updates.values()) == {None}
-    assert "- - -" in _printed(frontier_table([first, second]))
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(frontier_table([first, second]))
+    assert "- - -" in capture.get()
 
 
 @pytest.mark.parametrize("updates", [7, 45])
 def test_runs_are_tested_where_synchronous_ones_end(updates: int) -> None:
-    work = SMALL._replace(updates=updates)
-    sync, late = cells_of(work, None, [3], ["1"], ("sync", "vanilla"))
+    sync, late = _cells("sync", "vanilla", microbatches=("1",), updates=updates)
     make = study.maker_in(sync.settings, Path())
     tested = [[u for u, _, _ in study.train(c, 0.01, 0, make).points] for c in (sync, late)]
     assert len(tested[0]) == min(20, updates) and tested[0][-1] == updates
