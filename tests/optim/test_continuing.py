@@ -254,7 +254,7 @@ def momenta(optimizer: Any, params: Any) -> list[Any]:
     return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
 
 
-def step_alike(name: str, first: Any, second: Any) -> None:
+def step_alike(first: Any, second: Any) -> None:
     """Assert that two optimizers, each with its parameters, make the same step."""
     give_gradients(first[0], second[0])
     for _, optimizer in (first, second):
@@ -333,7 +333,7 @@ def test_counts_of_other_kinds_are_loaded(name: str, kind: str) -> None:
     copies = twins(params)
     copied = made(name, copies)
     copied.load_state_dict(saved)
-    step_alike(name, (params, optimizer), (copies, copied))
+    step_alike((params, optimizer), (copies, copied))
 
 
 @every_adam
@@ -377,7 +377,7 @@ def test_moments_of_two_dtypes_become_one(name: str) -> None:
     copied, copies = copy.deepcopy((optimizer, params))
     for p in copies:
         copied.state[p]["exp_avg_sq"] = copied.state[p]["exp_avg_sq"].float()
-    step_alike(name, (params, optimizer), (copies, copied))
+    step_alike((params, optimizer), (copies, copied))
 
 
 def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:

@@ -262,7 +262,7 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
     assert_same(ours, theirs)
 
 
-# Pipelines.
+# What a pipeline sees
 
 
 def test_auto_predicts_along_its_own_update() -> None:

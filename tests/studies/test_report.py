@@ -11,17 +11,15 @@ import torch
 from rich.console import Console
 
 from spectrain_ext import files
-from spectrain_ext.method import find_method, methods
 from studies import times
 from studies.builtin import maker_of
-from studies.looks import looks
 from studies.pictures import draw_losses, draw_losses_over_time
 from studies.progress import Progress
 from studies.report import comparison_table
 from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
 from studies.settings import settle
-from studies.times import Work, minibatch_time, relative_times
+from studies.times import Work, relative_times
 
 
 def run_of(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -72,7 +70,7 @@ def test_what_is_interrupted_leaves_the_file_before_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None:
+def test_a_line_of_progress_every_ten_seconds() -> None:
     now, file = [100.0], io.StringIO()
     lines = Progress(Console(file=file, width=30), 40, 3, clock=lambda: now[0])
     lines.skip(40)
@@ -87,12 +85,6 @@ def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None
     lines.advance(torch.tensor(0.25))
     # recently one in 400 s; on the whole 21 in 410 s, with 59 left
     assert file.getvalue().endswith("loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n")
-    for terminal in (False, True):
-        written = io.StringIO()
-        with Progress(Console(file=written, force_terminal=terminal), 2, 1) as progress:
-            progress.begin("own", "1/1")
-            progress.advance(torch.tensor(1.0))
-        assert ("own" in written.getvalue()) == terminal
 
 
 # Means over seeds, results.json and the table
@@ -140,21 +132,6 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
 # Simulated times
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-def test_bubbles_of_even_stages_and_the_slowest_one(stages: int) -> None:
-    """Slots of one forward and one backward: N for one minibatch, M + N - 1 for M parts."""
-    for name, microbatches, slots in (
-        *(("sync", 1, stages), ("1f1b", 8, (8 + stages - 1) / 8), ("gpipe", 4, (3 + stages) / 4)),
-        *(("vanilla", 1, 1.0), ("auto", 4, 1.0)),
-    ):
-        even = Work([1.0] * stages, [2.0] * stages)
-        assert minibatch_time(find_method(name), microbatches, even) == pytest.approx(3 * slots)
-    uneven = Work([1.0, 3.0, 1.0], [2.0, 4.0, 2.0])
-    assert uneven.slowest == 7.0
-    assert minibatch_time(find_method("vanilla"), 1, uneven) == pytest.approx(7.0)
-    assert minibatch_time(find_method("sync"), 1, uneven) == pytest.approx(13.0)
-
-
 def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
 
@@ -177,14 +154,6 @@ def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 # Pictures
-
-
-def test_every_method_has_a_look_of_its_own() -> None:
-    names = [*methods(), *(f"own-{number}" for number in range(20))]
-    found = looks(names)
-    assert list(found) == names
-    assert len(set(found.values())) == len(names)
-    assert looks(["mine", "auto"])["auto"] == found["auto"]
 
 
 def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
