@@ -1,7 +1,6 @@
 """Tests the models: functions of their seed, cut anywhere, as defined or as published."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
@@ -12,8 +11,6 @@ from studies.models.building import cut_evenly
 from studies.models.mlp import residual_mlp, snn
 from studies.models.text import Subspace, TransformerBlock, gpt, residual_lstm, speedrun
 from studies.models.vision import inception_v4, resnet, vgg
-
-LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
 
 
 class Model(NamedTuple):
@@ -63,15 +60,12 @@ def weights(stages: list[nn.Module]) -> Tensor:
     return nn.utils.parameters_to_vector(nn.Sequential(*stages).parameters()).detach()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=name, marks=[LIBRARY] * (name == "inception"))
-        for name, model in MODELS.items()
-    ],
-)
-def test_the_seed_decides_and_neither_the_cut_nor_the_global_state_does(model: Model) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_seed_decides_and_neither_the_cut_nor_the_global_state_does(name: str) -> None:
     """And every parameter gets a gradient."""
+    if name == "inception":
+        pytest.importorskip("pytorchcv")
+    model = MODELS[name]
     state = torch.random.get_rng_state()
     whole = model.make(1)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -210,15 +204,10 @@ SIZES = {
 SMALLER = {"vgg": 48 * 512 * 4096, "resnet": 64 * 3 * (7 * 7 - 3 * 3)}
 
 
-def _build(name: str, depth: int, stages: int) -> list[nn.Module]:
-    build = resnet if name == "resnet" else vgg
-    return build(stages, depth=depth, classes=1000)
-
-
 @pytest.mark.parametrize(("name", "depth"), list(SIZES), ids=lambda value: str(value).lower())
 def test_width_64_has_the_published_number_of_parameters(name: str, depth: int) -> None:
     with torch.device("meta"):
-        stages = _build(name, depth, 3)
+        stages = (resnet if name == "resnet" else vgg)(3, depth=depth, classes=1000)
     count = sum(p.numel() for stage in stages for p in stage.parameters())
     assert count == SIZES[name, depth] - SMALLER[name]
 
@@ -236,12 +225,10 @@ def test_small_images_keep_their_resolution_and_have_the_papers_depths() -> None
         vgg(2, depth=17)
 
 
-@LIBRARY
 def test_width_32_of_inception_is_the_librarys_own() -> None:
-    from pytorchcv.models.inceptionv4 import inceptionv4
-
+    library = pytest.importorskip("pytorchcv.models.inceptionv4")
     with torch.device("meta"):
-        theirs = inceptionv4(num_classes=10)
+        theirs = library.inceptionv4(num_classes=10)
     ours = nn.Sequential(*inception_v4(4, width=32)).eval()
     weights = theirs.state_dict()
     shapes = [tuple(value.shape) for value in ours.state_dict().values()]

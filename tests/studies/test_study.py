@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cli_programs import called
-from rich.console import Console
 
 from spectrain_ext import optim
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Place
 from studies import contenders, slow_links, study
 from studies.__main__ import main
-from studies.frontier import Interval, frontier_table, rows_of, write_rows
+from studies.frontier import Interval, rows_of, write_rows
 from studies.slow_links import Way, best_of, chains_of, search_chain, seconds_per_step
 from studies.study import Cell, Curve, cells_of, run_file, search, smoothed
 from studies.workload import stages_in
@@ -123,10 +122,6 @@ def test_decaying_rates_end_where_a_run_ends(tmp_path: Path) -> None:
     first, second = rows_of(tmp_path, dict.fromkeys(cells, 0.1), [0], make)
     assert (first.losses, second.losses) == ((2.0,), (1.0,)), "the last test's alone"
     assert set(first.updates.values()) == set(second.updates.values()) == {None}
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(frontier_table([first, second]))
-    assert "- - -" in capture.get()
 
 
 @pytest.mark.parametrize("updates", [7, 45])
