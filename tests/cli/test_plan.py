@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers.cli_programs import called, measured_briefly, spectrain, text_of
@@ -67,7 +68,7 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
     assert "link wan200: 0.025 GB/s into a device, 5e+04 us" in said
 
 
-def test_the_table_fits_and_no_cell_is_cut(profile, monkeypatch):
+def test_the_table_fits_and_no_cell_is_cut(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--profile", profile, *FOUR, "--link", 1e6)
     monkeypatch.delenv("COLUMNS", raising=False)
     whole = run(*asked).output  # without a width
@@ -93,7 +94,7 @@ def test_a_method_that_is_known_to_fail_is_last_and_said_to(profile):
     assert "- vanilla did not reach that loss on text, N = " in said
 
 
-def test_devices_of_different_kinds(profile, tmp_path):
+def test_devices_of_different_kinds(profile: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--profile", profile, *FOUR, *FEW, "--out", path)
     kinds = ("--speeds", "1,1,.5,.5", "--memory", "24G,24G,80e9,80G")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 
 class ByParameter(torch.optim.Optimizer):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -24,7 +25,7 @@ class Lion(ByParameter):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self, p, state, group):
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         first, second = group["betas"]
         average = state.setdefault("exp_avg", torch.zeros_like(p))
         p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -49,7 +50,7 @@ class Whitened(ByParameter):
     def __init__(self, params, lr=1e-2, largest=8):
         super().__init__(params, {"lr": lr, "largest": largest})
 
-    def update(self, p, state, group):
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             sizes = [n if n <= group["largest"] else None for n in p.shape]
             state["count"] = 0
@@ -110,7 +111,7 @@ class Queued(ByParameter):
     def __init__(self, params):
         super().__init__(params, {"decay": 0.01})
 
-    def update(self, p, state, group):
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["rule"] = ("sum", "ij->ji")
             state["name"], state["shape"] = "queued", p.shape
@@ -134,7 +135,7 @@ class Projecting(Lion):
     class Projector:
         pass
 
-    def update(self, p, state, group):
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         super().update(p, state, group)
         state["projector"] = self.Projector()
 

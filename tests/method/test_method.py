@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -159,11 +160,11 @@ def test_windows_and_rules_are_the_definitions(name):
         ("auto", 1, 1, "nothing is late and nothing predicted"),
     ],
 )
-def test_in_words(name, n, m, expected):
+def test_in_words(name: str, n: int, m: int, expected: str) -> None:
     assert expected in in_words(find_method(name), places_of(find_method(name), n, m))
 
 
-def test_soap_is_recommended_instead_of_adamw_where_updates_are_late():
+def test_soap_is_recommended_instead_of_adamw_where_updates_are_late() -> None:
     method, weights = find_method("auto"), [torch.zeros(1, requires_grad=True)]
     for make, m, hint in ((AdamW, 1, True), (AdamW, 4, False), (SGD, 1, False)):
         line = in_words(method, places_of(method, 4, m), make(weights, 0.1))
@@ -177,8 +178,8 @@ def test_soap_is_recommended_instead_of_adamw_where_updates_are_late():
         *((name, [4, 2, 1, 1]) for name in ("second-order", "auto", "zb-h1-async")),
     ],
 )
-def test_replicas_and_optimizers_without_momentum_are_predicted_as_far(name, counts):
-    """As far as stage 0 is late; auto less half of a stage's own delay."""
+def test_replicas_are_predicted_as_far_as_others(name: str, counts: list[int]) -> None:
+    """Without momentum as well: as far as stage 0 is late; auto less half of a stage's delay."""
     method, half = find_method(name), name in ("auto", "zb-h1-async")
     places = places_of(method, 4, 8, replicas=Replicas(counts))
     delays = [
@@ -191,7 +192,7 @@ def test_replicas_and_optimizers_without_momentum_are_predicted_as_far(name, cou
             assert rules.forward_horizon + rules.lead == delays[0] - half * (own // 2)
 
 
-def test_no_stage_leads_where_stage_0_is_not_late():
+def test_no_stage_leads_where_stage_0_is_not_late() -> None:
     flushing = dataclasses.replace(second_order(), name="own", schedule="1f1b")
     assert [rule.lead for rule in at(flushing, 4, 4)] == [0] * 4
 
@@ -245,7 +246,7 @@ def test_unknown_methods():
         find_method(3)
 
 
-def in_line(place):
+def in_line(place: Place) -> int:
     return place.stage
 
 
@@ -284,7 +285,7 @@ def in_line(place):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_inconsistent_methods(changed, match):
+def test_inconsistent_methods(changed: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         check(Method("own", "not one of ours", **changed), 3, microbatches=1)
 

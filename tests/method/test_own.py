@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain, count
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def early(place):
 @pytest.mark.parametrize("make", [sgd(), lambda params: st.optim.AdamW(params, lr=0.05)])
 @pytest.mark.parametrize(("law", "own"), [("linear", laws.Linear), ("geometric", laws.Geometric)])
 @pytest.mark.parametrize("met", ["current", "stash", "predict"])
-def test_a_law_that_is_a_named_one(law, own, met, make):
+def test_a_law_that_is_a_named_one(law: str, own: Any, met: str, make: Any) -> None:
     again = (lambda place: 1) if met == "predict" else (lambda place: 0)
     fields = {"forward_horizon": early, "backward": met, "backward_horizon": again}
     ours, theirs = Method("own", "", law=own, **fields), Method("named", "", law=law, **fields)

@@ -209,6 +209,7 @@ EMPTY = "{}/empty"
         ((*TEXT[:-1], EMPTY), 1, ["there is no *.txt in it"]),
         ((*IMAGES[:-1], EMPTY), 1, ["there is no CIFAR-10 in it; expected the folder cifar-10-b"]),
         ((*TEXT, "--stages", 9), 1, ["stages must be between 1 and the 8 layers, got 9"]),
+        ((*IMAGES, "--model", "inception-v4", "--depth", 3), 2, ["has the one that it has"]),
         ((*IMAGES, "--depth", 7), 1, ["depth of ResNet must be one of 18, 34"]),
         ((*TEXT, "--context", 100000), 1, ["too few for sequences of 100000"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def adamw(params):
     return st.optim.AdamW(params, lr=0.01)
 
 
-def sgd(params, **more):
+def sgd(params: Any, **more: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=0.3, momentum=0.9, **more)
 
 
@@ -85,7 +86,7 @@ def test_every_method_is_the_engines(method, microbatches):
     ("method", "microbatches"),
     [("pipedream+sync@3", 1), ("1f1b+vanilla@4", 3), ("lwp-w+auto@5", 3)],
 )
-def test_methods_that_change_are_the_engines(method, microbatches):
+def test_methods_that_change_are_the_engines(method: str, microbatches: int) -> None:
     data = text(8, 8, 8, 2, 8, 8, 8, 8)
     same(decoder, adamw, method, data, microbatches=microbatches)
 
@@ -98,7 +99,7 @@ def test_statistics_of_a_batch_are_a_microbatchs(method):
 
 
 @pytest.mark.parametrize("method", ["sync", "spectrain"])
-def test_what_crosses_is_packed_as_a_pipelines(method):
+def test_what_crosses_is_packed_as_a_pipelines(method: str) -> None:
     """With the same draws: other draws change losses by more than rounding."""
     data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(6)]
     same(dense, sgd, method, data, mse, microbatches=1, codec=st.codecs.Int4(seed=3))
@@ -134,7 +135,9 @@ GEOMETRIC = MU * (1 - MU**DELAY) / (1 - MU)
     ],
 )
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_uniform_delay_by_its_definition(method, steps, changes, cut):
+def test_a_uniform_delay_by_its_definition(
+    method: Any, steps: float, changes: int, cut: bool
+) -> None:
     """The gradient of minibatch i at the weights of 3 updates ago, predicted, applied now."""
     model, theirs = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in "ab")
     theirs.load_state_dict(model.state_dict())

@@ -14,7 +14,6 @@ from spectrain_ext.method import find_method, methods
 from studies.builtin import build_stages, builtin
 from studies.data.split import Split
 from studies.optimizers import make_optimizer, make_scheduler
-from studies.options import OptionError
 from studies.pipelines import build_pipeline, fitting
 from studies.settings import (
     DATA_SETS,
@@ -125,13 +124,6 @@ def test_a_comparison_is_settled_without_a_command_line() -> None:
     assert choose_methods(["sync", "all"]) == st.methods()
     images = {"data": "cifar10", "data_dir": Path(), "model": "inception-v4"}
     assert settle(images).width == 32
-    for asked, option, said in (
-        ({"augment": True}, "augment", "varies images, and --data digits has none"),
-        ({**images, "depth": 3}, "depth", "has the one that it has"),
-    ):
-        with pytest.raises(OptionError, match=said) as caught:
-            settle(asked)
-        assert caught.value.option == option
 
 
 def test_stages_and_microbatches_that_methods_have() -> None:
@@ -147,16 +139,6 @@ def test_stages_and_microbatches_that_methods_have() -> None:
     assert [stages_of(find_method(name), SETTINGS) for name in ("xgrad", "spectrain")] == [1, 4]
     kept, left_out = fitting(settings_with(methods=("xgrad", "vanilla")), leave_out=False)
     assert (kept.methods, left_out) == (("xgrad", "vanilla"), {})
-
-
-def test_what_does_not_fit_is_named_or_left_out() -> None:
-    settings = settings_with(methods=("sync", "pipedream-2bw", "spectrain"), momentum=0.0)
-    kept, left_out = fitting(settings, leave_out=True)
-    assert kept.methods == ("sync",)
-    assert "microbatches" in left_out["pipedream-2bw"]
-    assert "momentum" in left_out["spectrain"]
-    with pytest.raises(ValueError, match=r"^method spectrain: .*momentum"):
-        fitting(settings_with(methods=("spectrain",), momentum=0.0), leave_out=True)
 
 
 def test_settings_reach_the_pipeline() -> None:
