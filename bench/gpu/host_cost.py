@@ -12,6 +12,7 @@ from .cases import Cases
 from .scale import Scale
 
 _WIDTH = 16
+_ROUNDS = 5
 
 
 def host_cost(cases: Cases, scale: Scale) -> None:
@@ -19,10 +20,9 @@ def host_cost(cases: Cases, scale: Scale) -> None:
     batches = bp.make_batches(_WIDTH, scale.device)
 
     def times(call: Callable[[], object]) -> list[float]:
-        for _ in range(min(3, scale.rounds)):
-            call()
+        call()
         seconds = []
-        for _ in range(scale.rounds):
+        for _ in range(min(_ROUNDS, scale.rounds)):
             scale.wait()
             start = time.perf_counter()
             call()
@@ -41,11 +41,10 @@ def host_cost(cases: Cases, scale: Scale) -> None:
         stages = bp.make_stages(_WIDTH, scale.device)
         pipe = bp.make_pipeline(stages, method, devices=[scale.device] * bp.STAGES)
         median = statistics.median(times(lambda: bp.run(pipe, batches))) * 1e6
-        pipe.release()
         result = {"median_us": median}
         if base is not None:
-            actions = 2 * bp.STAGES * bp.MINIBATCHES
-            result["own_cost_us_per_action"] = (median - base["median_us"]) / actions
+            result["own_cost_us_per_action"] = bp.own_cost(pipe, median, base["median_us"])
+        pipe.release()
         return result
 
     # The most important comparisons first.
