@@ -72,30 +72,6 @@ def test_rivals_compute_the_same(
                 torch.testing.assert_close(a.detach(), b, msg=message)
 
 
-class Fake:
-    """A contestant with known samples."""
-
-    how = "clock"
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def sample(self) -> float:
-        self.log.append(self.name)
-        return float(len(self.log))
-
-
-def test_contestants_take_turns_each_round_from_another_one() -> None:
-    log: list[str] = []
-    field = {name: Fake(name, log) for name in "abc"}
-    times = contest.take_turns(field, budget_s=0.0, at_least=3, at_most=3)
-    assert "".join(log) == "abcbcacab"
-    assert times["a"] == [1.0, 6.0, 8.0]
-    log.clear()
-    assert len(contest.take_turns(field, 0.0, at_least=1, at_most=9)["b"]) == 1
-    assert len(contest.take_turns(field, 1e9, at_least=1, at_most=9)["b"]) == 9
-
-
 def test_a_contest_measures_every_implementation_and_copy() -> None:
     settings = contest.Settings(case_s=0.0)
     with pytest.raises(contest.TooLarge, match=r"needs 0\.0 GiB, 0\.0 may be used"):
