@@ -45,11 +45,7 @@ _OF_SGD = (
     {"momentum": 0.9, **UP},
     {"momentum": 0.0, **DECAY},
 )
-_BETAS = (
-    {"betas": (0.9, 0.999)},
-    {"betas": (0.8, 0.95), **DECAY},
-    {"betas": (0.8, 0.95), **UP},
-)
+_BETAS = ({"betas": (0.9, 0.999)}, {"betas": (0.8, 0.95), **DECAY}, {"betas": (0.8, 0.95), **UP})
 _AMSGRAD = ({"betas": (0.9, 0.999), "amsgrad": True}, {"betas": (0.8, 0.95), "amsgrad": True})
 _DECOUPLED = {"betas": (0.8, 0.95), **DECOUPLED}
 OPTIONS = {
@@ -96,12 +92,7 @@ def _rates(optimizer):
 
 
 class RandomOptimizer:
-    """An optimizer for these methods, and a scheduler.
-
-    Args:
-        program: draws, and says how exactly and in which dtypes it is compared.
-        named: the names of the program's methods.
-    """
+    """An optimizer for methods of these names, and a scheduler, as the program draws them."""
 
     def __init__(self, program, named):
         pick, chance = program.pick, program.chance

@@ -33,13 +33,7 @@ from spectrain_ext.method import (
     xgrad,
 )
 from spectrain_ext.optim import SGD, SOAP, AdamW, Muon
-from spectrain_ext.schedule import (
-    Place,
-    Replicas,
-    Rules,
-    count_stage,
-    takes_window,
-)
+from spectrain_ext.schedule import Place, Replicas, Rules, count_stage, takes_window
 
 
 def at(name, n=8, m=1, window=None):

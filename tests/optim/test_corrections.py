@@ -38,8 +38,6 @@ CORRECTIONS = {"delay": DelayCompensation(0.3), "gap": GapAware(0.9)}
 EVERY_CORRECTION = {**CORRECTIONS, "braking": AdaptiveBraking(0.5)}
 NUMBERS = {"delay": 0.3, "gap": 0.9, "braking": 0.5}
 NAMES = ("SGD", "Adam", "AdamW", "NAdam")
-every_name = pytest.mark.parametrize("name", NAMES)
-every_correction = pytest.mark.parametrize("kind", CORRECTIONS)
 
 
 class Stage:
@@ -160,8 +158,8 @@ def test_steps_are_the_definition(case: Row) -> None:
         assert [optimizer.param_groups[0]["gap_rate"]] == list(rates)
 
 
-@every_name
-@every_correction
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_correction_begins_and_ends_during_training(name: str, kind: str) -> None:
     """The optimizer's state continues, and the correction's too when it begins again."""
     stage, twin = Stage(name, None), Stage(name, None)

@@ -114,10 +114,7 @@ def test_a_gap_is_refused():
 
 
 OWN = st.Method(
-    *("own", ""),
-    law="difference",
-    forward_horizon=lambda at: at.window - 1,
-    backward="stash",
+    *("own", ""), law="difference", forward_horizon=lambda at: at.window - 1, backward="stash"
 )
 
 

@@ -201,10 +201,7 @@ def test_the_command_trains_otherwise(training: Training, tmp_path: Path) -> Non
     assert {round(row["lr"], 3) for row in document["rows"]} == {0.05}
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [("auto", "muon"), ("auto-rotation", "sgd")],
-)
+@pytest.mark.parametrize(("name", "optimizer"), [("auto", "muon"), ("auto-rotation", "sgd")])
 def test_hidden_matrices_are_muons_or_rotated(name: str, optimizer: str) -> None:
     (cell,) = _cells(name, microbatches=("N",))
     cell = replace(cell, settings=replace(cell.settings, optimizer=optimizer, betas=(0.8, 0.9)))
