@@ -41,10 +41,6 @@ def at(name, n=8, m=1, window=None):
     return [rules_at(method, place) for place in places_of(method, n, m, window)]
 
 
-def windows(name, n=8, m=1, window=None):
-    return [place.window for place in places_of(find_method(name), n, m, window)]
-
-
 def test_names():
     assert methods()[:5] == ("auto", "sync", "gpipe", "1f1b", "vanilla")
     assert len(methods()) == len(set(methods())) == 34
@@ -213,9 +209,10 @@ def test_interleaved_with_other_numbers_of_chunks():
     for flushes in (True, False):
         four = interleaved(chunks=4, flushes=flushes)
         assert four.chunks == four.schedule.chunks == 4
-        assert windows(four, 8, m=8) == [four.schedule.window(k, 8, 8) for k in range(8)]
+        found = [place.window for place in places_of(four, 8, 8)]
+        assert found == [four.schedule.window(k, 8, 8) for k in range(8)]
         with pytest.raises(ValueError, match="there is no window to choose"):
-            windows(four, 8, window=3)
+            places_of(four, 8, 1, 3)
     # on two devices the first stages are delayed by one update, and all predict one ahead
     late = at(interleaved(chunks=4, flushes=False), n=8, m=8)
     delays = [delay_under(four.schedule, place) for place in places_of(four, 8, 8)]

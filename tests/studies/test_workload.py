@@ -313,15 +313,6 @@ def settings_with(**changes: Any) -> TrainSettings:
     return replace(SETTINGS, **changes)
 
 
-def split_of(data: str) -> Split:
-    inputs, targets = {
-        "digits": (torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64)),
-        "cifar10": (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)),
-        "text": (torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)),
-    }[data]
-    return Split("name", "features", inputs, targets, inputs, targets, classes=10)
-
-
 PAIRS = [(data, model) for data in DATA_SETS for model in models_for(data)]
 
 
@@ -330,8 +321,7 @@ def test_presets_make_a_model(data: str, model: str) -> None:
     if model == "inception-v4":
         pytest.importorskip("pytorchcv")
     assert DEFAULT_MODEL[data] in models_for(data)
-    split = split_of(data)
-    sizes = split.features, split.classes
+    sizes = {"digits": 64, "cifar10": 3 * 32 * 32, "text": 8}[data], 10
     for quick in (False, True):
         found = preset(data, model, quick=quick)
         usual = {"gpt": "adamw", "speedrun": "muon", "inception-v4": "adam" if quick else "sgd"}
@@ -419,12 +409,13 @@ def test_stages_and_microbatches_that_methods_have() -> None:
 
 def test_settings_reach_the_pipeline() -> None:
     """Observed from outside: a maximum norm of almost 0 keeps the weights constant."""
-    moved = []
+    x, y, moved = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), []
+    split = Split("name", "features", x, y, x, y, classes=10)
     for clip_norm in (None, 1e-12):
         settings = settings_with(clip_norm=clip_norm, weight_decay=0.0, microbatches=2)
         layer, method = nn.Linear(3, 5), find_method("vanilla")
         before = layer.weight.detach().clone()
-        workload = builtin(split_of("digits"), settings, method, 1, 0)
+        workload = builtin(split, settings, method, 1, 0)
         pipe = build_pipeline(settings, method, workload, [layer])
         list(pipe.run([(torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))]))
         pipe.release()
