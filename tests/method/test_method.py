@@ -36,11 +36,6 @@ from spectrain_ext.optim import SGD, SOAP, AdamW, Muon
 from spectrain_ext.schedule import Place, Replicas, Rules, count_stage, takes_window
 
 
-def at(name, n=8, m=1, window=None):
-    method = find_method(name)
-    return [rules_at(method, place) for place in places_of(method, n, m, window)]
-
-
 def test_names():
     assert methods()[:5] == ("auto", "sync", "gpipe", "1f1b", "vanilla")
     assert len(methods()) == len(set(methods())) == 34
@@ -184,7 +179,7 @@ def test_replicas_are_predicted_as_far_as_others(name: str, counts: list[int]) -
 
 def test_no_stage_leads_where_stage_0_is_not_late() -> None:
     flushing = dataclasses.replace(second_order(), name="own", schedule="1f1b")
-    assert [rule.lead for rule in at(flushing, 4, 4)] == [0] * 4
+    assert [rules_at(flushing, place).lead for place in places_of(flushing, 4, 4)] == [0] * 4
 
 
 def test_settings_of_methods():
@@ -214,7 +209,7 @@ def test_interleaved_with_other_numbers_of_chunks():
         with pytest.raises(ValueError, match="there is no window to choose"):
             places_of(four, 8, 1, 3)
     # on two devices the first stages are delayed by one update, and all predict one ahead
-    late = at(interleaved(chunks=4, flushes=False), n=8, m=8)
+    late = [rules_at(four, place) for place in places_of(four, 8, 8)]
     delays = [delay_under(four.schedule, place) for place in places_of(four, 8, 8)]
     assert delays == [1, 1, 1, 1, 0, 0, 0, 0]
     assert [(rule.forward_horizon, rule.lead) for rule in late] == [

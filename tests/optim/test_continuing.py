@@ -371,15 +371,6 @@ def test_state_of_other_names_is_kept(name: str) -> None:
         assert torch.equal(entry["average"], torch.ones(2))
 
 
-@every_adam
-def test_moments_of_two_dtypes_become_one(name: str) -> None:
-    params, optimizer = trained(name, BF16)
-    copied, copies = copy.deepcopy((optimizer, params))
-    for p in copies:
-        copied.state[p]["exp_avg_sq"] = copied.state[p]["exp_avg_sq"].float()
-    step_alike((params, optimizer), (copies, copied))
-
-
 def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:
     reference = torch.optim.SGD(make_params(), lr=0.1, momentum=0.9)
     plain, extra = made("SGD", make_params()), made("SGD", make_params(), smoothed=True)

@@ -211,6 +211,12 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
         give_gradients(ours, none=none)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = None if p.grad is None else p.grad.to(wide)
+            p.grad = None if p.grad is None else p.grad * 4
+        before, optimizer.grad_scale = bits(master.values()), torch.tensor(4.0)
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.step()  # is skipped
+        assert_bits(master.values(), before)
+        optimizer.found_inf = None
         optimizer.write_with_next_step(outs, law)
         optimizer.step()
         reference.step()
@@ -260,9 +266,6 @@ def test_state_of_torchs_muon(to_torch: bool) -> None:
         first.step()
         second.step()
     assert_same(ours, theirs)
-
-
-# What a pipeline sees
 
 
 def test_auto_predicts_along_its_own_update() -> None:

@@ -19,7 +19,6 @@ from helpers.optim_cases import (
     assert_bits,
     assert_same,
     bits,
-    every_adam,
     every_optimizer,
     every_rival,
     give_gradients,
@@ -99,25 +98,6 @@ def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str)
     assert name == "SGD" or optimizer.state[p]["step"] == 6
 
 
-@every_optimizer
-def test_a_scaled_step_and_a_skipped_one(name: str) -> None:
-    ours, optimizer = trained(name, steps=0)
-    theirs, reference = copy.deepcopy((ours, optimizer))
-    for step in range(4):
-        give_gradients(ours, theirs)
-        for p in ours:
-            p.grad.mul_(4)
-        optimizer.grad_scale = torch.tensor(4.0)
-        optimizer.found_inf = torch.tensor(float(step == 2))
-        before = bits(ours)
-        optimizer.step()
-        if step == 2:
-            assert_bits(ours, before)
-        else:
-            reference.step()
-    assert_bits(ours, theirs)
-
-
 @every_rival
 def test_hooks_and_closures(name: str) -> None:
     p = nn.Parameter(torch.ones(3).double())
@@ -155,17 +135,6 @@ def test_hooks_and_closures(name: str) -> None:
     assert_same([p], [q])
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.*with create_graph")
-def test_gradients_that_carry_a_graph() -> None:
-    p = nn.Parameter(torch.randn(5).double())
-    (q,), optimizer, reference = pair_of("SGD", [p])
-    for param, opt in ((p, optimizer), (q, reference)):
-        (param**3).sum().backward(create_graph=True)
-        opt.step()
-        param.grad = None
-    assert_same([p], [q])
-
-
 @every_optimizer
 def test_memory_is_freed_without_the_collector(name: str) -> None:
     params, optimizer = trained(name)
@@ -184,24 +153,6 @@ def test_memory_is_freed_without_the_collector(name: str) -> None:
         assert buffer() is None
     finally:
         gc.enable()
-
-
-@every_adam
-def test_groups_have_their_own_options_in_one_launch(name: str) -> None:
-    """Only the cost is visible from outside."""
-    params = [p for p in make_params() if p.numel()]
-    groups = [
-        {"params": params[:2], "lr": 0.3, "betas": (0.5, 0.9)},
-        {"params": params[2:4], "weight_decay": 0.1, "eps": 1e-4},
-        {"params": params[4:], "maximize": True},
-    ]
-    optimizer = made(name, groups)
-    for none in ([], [1], []):
-        give_gradients(params, none=none)
-        optimizer.step()
-    (launch,) = next(iter(optimizer._launches._known.values())).launches
-    assert len(launch.cohorts) == 4  # parameter 1 has made one step less
-    assert launch.native.last_launch()[0] == 1
 
 
 @every_rival

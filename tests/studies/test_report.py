@@ -134,7 +134,6 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
 
 def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-
     asked: list[int] = []
 
     def given(settings: object, make: object, stages: int, devices: list[str]) -> Work:

@@ -271,14 +271,11 @@ def test_what_reaches_the_loss_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "slow-links-muon.png").stat().st_size > 10_000
 
 
-def test_bytes_of_a_token_at_the_benchmarks_sizes() -> None:
+def test_bytes_of_a_token_and_seconds_per_step_are_near_those_that_were_published() -> None:
+    """Of 1F1B: the two records of PluralisResearch/ProtocolNanoGPT, commit 0551bc3."""
     sizes = {codec: Way("adamw", "sync", 1, codec).token_bytes for codec in slow_links.CODECS}
     assert sizes == {"bfloat16": 2048, "int8": 1056, "int4-hadamard": 544}
     assert Way("muon", "sync", 1, "bfloat16", 10).token_bytes == 322
-
-
-def test_seconds_per_step_are_near_those_that_were_published() -> None:
-    """Of 1F1B: the two records of PluralisResearch/ProtocolNanoGPT, commit 0551bc3."""
     for microbatches, token_bytes, seconds in ((64, 2048, 100.475), (32, 322, 19.889)):
         found = seconds_per_step("1f1b", microbatches, token_bytes)
         assert found == pytest.approx(seconds, rel=0.05)
