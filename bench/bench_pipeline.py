@@ -127,6 +127,4 @@ def test_pipeline(benchmark: Any, width: int, method: str, request: Any) -> None
         cost = own_cost(pipe, median, _medians[width]) * 1e6
         benchmark.extra_info["own_cost_us_per_action"] = cost
         lines = request.config.__dict__.setdefault("_own_cost", [])
-        lines.append(
-            f"{method}, width {width}: {cost:.1f} us of its own per action (update included)"
-        )
+        lines.append(f"{method}, width {width}: {cost:.1f} us of its own per action")

@@ -11,15 +11,14 @@ import bench_pipeline as bp
 from .cases import Cases
 from .scale import Scale
 
-_WIDTH = 16
-_ROUNDS = 5
+_WIDTH, _ROUNDS = 16, 5
 
 
 def host_cost(cases: Cases, scale: Scale) -> None:
     """Run a case per method, after the modules alone."""
     batches = bp.make_batches(_WIDTH, scale.device)
 
-    def times(call: Callable[[], object]) -> list[float]:
+    def median_us(call: Callable[[], object]) -> float:
         call()
         seconds = []
         for _ in range(min(_ROUNDS, scale.rounds)):
@@ -28,24 +27,20 @@ def host_cost(cases: Cases, scale: Scale) -> None:
             call()
             scale.wait()
             seconds.append(time.perf_counter() - start)
-        return seconds
+        return statistics.median(seconds) * 1e6
 
-    def by_hand() -> dict[str, float]:
-        stages = bp.make_stages(_WIDTH, scale.device)
-        seconds = times(lambda: bp.modules_only(stages, batches))
-        return {"median_us": statistics.median(seconds) * 1e6}
+    alone = bp.make_stages(_WIDTH, scale.device)
+    base = cases.run(
+        "modules", lambda: {"median_us": median_us(lambda: bp.modules_only(alone, batches))}
+    )
 
-    base = cases.run("modules", by_hand)
-
-    def of(method: str) -> dict[str, float]:
+    def of(method: str) -> dict[str, float | None]:
         stages = bp.make_stages(_WIDTH, scale.device)
         pipe = bp.make_pipeline(stages, method, devices=[scale.device] * bp.STAGES)
-        median = statistics.median(times(lambda: bp.run(pipe, batches))) * 1e6
-        result = {"median_us": median}
-        if base is not None:
-            result["own_cost_us_per_action"] = bp.own_cost(pipe, median, base["median_us"])
+        median = median_us(lambda: bp.run(pipe, batches))
         pipe.release()
-        return result
+        own = bp.own_cost(pipe, median, base["median_us"]) if base else None
+        return {"median_us": median, "own_cost_us_per_action": own}
 
     # The most important comparisons first.
     chosen = sorted(bp.METHODS, key=lambda m: m not in ("spectrain", "pipedream", "vanilla"))
