@@ -12,23 +12,22 @@ from torch import Tensor, nn
 import spectrain_ext as st
 
 WIDTH = 6
-mse = nn.functional.mse_loss
 
 
-def data(count: int, size: int = 8, last: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    g = torch.Generator().manual_seed(11)
-    sizes = [size] * (count - 1) + [size if last is None else last]
-    return [(torch.randn(s, WIDTH, generator=g), torch.randn(s, WIDTH, generator=g)) for s in sizes]
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.randn(count, 2, 8, WIDTH, generator=torch.Generator().manual_seed(11))
+    return [(x, y) for x, y in drawn]
 
 
 def optimizer(params: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01)
 
 
-def pipeline(rank: int, ranks: int, parts: Any, **more: Any) -> st.Pipeline:
+def pipeline(rank: int, ranks: int, parts: Any) -> st.Pipeline:
+    mse = nn.functional.mse_loss
     if ranks == 1:
-        return st.Pipeline(parts, optimizer, mse, **more)
-    return st.DistributedPipeline(list(parts)[rank], optimizer, mse, timeout=30.0, **more)
+        return st.Pipeline(parts, optimizer, mse)
+    return st.DistributedPipeline(list(parts)[rank], optimizer, mse, timeout=30.0)
 
 
 def measured(rank: int, ranks: int, path: str) -> None:
@@ -37,38 +36,6 @@ def measured(rank: int, ranks: int, path: str) -> None:
     with st.Metrics(pipe, path, every=4) as metrics:
         for _ in pipe.run(case.batches([8] * 9), trace=metrics):
             pass
-
-
-class Connected(nn.Module):
-    """Not a sequence: its end needs its first values and one of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        first = self.first(x)
-        found: Tensor = self.last(self.middle(first)) + first.sum(0) / x.size(0) * mask
-        return found
-
-
-def cut(rank: int, ranks: int) -> list[tuple[dict[str, Tensor], Any]]:
-    """Train a stage of a traced model; return its weights and its output in evaluation."""
-    torch.manual_seed(3)
-    batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
-    parts = st.partition(Connected(), 3, batches[0][0], split_points=["middle", "last"])
-    pipe = pipeline(rank, ranks, parts, microbatches=1)
-    for _ in pipe.run(batches):
-        pass
-    pipe.eval()
-    values = [(torch.ones(2, WIDTH),) * count for count in (2, 2, 3)]
-    found = []
-    for stage, value in zip(pipe.children(), values[rank:], strict=False):
-        with torch.no_grad():
-            found.append((dict(stage.state_dict()), stage(value)))
-    return found
 
 
 class Twice(nn.Module):
@@ -131,3 +98,15 @@ def tied_and_cut(rank: int, ranks: int, folder: str) -> dict[str, Any]:
             else:  # this rank sees one of the names only
                 assert rank == 0 < ranks - 1
     return found
+
+
+def partitions(rank: int, ranks: int) -> Any:
+    """Return every rank's cut; each was slow at another block."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
+
+    def lingers(*_: object) -> None:
+        torch.linalg.svd(torch.rand(300, 300))
+
+    model[2 * rank].register_forward_pre_hook(lingers)
+    parts = st.partition(model, 3, torch.randn(4, 8))
+    return parts.cut.ends, [block.seconds for block in parts.profile.blocks]

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import rank_pipelines
 from helpers.cut_models import LOSS, Calls, Two, alike, sgd, split, trains_alike
-from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
@@ -372,11 +370,3 @@ def test_splitting_leaves_the_model_as_it_was() -> None:
     st.partition(model, 2, example, split_points={"norm": SplitPoint.BEGINNING})
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert torch.equal(model(*example), expected)
-
-
-@pytest.mark.nightly
-def test_ranks_have_the_stages_of_one_process() -> None:
-    torch.set_num_threads(1)
-    alone = rank_pipelines.cut(0, 1)
-    for (expected,), (state, value) in zip(run_ranks(rank_pipelines.cut, 3), alone, strict=True):
-        torch.testing.assert_close(expected, (state, value), rtol=0.0, atol=0.0)
