@@ -77,20 +77,6 @@ class Hooked(nn.Module):
         return self.layer(x) * 1.1  # the hook's result must not be changed in place
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.cell(x)[0]
-
-
-class Attention(nn.TransformerEncoderLayer):
-    def __init__(self, dropout):
-        super().__init__(WIDTH, 2, 8, dropout=dropout)
-
-
 def parametrized(layer):
     parametrize.register_parametrization(layer, "weight", Positive())
     return layer
@@ -121,6 +107,10 @@ def again(x, layer):
 
 def residual(x, layer):
     return x + layer(x)
+
+
+def first_of(x, layer):
+    return layer(x)[0]
 
 
 def twice(x, layer):
@@ -183,10 +173,10 @@ BLOCKS = {
     },
     "time": {
         **ANYWHERE,
-        "lstm": lambda d: Recurrent(nn.LSTM),
-        "gru": lambda d: Recurrent(nn.GRU),
-        "attention": lambda d: Attention(0.0),
-        "attention dropout": lambda d: Attention(0.1),
+        "lstm": lambda d: Function(first_of, nn.LSTM(WIDTH, WIDTH)),
+        "gru": lambda d: Function(first_of, nn.GRU(WIDTH, WIDTH)),
+        "attention": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0),
+        "attention dropout": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1),
         "layer norm": lambda d: nn.LayerNorm(WIDTH),
     },
 }
