@@ -188,27 +188,6 @@ def test_values_of_one_stage_do_not_load_into_parts_of_two(tmp_path: Path) -> No
         refused(tmp_path / name, f"{match}.*load into the saved stages", other)
 
 
-def test_groups_of_two_stages_do_not_load_into_one(tmp_path: Path) -> None:
-    def grouped(params: Any) -> st.optim.SGD:
-        groups = [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "nesterov": True}]
-        return st.optim.SGD(groups if len(params) > 1 else params, lr=0.3, momentum=0.5)
-
-    def made(seed: int) -> nn.Sequential:
-        torch.manual_seed(seed)
-        found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
-        found[0].bias.requires_grad_(False)
-        return found
-
-    kept, other = (pipeline(3, seed, optimizer=grouped, make=made) for seed in (1, 2))
-    train(kept, batches(3))
-    save(tmp_path / "c", kept)
-    load(tmp_path / "c", other)
-    same(state_of(other), state_of(kept))
-    assert [[g["lr"] for g in o.param_groups] for o in other.optimizers] == [[0.15], [0.25, 0.15]]
-    merged = pipeline(1, optimizer=lambda p: st.optim.SGD(p, lr=0.3, momentum=0.5), make=made)
-    refused(tmp_path / "c", r"group 0 of the optimizer of stage 0: holds '0\.we", merged)
-
-
 # What cannot be saved
 
 

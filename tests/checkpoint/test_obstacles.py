@@ -99,16 +99,6 @@ def test_a_checkpoint_with_something_else_is_not_replaced(
     assert names(saved.parent) == ["c"]
 
 
-def test_a_path_that_was_taken_during_the_save_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meanwhile(monkeypatch, lambda: (tmp_path / "c").write_text("mine"))
-    with pytest.raises(CheckpointError, match="c exists; overwrite=True replaces it"):
-        save(tmp_path / "c", model())
-    assert (tmp_path / "c").read_text() == "mine"
-    assert names(tmp_path) == ["c"]
-
-
 @pytest.mark.parametrize("damage", ["version", "cut"])
 def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved: Path, damage: str) -> None:
     document = saved / DOCUMENT

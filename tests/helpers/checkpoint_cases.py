@@ -152,17 +152,12 @@ def strides(tensor: Tensor) -> list[int]:
 
 
 def everything(pipe: st.Pipeline) -> dict[str, Any]:
-    """Return weights and state by name, those of optimizers and generators by stage."""
-    found: dict[str, Any] = {}
-    for stage in pipe.children():
-        found.update((stage.full_name(k), v) for k, v in stage.state_dict().items())
-    for k, optimizer in enumerate(pipe.optimizers):
-        for index, entry in optimizer.state_dict()["state"].items():
-            members = entry if isinstance(entry, dict) else {"": entry}
-            found.update((f"state.{k}.{index}.{key}", v) for key, v in members.items())
-    for k, stage in enumerate(pipe.random):
-        found.update((f"random.{k}.{j}", state) for j, state in enumerate(stage.states()))
-    return found
+    """Return weights, state of optimizers and generators, by names that hold on every rank."""
+    found = state_of(pipe)
+    of_parameters = {f"state of {name}": entry for name, entry in found["state"].items()}
+    places = zip(pipe.places, found["random"], strict=True)
+    random = {f"random of {place.stage}": states for place, states in places}
+    return {**found["model"], **of_parameters, **random}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

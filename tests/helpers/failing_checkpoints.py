@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import resource
 import signal
 
@@ -57,9 +56,7 @@ def trains(rank, ranks, path, trial):
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             manager.save()  # there is space again
     manager.wait()
-    state = everything(manager.pipe)
-    own = {re.sub(r"^(state|random)\.0\.", rf"\1.{rank}.", key): v for key, v in state.items()}
-    return begun, errors, own
+    return begun, errors, everything(manager.pipe)
 
 
 def fills(rank, ranks, path):

@@ -122,7 +122,7 @@ def adapters(rank, ranks, folder):
     kind = st.Pipeline if ranks == 1 else st.DistributedPipeline
     more = {} if ranks == 1 else {"dynamic_shapes": True, "timeout": 60.0}
     stages = parts if ranks == 1 else parts.stages[rank]
-    pipe = kind(stages, quick, parts.loss_fn, microbatches=2, **more)
+    pipe = kind(stages, sgd, parts.loss_fn, microbatches=2, **more)
     for _ in pipe.run(batches()):
         pass
     if ranks == 1:
@@ -137,10 +137,6 @@ def adapters(rank, ranks, folder):
     adapter = {name: p.clone() for name, p in get_peft_model_state_dict(model).items()}
     whole = {name: p.clone() for name, p in model.state_dict().items()}
     return said, adapter, trained, whole
-
-
-def quick(params):
-    return st.optim.SGD(params, lr=0.5, momentum=0.9)
 
 
 def unfreezing(rank, ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -88,15 +87,6 @@ def transposed(layer):
     return layer
 
 
-def old(norm):
-    def made(layer):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a warning of torch's
-            return norm(layer)
-
-    return made
-
-
 def bare_tanh(x, layer):
     return layer(x).tanh()
 
@@ -147,8 +137,6 @@ ANYWHERE = {
     "parametrized": lambda d: parametrized(plain(d)),
     "spectral": lambda d: parametrizations.spectral_norm(plain(d)),
     "weight norm": lambda d: parametrizations.weight_norm(plain(d)),
-    "old spectral": lambda d: old(nn.utils.spectral_norm)(plain(d)),
-    "old weight norm": lambda d: old(nn.utils.weight_norm)(plain(d)),
 }
 BLOCKS = {
     "flat": {
@@ -156,20 +144,17 @@ BLOCKS = {
         "thin": lambda d: nn.Linear(WIDTH, WIDTH, bias=False),
         "orthogonal": lambda d: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
         "layer norm": lambda d: nn.LayerNorm(WIDTH),
-        "rms norm": lambda d: nn.RMSNorm(WIDTH),
         "group norm": lambda d: nn.GroupNorm(2, WIDTH),
         "batch norm": lambda d: nn.BatchNorm1d(WIDTH),
         "batch mean": lambda d: nn.BatchNorm1d(WIDTH, momentum=None),
     },
     "image": {
         **ANYWHERE,
-        "pointwise": lambda d: nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False),
         "depthwise": lambda d: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
         "group norm": lambda d: nn.GroupNorm(2, CHANNELS),
         "batch norm": lambda d: nn.BatchNorm2d(CHANNELS),
         "instance norm": lambda d: nn.InstanceNorm2d(CHANNELS, affine=True),
         "pooled": lambda d: nn.AvgPool2d(3, stride=1, padding=1),
-        "largest": lambda d: nn.MaxPool2d(3, stride=1, padding=1),
     },
     "time": {
         **ANYWHERE,
@@ -182,8 +167,8 @@ BLOCKS = {
 }
 RANDOM = {"dropout", "checkpointed dropout", "attention dropout"}
 BATCHED = {"batch norm", "batch mean"}  # depend on the whole microbatch
-MOVED = {"moving", "spectral", "old spectral"}  # read buffers that a forward changes
-WITHOUT_WEIGHTS = {"tanh", "gelu", "relu_", "dropout", "moving", "pooled", "largest"}
+MOVED = {"moving", "spectral"}  # read buffers that a forward changes
+WITHOUT_WEIGHTS = {"tanh", "gelu", "relu_", "dropout", "moving", "pooled"}
 # Gradients that are 0 except for rounding: of a bias before a norm that subtracts the mean.
 ZERO_GRADIENTS = {*BATCHED, "instance norm", "attention", "attention dropout"}
 WIDE_ONLY = {"orthogonal"}  # not in bfloat16

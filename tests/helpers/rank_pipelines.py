@@ -39,38 +39,6 @@ def measured(rank: int, ranks: int, path: str) -> None:
             pass
 
 
-class Connected(nn.Module):
-    """Not a sequence: its end needs its first values and one of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.middle = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        first = self.first(x)
-        found: Tensor = self.last(self.middle(first)) + first.sum(0) / x.size(0) * mask
-        return found
-
-
-def cut(rank: int, ranks: int) -> list[tuple[dict[str, Tensor], Any]]:
-    """Train a stage of a traced model; return its weights and its output in evaluation."""
-    torch.manual_seed(3)
-    batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
-    parts = st.partition(Connected(), 3, batches[0][0], split_points=["middle", "last"])
-    pipe = pipeline(rank, ranks, parts, microbatches=1)
-    for _ in pipe.run(batches):
-        pass
-    pipe.eval()
-    values = [(torch.ones(2, WIDTH),) * count for count in (2, 2, 3)]
-    found = []
-    for stage, value in zip(pipe.children(), values[rank:], strict=False):
-        with torch.no_grad():
-            found.append((dict(stage.state_dict()), stage(value)))
-    return found
-
-
 class Twice(nn.Module):
     """Not a sequence; uses one module twice, another one's weight, and a buffer in each stage."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,15 +106,9 @@ def test_what_goes_from_stage_to_stage():
     """Only the hidden state and the batch's other values; the ids where needed."""
     first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
     ids = torch.randint(1, 61, (2, 5))
-    assert first(ids).shape == (2, 5, 16)
     assert first({"input_ids": ids, "labels": ids}).shape == (2, 5, 16)
-    mask = torch.ones_like(ids)
-    assert [t.shape for t in first({"input_ids": ids, "attention_mask": mask})] == [
-        (2, 5, 16),
-        (2, 5),
-    ]
-    sent = first({"position_ids": mask, "input_ids": ids})
-    assert [t.numel() for t in sent] == [160, 0, 10]
+    sent = first({"position_ids": ids, "input_ids": ids})
+    assert [t.numel() for t in sent] == [160, 0, 10]  # without a mask
     # checks for padding without a mask
     looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]
     assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
@@ -260,27 +252,20 @@ def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
     assert len(asked) == len(set(asked))
 
 
-def labelled(kind: str, mask: str) -> dict[str, Tensor]:
-    found = batch(4, 7, mask)
-    classes = torch.arange(4) % 3
-    labels = {"token": found["labels"].clamp(max=2), "class": classes, "number": classes.float()}
-    return {**found, "labels": labels[kind]}
-
-
-@pytest.mark.parametrize(
-    ("head", "kind", "count"),
-    [
-        ("ForSequenceClassification", "class", 3),
-        ("ForSequenceClassification", "number", 1),
-        ("ForTokenClassification", "token", 3),
-    ],
-)
-def test_classification_heads(head: str, kind: str, count: int) -> None:
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_classification_heads(head: str, count: int) -> None:
     """The class of a sequence is that of its last token, which is found from the ids."""
     model = made("Llama", head, pad_token_id=0, num_labels=count).eval()
     parts = st.partition(model, 3, profile=EVEN)
     assert model.config.problem_type is None
-    for given in (labelled(kind, "right"), labelled(kind, "left")):
+    for mask in ("right", "left"):
+        given = batch(4, 7, mask)
+        if head == "ForSequenceClassification":
+            classes = torch.arange(4) % 3
+            given["labels"] = classes if count == 3 else classes.float()
+        else:
+            given["labels"].clamp_(max=count - 1)
         found, expected = run(parts, given), model(**given)
         torch.testing.assert_close(found.logits, expected.logits)
         for labels in (given, given["labels"]):
@@ -376,35 +361,33 @@ def test_columns_are_dropped_by_the_models_signature():
     torch.manual_seed(0)
     model = made("Llama", "ForSequenceClassification", num_labels=3, pad_token_id=0)
     alone = copy.deepcopy(model)
-    cross_entropy = torch.nn.functional.cross_entropy
     seen = []
 
     def loss_fn(output, batch):
         seen.append(set(batch))
+        cross_entropy = torch.nn.functional.cross_entropy
         losses = cross_entropy(output.logits, batch["labels"], reduction="none")
         return (losses * batch["importance"]).mean()
-
-    def collate(rows):
-        found = batch(len(rows), 6, "right")
-        added = {"idx": torch.tensor(rows[:1]), "token_type_ids": found["input_ids"] * 0}
-        weights = {"importance": torch.arange(1.0, len(rows) + 1), "position_ids": None}
-        labels = {"sentence": ["a"] * len(rows), "labels": torch.arange(len(rows)) % 3}
-        return {**found, **added, **weights, **labels}
 
     def expected(alone, given):
         taken = {name: given[name] for name in ("input_ids", "attention_mask")}
         return loss_fn(alone(**taken), given)
 
-    data = list(torch.utils.data.DataLoader(range(9), batch_size=4, collate_fn=collate))
+    data = []
+    for rows in (4, 4, 1):
+        given = {**batch(rows, 6, "right"), "labels": torch.arange(rows) % 3, "position_ids": None}
+        more = {"idx": torch.tensor([rows]), "token_type_ids": given["input_ids"] * 0}
+        weights = {"importance": torch.arange(1.0, rows + 1), "sentence": ["a"] * rows}
+        data.append({**given, **more, **weights})
     parts = st.partition(model, 3, data[0], profile=EVEN, columns=["importance"])
     pipe = trains_alike(alone, parts, data, loss_fn, expected, microbatches=2)
     kept = {"input_ids", "attention_mask", "labels", "importance"}
     assert seen.count(kept) == 5  # the last minibatch has one sample
-    bad = {name: value for name, value in data[0].items() if name != "input_ids"}
+    del data[0]["input_ids"]
     with pytest.raises(
         TypeError, match=r"batches\[1\]: expected 'input_ids', .*; got 'attention_m"
     ):
-        list(pipe.run([data[0], bad]))
+        list(pipe.run([data[1], data[0]]))
 
 
 # Errors
@@ -484,12 +467,6 @@ def test_weights_that_are_other_ones_in_evaluation(training):
     with pytest.raises(ValueError, match=r"RwkvForCausalLM divides .*rescale_every = 0"):
         st.partition(model, 3)
     assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
-    model.train().config.rescale_every = 0
-    alone = copy.deepcopy(model)
-    parts = st.partition(model, 3, profile=EVEN)
-    pipe = trains_alike(alone, parts, [batch(2, 5), batch(3, 7)], parts.loss_fn, own_loss)
-    ids = batch(2, 6)["input_ids"]
-    torch.testing.assert_close(pipe.eval()(ids).logits, alone.eval()(ids).logits)
 
 
 def test_an_example_is_made_up_for_the_config_of_the_text():
@@ -540,13 +517,3 @@ def first(parts: Any, batch: Any) -> Any:
 def test_bad_batches(call: Callable[[Any], object], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         call(st.partition(made("Llama"), 2, profile=EVEN))
-
-
-@pytest.mark.processes
-def test_transformers_is_not_imported_for_other_models():
-    program = (
-        "import sys, torch, spectrain_ext as st\n"
-        "st.partition(torch.nn.Sequential(torch.nn.ReLU()), 1, torch.zeros(1))\n"
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_programs
 from helpers.cut_models import LOSS, alike, layers, run, sgd, taking
-from helpers.ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -305,23 +303,6 @@ def test_an_example_on_which_a_block_fails() -> None:
     ):
         with pytest.raises(ValueError, match=f"example_input: {why}"):
             st.partition(blocks, len(blocks), example)
-
-
-# Over ranks
-
-
-@pytest.mark.processes
-def test_all_ranks_cut_where_rank_0_has_measured() -> None:
-    (ends, seconds), *others = run_ranks(rank_programs.partitions, 3, (6, 6, 6))
-    assert ends[0] == 1  # rank 0 was slow before that block
-    assert max(seconds) == seconds[0]
-    assert others == [(ends, seconds)] * 2
-
-
-@pytest.mark.processes
-def test_another_model_on_another_rank_is_an_error() -> None:
-    for here, said in zip((6, 5), run_ranks(rank_programs.partitions, 2, (6, 5)), strict=True):
-        assert said.startswith(f"model: it has {here} blocks here, and on other ranks 5 to 6")
 
 
 # The order of stages

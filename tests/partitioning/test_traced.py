@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import rank_pipelines
-from helpers.cut_models import LOSS, Calls, Two, alike, sgd, split, trains_alike
-from helpers.ranks import run_ranks
+from helpers.cut_models import Calls, Two, alike, split, trains_alike
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
@@ -19,14 +17,6 @@ import spectrain_ext as st
 
 def noise(self: nn.Module, x: Tensor) -> Tensor:
     return x + torch.randn_like(x) if self.training else x * 2.0
-
-
-def attention() -> nn.Module:
-    def attend(self: Any, x: Tensor) -> Tensor:
-        found: Tensor = self.part(x, x, x, need_weights=False)[0]
-        return found
-
-    return Calls(attend, part=nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True))
 
 
 class Skips(nn.Module):
@@ -45,15 +35,6 @@ class Skips(nn.Module):
         for layer in self.layers:
             h = torch.relu(layer(h))
         return self.head(self.norm(h) + first * mask)
-
-
-def twice() -> nn.Module:
-    """Return a model with one module in two places: its parameter has one name."""
-
-    def call(self: Any, x: Tensor) -> Tensor:
-        return self.first(self.middle(self.first(x)))
-
-    return Calls(call, first=nn.Linear(4, 4), middle=nn.Linear(4, 4))
 
 
 class Heads(Two):
@@ -132,14 +113,11 @@ rounded.register_fake(torch.empty_like)
 rounded.register_autograd(lambda ctx, gradient: gradient)
 
 
-def frozen_norm(self: Any, mode: bool = True) -> Any:
-    nn.Module.train(self, mode)
-    self.middle.eval()
-    return self
-
-
 class FrozenNorm(Two):
-    train = frozen_norm
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.middle.eval()
+        return self
 
 
 def some_evaluated() -> nn.Module:
@@ -154,7 +132,6 @@ class Kind(NamedTuple):
     points: tuple[str, ...] = ("last",)
 
 
-WORDS = (3, 5, 4), (7, 5, 4), (1, 5, 4)
 SEVERAL = (3, 4), (7, 4)  # training with batch norm needs more than a sample
 SPLIT = {
     "batch norm": Kind(lambda: Two(nn.BatchNorm1d(4)), SEVERAL),
@@ -167,9 +144,7 @@ SPLIT = {
         lambda: Two(Calls(lambda _, x: x * 2.0 if torch.is_grad_enabled() else x * 3.0))
     ),
     "custom operator": Kind(lambda: Two(Calls(lambda _, x: rounded(x * 1.0)))),
-    "attention": Kind(lambda: Two(attention()), WORDS),
     "skip connections": Kind(Skips, SEVERAL, ("layers.1", "norm")),
-    "one module twice": Kind(twice, points=("middle",)),
     "other results in evaluation": Kind(lambda: Heads(nn.ReLU())),
     "sizes": Kind(Sizes, ((3, 5, 4), (2, 7, 4), (6, 3, 4)), ("middle", "last")),
     "single samples of any length": Kind(
@@ -211,36 +186,6 @@ def test_tied_weights(points: list[str]) -> None:
     trains_alike(alone, stages, data).release()
     assert model.embed.weight is model.head.weight
     assert first[0].part.embed.weight is last[0].part.head.weight
-
-
-def test_microbatches_of_uneven_sizes() -> None:
-    torch.manual_seed(0)
-    model = Two(Calls(lambda _, x: (x - x.sum(0) / x.size(0)).view(x.size(0), -1)))
-    alone = nn.Sequential(copy.deepcopy(model))
-    data = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (5, 4, 2, 1)]
-    found = [
-        [r.loss for r in st.Pipeline(s, sgd, LOSS, method="gpipe", microbatches=2).run(data)]
-        for s in (split(model, data[0][0], ["middle", "last"]), alone)
-    ]
-    torch.testing.assert_close(found[0], found[1])
-
-
-@pytest.mark.parametrize("method", ["sync", "spectrain"])
-def test_recomputation_moves_running_statistics_once(method: str) -> None:
-    torch.manual_seed(0)
-    model = Two(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)))
-    other = copy.deepcopy(model)
-    data = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
-    found = []
-    for each, recompute in ((model, False), (other, True)):
-        torch.manual_seed(1)
-        stages = split(each, data[0][0])
-        pipe = st.Pipeline(stages, sgd, LOSS, method=method, recompute=recompute)
-        losses = [result.loss for result in pipe.run(data)]
-        assert pipe.state_dict()["middle.0.num_batches_tracked"] == 4
-        pipe.eval()
-        found.append([*losses, pipe(data[0][0]).detach()] if method == "sync" else [])
-    torch.testing.assert_close(found[0], found[1])
 
 
 def test_copies_and_conversions_keep_both_modes() -> None:
@@ -307,11 +252,3 @@ def test_splitting_leaves_the_model_as_it_was() -> None:
     st.partition(model, 2, example, split_points={"norm": SplitPoint.BEGINNING})
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert torch.equal(model(*example), expected)
-
-
-@pytest.mark.nightly
-def test_ranks_have_the_stages_of_one_process() -> None:
-    torch.set_num_threads(1)
-    alone = rank_pipelines.cut(0, 1)
-    for (expected,), (state, value) in zip(run_ranks(rank_pipelines.cut, 3), alone, strict=True):
-        torch.testing.assert_close(expected, (state, value), rtol=0.0, atol=0.0)
