@@ -20,10 +20,12 @@ from helpers.checkpoint_cases import (
     halving,
     model,
     nadam,
+    narrow,
     pipeline,
     same,
     sgd,
     state_of,
+    tied,
     train,
     weights,
 )
@@ -141,10 +143,6 @@ def test_in_a_model_of_another_dtype_torch_casts_tensors_only(tmp_path: Path) ->
 # Masters
 
 
-def narrow(seed: int) -> nn.Sequential:
-    return model(seed).bfloat16()
-
-
 def test_masters_and_float32_models_exchange_all_digits(tmp_path: Path) -> None:
     pipe, plain = pipeline(2, make=narrow, master_dtype=torch.float32), model(seed=5)
     train(pipe, batches(3, dtype=torch.bfloat16))
@@ -174,14 +172,6 @@ def test_a_parameter_that_was_changed_counts_more_than_its_master(tmp_path: Path
 
 
 # Tied weights
-
-
-def tied(seed: int = 0) -> nn.Sequential:
-    """Return blocks of which the first and the last share a weight."""
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-    blocks[3][0].weight = blocks[0][0].weight
-    return nn.Sequential(*blocks)
 
 
 def test_compiled_stages(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from helpers.checkpoint_cases import (
     forge,
     halving,
     model,
+    narrow,
     pipeline,
     refused,
     same,
@@ -65,9 +66,6 @@ def test_a_failure_after_everything_is_undone(tmp_path: Path) -> None:
     """State that is wider than its parameters too, which torch's load_state_dict would round."""
 
     def made(seed: int) -> st.Pipeline:
-        def narrow(seed: int) -> nn.Sequential:
-            return model(seed).bfloat16()
-
         pipe = pipeline(2, seed, optimizer=torch.optim.NAdam, method="vanilla", make=narrow)
         train(pipe, batches(2, dtype=torch.bfloat16))
         return pipe

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -175,41 +173,22 @@ def test_a_place_where_nothing_can_be_written(
     assert names(tmp_path) == ["file"]
 
 
-@contextmanager
-def full(call: str) -> Iterator[None]:
-    """Let writes of more than some bytes fail, or the wait for the disk."""
-
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, asynchronous: bool) -> None:
     def no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch:
-        if call == "fsync":
-            patch.setattr(os, "fsync", no_space)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if call == "write" else -1, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("call", ["write", "fsync"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_full_disk_leaves_the_last_one_whole(
-    tmp_path: Path, call: str, asynchronous: bool
-) -> None:
     manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=asynchronous)
     list(manager.run(batches(3)))
     manager.save()
     manager.wait()
     expected = state_of(manager.pipe)
     list(manager.run(batches(1)))
-    with (
-        full(call),
-        pytest.raises((CheckpointError, OSError), match=r"No space left|File too large"),
-    ):
-        manager.save()
-        manager.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises((CheckpointError, OSError), match="No space left"):
+            manager.save()
+            manager.wait()
     assert names(tmp_path) == ["latest", "minibatch-00000003"]
     other = CheckpointManager(tmp_path, pipeline(2, seed=3))
     assert other.restore().minibatches == 3

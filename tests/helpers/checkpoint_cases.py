@@ -40,6 +40,19 @@ def model(seed: int = 0, blocks: int = 4) -> nn.Sequential:
         return nn.Sequential(*(Noisy() for _ in range(blocks)))
 
 
+def narrow(seed: int) -> nn.Sequential:
+    return model(seed).bfloat16()
+
+
+def tied(seed: int = 0) -> nn.Sequential:
+    """Return blocks of which the first and the last share a weight; a bias is frozen."""
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    blocks[3][0].weight = blocks[0][0].weight
+    blocks[1][0].bias.requires_grad_(False)
+    return nn.Sequential(*blocks)
+
+
 def ends(blocks: int, n: int) -> list[int]:
     return [(k + 1) * blocks // n for k in range(n)]
 

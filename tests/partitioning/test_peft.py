@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers.cut_models import EVEN, sgd, trains_alike
+from helpers.cut_models import EVEN, trains_alike
 from helpers.model_programs import GPT2, LLAMA
 
 import spectrain_ext as st
@@ -92,23 +92,6 @@ def test_adapters_train_as_in_the_uncut_model(name, adapter, tmp_path):
     merged = model.eval().merge_and_unload().state_dict()
     for key, value in alone.eval().merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[key], value, msg=key)
-
-
-@pytest.mark.parametrize(
-    ("method", "adapter"),
-    [("auto", "lora"), ("auto", "late"), ("spectrain", "early"), ("pipedream", "dora")],
-)
-def test_methods_with_versions_of_adapters(method, adapter):
-    model = adapted("Llama", ADAPTERS[adapter])
-    before = copy.deepcopy(model.state_dict())
-    trains = {name for name, p in model.named_parameters() if p.requires_grad}
-    parts = st.partition(model, 3, profile=EVEN)
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method)
-    assert all(map(torch.isfinite, map(torch.tensor, pipe.fit(list(batches(4)), epochs=2))))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]) == (key not in trains), key
-    versions = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert pipe.weight_version_bytes < 20 * versions  # frozen weights have no versions
 
 
 def test_virtual_tokens_are_refused():

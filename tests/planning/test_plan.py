@@ -262,26 +262,18 @@ def test_a_file_has_all_of_it(tmp_path):
     assert read_layers(path).profiles[1].shared == ()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"spectrain_profile": 2},
-        {"profiles": [[]]},
-        {"profiles": [[{"second": 1}], [{"seconds": 1}]]},
-        {"samples": [8, 4]},
-        {"samples": 3},
-        {"ties": [{}]},
-    ],
-)
-def test_another_file_is_an_error_that_names_it(tmp_path, change):
+def test_another_file_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "p.json"
     write_layers(path, SOME)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ValueError, match=r"p\.json: expected a profile"):
-        read_layers(path)
-
-
-BLOCK = ("seconds", "forward_seconds", "output_bytes", "parameter_bytes", "saved_bytes")
+    good = json.loads(path.read_text())
+    bad = [[{"second": 1}], [{"seconds": 1}]]
+    for change in (
+        *({"spectrain_profile": 2}, {"profiles": [[]]}, {"profiles": bad}),
+        *({"samples": [8, 4]}, {"samples": 3}, {"ties": [{}]}),
+    ):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match=r"p\.json: expected a profile"):
+            read_layers(path)
 
 
 def test_a_bad_number_in_a_file_is_an_error_that_names_its_place(tmp_path):
@@ -292,7 +284,8 @@ def test_a_bad_number_in_a_file_is_an_error_that_names_its_place(tmp_path):
         "byte_seconds": ("byte_seconds",),
         "samples[1]": ("samples", 1),
         "ties[0]: last": ("ties", 0, "last"),
-        **{f"profiles[1][2]: {name}": ("profiles", 1, 2, name) for name in BLOCK},
+        "profiles[1][2]: seconds": ("profiles", 1, 2, "seconds"),
+        "profiles[1][2]: saved_bytes": ("profiles", 1, 2, "saved_bytes"),
     }
     for place, (*inside, last) in places.items():
         for number in ("NaN", "Infinity", "-1", "1e308", "1" + 400 * "0", "true", '"3"', "[]"):

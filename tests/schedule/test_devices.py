@@ -134,29 +134,7 @@ def settings(draw):
 
 
 @given(settings())
-def test_devices_that_keep_to_their_orders_never_wait_for_ever(setting):
-    """Each device does its turns in order, and waits for their inputs."""
-    run, devices = setting
-    n, m = run.stages, run.microbatches
-    left = [list(turns) for turns in device_order(run.streams(), devices, run.minibatches)]
-    whole = [turn for turns in left for turn in turns if turn[1].kind is not Kind.BACKWARD_WEIGHTS]
-    assert Counter(k for k, _ in whole) == dict.fromkeys(range(n), run.minibatches * (2 * m + 1))
-    done, progress = set(), True
-    while progress:
-        progress = False
-        for turns in reversed(left):
-            while turns:
-                k, (kind, i, j) = turns[0]
-                before = k - 1 if kind is Kind.FORWARD else k + 1
-                if kind in SHORT and 0 <= before < n and (before, kind, i, j) not in done:
-                    break
-                done.add((k, kind, i, j))
-                progress = bool(turns.pop(0))
-    assert not any(left)
-
-
-@given(settings())
-def test_a_device_does_one_thing_at_a_time_in_its_order(setting):
+def test_a_device_does_one_thing_at_a_time_in_its_order_and_never_waits_for_ever(setting):
     run, devices = setting
     n = run.stages
     durations = Durations.of(n, forward=1, backward=2, update=0.5, activation=0.25, gradient=0.25)
@@ -171,6 +149,9 @@ def test_a_device_does_one_thing_at_a_time_in_its_order(setting):
             (k, turn.kind, turn.minibatch) for k, turn in order
         ]
         assert all(a.end <= b.start for a, b in pairwise(of))
+    whole = [s for s in spans if s.lane == "compute" and s.kind is not Kind.BACKWARD_WEIGHTS]
+    each = run.minibatches * (2 * run.microbatches + 1)
+    assert Counter(s.stage for s in whole) == dict.fromkeys(range(n), each)
     assert sorted(map(str, simulated(None))) == sorted(map(str, simulated(range(n))))
 
 
