@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import random
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,17 @@ import pytest
 import torch
 from helpers.checkpoint_cases import (
     batches,
+    body_of,
     forge,
     model,
+    nadam,
     nest,
     pipeline,
     refused,
     same,
+    state_of,
     train,
+    write_body,
 )
 from helpers.foreign_optimizers import Whitened
 from hypothesis import given
@@ -166,13 +173,12 @@ DEEP = '{"sha256": "", "checkpoint": ' + 10**5 * "[" + 10**5 * "]" + "}"
     [
         (b"", "it is no checkpoint document"),
         (b'{"checkpoint": [], "sha256": 3}', "it is no checkpoint document"),
-        (b'{"checkpoint": {"format": NaN, "version": 1}, "sha256": ""}', "expected the format"),
         (b'{"checkpoint": {}, "checkpoint": {}}', "a key is there twice"),
         (b'{"checkpoint": ' + b"9" * 10**5 + b"}", "it is no checkpoint document"),
         (b"\xff\xfe\xfd", "it is no checkpoint document"),
         (DEEP.encode(), "it is no checkpoint document"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_what_is_no_document(saved: Path, content: bytes, match: str) -> None:
     (saved / DOCUMENT).write_bytes(content)
@@ -190,7 +196,6 @@ BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
     [
         (WEIGHT, {"dtype": "complex64"}, "is complex64, which does not fit into float32"),
         (WEIGHT, {"dtype": "qint32"}, "'qint32' is no dtype"),
-        (WEIGHT, {"dtype": "_dynamo"}, "'_dynamo' is no dtype"),
         (f"model.{COUNT}", {"dtype": "float64"}, "float64, which does not fit into int64"),
         (MOMENTUM, {"dtype": "complex32"}, "has no imaginary part"),
         (MOMENTUM, {"shape": [2, 2]}, NO_STATE.format(r"\[2, 2\]")),
@@ -200,7 +205,6 @@ BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
         (WEIGHT, {"shape": [1] * 100}, BAD_ENTRY),
         (WEIGHT, {"sha256": True}, r"\['sha256'\]: expected a str, got bool"),
         (WEIGHT, {"shape": [-1]}, "a number from 0, got -1"),
-        (WEIGHT, {"shape": [4.0]}, r"\['shape'\]\[0\]: expected a int, got float"),
         (WEIGHT, {"file": STATE}, f"{STATE}: damaged"),
     ],
 )
@@ -229,18 +233,14 @@ def options(body: Body) -> Body:
     [
         (lambda b: b.update(version=1), "expected version 2, got 1"),
         (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
-        (lambda b: b.update(minibatches=-1), "minibatches: expected a number from 0, got -1"),
+        (lambda b: b.update(minibatches=True), "minibatches: expected a int, got bool"),
         (lambda b: b.update(training={"minibatches": -1, "phase": 0}), "training.*from 0, got -1"),
         (lambda b: b.update(processes=[]), "processes: expected one or more"),
-        (lambda b: b["files"].update({"../../etc/passwd": 1}), "files: .* is no file of a ch"),
         (lambda b: b["files"].update({f"{MODEL}\0": 0}), "is no file of a checkpoint"),
         (lambda b: b["tensors"].update({"\x1b[31m": []}), r"tensors\['.x1b.*expected a dict"),
         (lambda b: b.pop("stages"), "stages: expected a list, got NoneType"),
-        (lambda b: stage(b).pop("random"), r"stages\[0\]: has no 'random'"),
-        (lambda b: stage(b).update(stage=True), "expected a int, got bool"),
         (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has no tensor 'none'"),
         (lambda b: stage(b).pop("optimizer"), r"stages\[0\]: has no 'optimizer'"),
-        (lambda b: stage(b)["optimizer"].update({"groups": [3]}), r"groups'\]\[0\]: .* got int"),
         (lambda b: state(b).update(momentum_buffer=3), "nothing uses '.*weight.momentum_buffer'"),
         (lambda b: options(b).update(lr="fast"), "lr"),
         (lambda b: options(b).update(lr=float("nan")), "lr"),
@@ -249,7 +249,6 @@ def options(body: Body) -> Body:
         (lambda b: stage(b).update(scheduler={"step": 3}), "'step' does not fit MultiStepLR"),
         (lambda b: stage(b).update(scheduler={"optimizer": 3}), "'optimizer' does not fit"),
         (lambda b: stage(b)["scheduler"].update(milestones=3), "'milestones' does not fit"),
-        (lambda b: stage(b)["scheduler"].update({"$dict": []}), "scheduler"),
     ],
 )
 def test_forged_documents(saved: Path, change: Callable[[Body], object], match: str) -> None:
@@ -266,7 +265,6 @@ VALUES: list[Any] = [
     {"$scalar": ["float32", [1, 2]]},
     {"$scalar": ["float32", [[None]]]},
     {"$scalar": ["int8", 1000]},
-    {"$scalar": ["_dynamo", 1]},
     {"$scalar": [["float32"], 1]},
     {"$deque": [[1, 2], 1]},
     {"$deque": [[1], True]},
@@ -278,7 +276,6 @@ VALUES: list[Any] = [
     {"$other": []},
     {"$tuple": [], "more": 1},
     nest(1, 101),
-    {"a": nest({"$tuple": [nest(1, 60)]}, 60)},
 ]
 
 
@@ -341,3 +338,113 @@ def test_generators_of_devices_that_are_not_here(saved: Path, device: str, resto
 
     forge(saved, change)
     assert load(saved, pipeline(2, seed=3)).random is restored
+
+
+# Random changes of a document, which gets a correct digest
+
+
+BAD_NUMBERS = (
+    *(0, 1, -1, 127, 128, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**400),
+    *(-(2**31), -(2**63), 0.5, -0.0, 1e308, float("inf"), float("-inf"), float("nan")),
+)
+BAD_TEXTS = (
+    *("", "x", "..", "/etc/passwd", "\0", "\x1b[31m", "\ud800", "é" * 300, "9" * 5000, "NaN"),
+    *("float32", "complex64", "qint8", "bool", "int64", "__class__", "step", "optimizer", "params"),
+    *("$tuple", "$dict", "$scalar", "$counter", "checkpoint.json"),
+)
+
+
+def bad_value(rng: random.Random) -> object:
+    kind = rng.randrange(5)
+    if kind == 0:
+        return rng.choice(BAD_NUMBERS)
+    if kind == 1:
+        return rng.choice((*BAD_TEXTS, None, True, False, [], {}, [[]], [{}], {"": {}}))
+    if kind == 2:
+        nested: object = rng.choice(BAD_NUMBERS)
+        for _ in range(rng.choice((1, 5, 99, 102))):
+            nested = rng.choice(([nested], {"a": nested}, {"$tuple": [nested]}))
+        return nested
+    if kind == 3:
+        return [bad_value(rng) for _ in range(rng.randrange(4))]
+    return {rng.choice(BAD_TEXTS): bad_value(rng) for _ in range(rng.randrange(3))}
+
+
+def places(value: object) -> list[tuple[object, object]]:
+    """Return every container and key inside a value."""
+    if not isinstance(value, (dict, list)):
+        return []
+    keys = value if isinstance(value, dict) else range(len(value))
+    inner = (place for key in keys for place in places(value[key]))
+    return [*((value, key) for key in keys), *inner]
+
+
+def changed_json(rng: random.Random, document: object) -> object:
+    document = copy.deepcopy(document)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        known = places(document)
+        if not known:
+            break
+        container, key = rng.choice(known)
+        kind = rng.randrange(5)
+        if kind <= 1:
+            container[key] = bad_value(rng)
+        elif kind == 2:
+            del container[key]
+        elif kind == 3:
+            other, its = rng.choice(known)
+            container[key] = copy.deepcopy(other[its])
+        elif isinstance(container, list):
+            container.insert(rng.randrange(len(container) + 1), bad_value(rng))
+        else:
+            container[rng.choice(BAD_TEXTS)] = bad_value(rng)
+    return document
+
+
+class Forged:
+    """A checkpoint whose document changes and gets a correct digest, and what loads it."""
+
+    def __init__(self, base: Path) -> None:
+        self.where, self.sampler = base / "checkpoint", ShuffledSampler(10, 3)
+        kept = pipeline(2, optimizer=nadam)
+        train(kept, batches(3))
+        extra = {"a": (1, 2.5), "b": [None, torch.tensor(3)]}
+        save(self.where, kept, minibatches=3, sampler=self.sampler, extra=extra)
+        self.body = body_of(self.where)
+        self.renew()
+
+    def renew(self) -> None:
+        self.pipe = pipeline(2, seed=3, optimizer=nadam)
+        train(self.pipe, batches(1))
+        self.sampler.position = 1
+        self.before = self.state()
+
+    def state(self) -> list[object]:
+        return [state_of(self.pipe), self.sampler.state_dict(), torch.get_rng_state()]
+
+    def case(self, rng: random.Random) -> None:
+        write_body(self.where, changed_json(rng, self.body))
+        try:
+            load(self.where, self.pipe, sampler=self.sampler)
+            self.renew()
+        except CheckpointError:
+            same(self.state(), self.before)
+
+
+@pytest.fixture(scope="module")
+def forged(tmp_path_factory: pytest.TempPathFactory) -> Forged:
+    return Forged(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n < 10 else pytest.mark.nightly) for n in range(100)]
+)
+def test_a_changed_document_is_loaded_or_refused(forged: Forged, seed: int) -> None:
+    for k in range(5 if seed < 10 else 100):
+        begin = time.process_time()
+        try:
+            forged.case(random.Random(f"{seed} {k}"))
+        except Exception as error:
+            error.add_note(f"case {k} of seed {seed}")
+            raise
+        assert time.process_time() - begin < 10, f"case {k} of seed {seed}"

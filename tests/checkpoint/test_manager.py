@@ -169,15 +169,21 @@ def test_a_damaged_pointer(tmp_path):
     pointer = tmp_path / "latest"
     pointer.unlink()
     assert manager.restore().minibatches == 0  # interrupted before it was written
-    pointer.write_text("../elsewhere\n")
-    with pytest.raises(CheckpointError, match=r"latest: damaged, expected a checkpoint's name"):
-        manager.restore()
-    pointer.write_bytes(os.urandom(4) + b"\xff")
-    with pytest.raises(CheckpointError, match="latest: "):
-        manager.restore()
-    pointer.write_text("minibatch-00000007\n")
-    with pytest.raises(CheckpointError, match=r"minibatch-00000007/checkpoint\.json: cannot be"):
-        manager.restore()
+    for content, match in (
+        (b"../elsewhere\n", r"latest: damaged, expected a checkpoint's name"),
+        (b"\xff", "latest: cannot be read: "),
+        (b"x" * 101, r"latest: cannot be read: .*at most 100 bytes"),
+        (b"minibatch-00000007\n", r"minibatch-00000007/checkpoint\.json: cannot be"),
+    ):
+        pointer.write_bytes(content)
+        with pytest.raises(CheckpointError, match=match):
+            manager.restore()
+    pointer.unlink()
+    os.mkfifo(pointer)
+    for action in (manager.restore, manager.save):  # as root it would have replaced /dev/null
+        with pytest.raises(CheckpointError, match="expected a plain file"):
+            action()
+    assert pointer.is_fifo()
 
 
 def test_leftovers_are_tidied_up(tmp_path):
@@ -206,6 +212,7 @@ def test_bad_arguments(tmp_path):
     for bad, match in (
         ({"every_minibatches": 0}, "every_minibatches: expected at least 1, got 0"),
         ({"every_seconds": -1.0}, r"every_seconds: expected at least 0, got -1\.0"),
+        ({"keep": 0}, "keep: expected at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=match):
             CheckpointManager(tmp_path, pipeline(2), **bad)

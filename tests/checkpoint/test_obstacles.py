@@ -97,13 +97,9 @@ def test_a_checkpoint_with_something_else_is_not_replaced(
     assert names(saved.parent) == ["c"]
 
 
-@pytest.mark.parametrize("damage", ["version", "cut"])
-def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved: Path, damage: str) -> None:
+def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved: Path) -> None:
     document = saved / DOCUMENT
-    if damage == "cut":
-        os.truncate(document, document.stat().st_size - 2)
-    else:
-        document.write_text(document.read_text().replace('"version": 2', '"version": 1'))
+    os.truncate(document, document.stat().st_size - 2)
     refused(saved, r"checkpoint\.json: ")
     save(saved, model(), overwrite=True)
     load(saved, model())
@@ -134,37 +130,14 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     assert saved.is_dir()
 
 
-def test_the_pointer_is_no_pipe_and_not_long(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, pipeline(2))
-    os.mkfifo(tmp_path / "latest")
-    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
-        manager.restore()
-    with pytest.raises(CheckpointError, match="expected a plain file"):
-        manager.save()  # as root it would have replaced /dev/null
-    assert (tmp_path / "latest").is_fifo()
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").write_bytes(b"x" * 101)
-    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*at most 100 bytes"):
-        manager.latest()
-
-
 # Writing
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
-    [("x" * 250, "File name too long"), ("file/c", "File exists"), ("c", "Read-only file system")],
-    ids=["long", "file", "read-only"],
+    ("path", "reason"), [("x" * 250, "File name too long"), ("file/c", "File exists")]
 )
-def test_a_place_where_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str
-) -> None:
-    def refuse(path: object, *_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", path)
-
+def test_a_place_where_nothing_can_be_written(tmp_path: Path, path: str, reason: str) -> None:
     (tmp_path / "file").touch()
-    if path == "c":
-        monkeypatch.setattr(os, "mkdir", refuse)
     match = f"path: {tmp_path / path} cannot be written, {reason}: {tmp_path}"
     with pytest.raises(CheckpointError, match=match):
         save(tmp_path / path, model())

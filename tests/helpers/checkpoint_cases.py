@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections import deque
@@ -116,7 +117,7 @@ def optimizers_of(
     """Return copies of the state and the options of every parameter, and of state of none."""
     found: dict[str, Any] = {"state": {}, "options": {}, "shared": []}
     for optimizer in optimizers:
-        whole = copied(optimizer.state_dict())
+        whole = copy.deepcopy(optimizer.state_dict())
         known = [names[p] for group in optimizer.param_groups for p in group["params"]]
         state = whole.pop("state")
         found["state"] |= {name: state.pop(k) for k, name in enumerate(known) if k in state}
@@ -125,17 +126,6 @@ def optimizers_of(
             found["options"] |= {known[index]: group for index in indices}
         found["shared"].append((state, whole))
     return found
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of containers and tensors, whose layouts in memory stay."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(member) for key, member in value.items()}
-    if isinstance(value, deque):
-        return deque(map(copied, value), value.maxlen)
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def same(found: Any, expected: Any, where: str = "", layouts: bool = True) -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers.cut_models import EVEN, trains_alike
-from helpers.model_programs import GPT2, LLAMA
+from helpers.model_programs import LLAMA, gpt2
 
 import spectrain_ext as st
 
@@ -21,11 +21,7 @@ def lora(**more):
 
 def adapted(name, config):
     torch.manual_seed(0)
-    if name == "Llama":
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
-    else:
-        more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, **more))
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA)) if name == "Llama" else gpt2()
     model = peft.get_peft_model(model, copy.deepcopy(config))
     with torch.no_grad():
         for p in model.parameters():

@@ -146,7 +146,7 @@ CURRENT = replace(find_method("dc-asgd"), backward="current")
         ({"link": ("pcie3",) * 2}, r"link: .* each two neighbours of the 2 devices \(1\), got 2"),
         ({"link": ["isa"]}, "link: expected pcie3, .* got 'isa'"),
         ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
-        ({"link": "nan"}, "bandwidth: expected a positive number"),
+        *(({"link": bad}, "bandwidth: expected a positive") for bad in ("nan", "inf", 0.0)),
         ({"methods": []}, "methods: expected at least one"),
         ({"methods": ["wpipe"]}, "methods: 'wpipe' has 2 stages per device, a plan has one"),
         ({"methods": [CURRENT]}, "needs backward='stash'"),
