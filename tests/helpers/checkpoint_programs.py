@@ -7,7 +7,18 @@ import shutil
 
 import torch
 import torch.distributed as dist
-from helpers.checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, same, sgd, weights
+from helpers.checkpoint_cases import (
+    LOSS,
+    Noisy,
+    batches,
+    ends,
+    everything,
+    halving,
+    model,
+    same,
+    sgd,
+    weights,
+)
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -97,17 +108,12 @@ def errors(rank, ranks, path):
     return found
 
 
-def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, chunks=1, **more):
+def manager_of(path, rank, ranks, seed, timeout=60.0, chunks=1, **more):
     torch.manual_seed(4)  # the same on all ranks, as in one process
     parts = cut_at(model(seed), ends(4, chunks * ranks))[rank::ranks]
+    given = {"scheduler": halving, "share_loss": True, "timeout": timeout}
     pipe = st.DistributedPipeline(
-        parts if chunks > 1 else parts[0],
-        sgd,
-        LOSS,
-        "spectrain",
-        scheduler=halving,
-        share_loss=share_loss,
-        timeout=timeout,
+        parts if chunks > 1 else parts[0], sgd, LOSS, "spectrain", **given
     )
     return CheckpointManager(path, pipe, sampler=ShuffledSampler(9, 2), **more)
 
@@ -144,11 +150,7 @@ def trains(rank, ranks, path, chunks=1):
         if rank == 1:
             break
     timed.wait()
-    state = {
-        place.stage: list(part.state_dict().values())
-        for place, part in zip(other.pipe.places, other.pipe.children(), strict=True)
-    }
-    return first, second, state, timed.minibatches, refused
+    return first, second, everything(other.pipe), timed.minibatches, refused
 
 
 def replicated(rank, ranks, path):

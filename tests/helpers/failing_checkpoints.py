@@ -29,16 +29,9 @@ CALLS = (
 
 def trains(rank, ranks, path, trial):
     """Resume; return the minibatches found, the errors of saves, and all state."""
-    manager = manager_of(
-        path,
-        rank,
-        ranks,
-        0,
-        timeout=trial["timeout"],
-        every_minibatches=EVERY,
-        keep=2,
-        asynchronous=trial.get("asynchronous", False),
-    )
+    saves = {"every_minibatches": EVERY, "keep": 2}
+    saves["asynchronous"] = trial.get("asynchronous", False)
+    manager = manager_of(path, rank, ranks, 0, timeout=trial["timeout"], **saves)
     manager.restore()
     begun = manager.minibatches
     if rank == trial.get("culprit"):

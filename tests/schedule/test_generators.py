@@ -130,6 +130,10 @@ EVERY = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
 
 
 def test_what_belongs_to_an_instruction_comes_in_order():
+    forward = ["receive activation", "load forward weights", "forward", "send activation"]
+    assert words(MIDDLE)["forward"] == forward
+    word = "tell the previous stage that this one is through"
+    assert words(LAST, Duties(evaluates=True))["backward"] == [word]
     found = words(MIDDLE, EVERY)
     assert found["update"] == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
