@@ -163,6 +163,18 @@ def test_a_failed_run_is_not_saved_and_a_restart_has_what_was_saved_along(tmp_pa
     assert [result.index for result in manager.run(batches(2))] == [2, 3]
 
 
+def test_what_is_saved_in_the_background_is_of_now(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
+    list(manager.run(batches(2)))
+    expected = state_of(manager.pipe)
+    manager.save()
+    list(manager.run(batches(3)))
+    other = CheckpointManager(tmp_path, pipeline(2, seed=5))
+    manager.wait()
+    assert other.restore().minibatches == 2
+    same(state_of(other.pipe), expected)
+
+
 def test_a_damaged_pointer(tmp_path):
     manager = CheckpointManager(tmp_path, pipeline(2))
     manager.save()
