@@ -99,10 +99,16 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, method, 
     kept.wait()
 
 
-def test_a_method_without_phases_takes_a_checkpoint_of_any(tmp_path):
-    pipe, plain = pipeline(3, method="pipedream+sync@6"), pipeline(3, method="sync")
-    train(pipe, batches(12))
+def test_a_pipeline_that_went_too_far_goes_back_to_the_phase_of_a_checkpoint(tmp_path):
+    data, pipe = batches(12), pipeline(3, method="pipedream+sync@6")
+    train(pipe, data[:4])
+    save(tmp_path / "c", pipe)
+    expected = train(pipe, data[4:])
     save(tmp_path / "d", pipe)
+    load(tmp_path / "c", pipe)
+    assert (pipe.minibatches, pipe.phase) == (4, 0)
+    assert train(pipe, data[4:]) == expected
+    plain = pipeline(3, method="sync")  # a method without phases accepts it
     load(tmp_path / "d", plain)
     assert (pipe.phase, plain.minibatches, plain.phase) == (1, 12, 0)
 
