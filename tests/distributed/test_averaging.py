@@ -109,29 +109,3 @@ def test_over_processes_the_bits_are_those_of_one(ranks, way, tmp_path):
             assert tested == pytest.approx(value, rel=1e-12), where
             resumed = [[each[c] for each in third]] * 2
             same(more, [resumed, [ends[c][k]] * 2, [averages[k]] * 3], where)
-
-
-def fail(rank, ranks):
-    """Make rank 1 fail in its third minibatch while the other waits for its weights."""
-    calls = []
-
-    def loss(value, target):
-        calls.append(0)
-        if rank == 1 and len(calls) == 3:
-            raise ArithmeticError("odd")
-        return mse(value, target)
-
-    averaging = st.averaging.Elastic(0.5)
-    pipe = make(rank, [2], "sync", loss_fn=loss, averaging=averaging, microbatches=ranks)
-    with pytest.raises((st.StageError, st.RankError)) as caught:
-        list(pipe.run(data(9)))
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_a_replica_that_fails_ends_the_others_with_its_reason():
-    waiting, failed = run_ranks(fail, 2)
-    assert failed.startswith("StageError: stage 0, minibatch 2, loss: ArithmeticError: odd")
-    assert waiting.startswith("RankError: rank 0, average weights over replicas of minibatch 2")
-    assert "first cause: rank 1, loss of minibatch 2" in waiting
-    assert "stage 0, minibatch 2, loss: ArithmeticError: odd; " in waiting
-    assert "; report of all ranks: " in waiting

@@ -15,17 +15,8 @@ from helpers.ranks import Ranks, run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 import spectrain_ext as st
-from spectrain_ext.distributed import failures
 from spectrain_ext.distributed.board import FAILED, Board
-from spectrain_ext.distributed.failures import (
-    WATCHING,
-    Cause,
-    Heartbeat,
-    find_culprit,
-    new_report,
-    part_of,
-    place_of,
-)
+from spectrain_ext.distributed.failures import WATCHING, Cause, Heartbeat, find_culprit
 from spectrain_ext.distributed.store import connection, store_at
 from spectrain_ext.distributed.wire import decode_layout
 
@@ -48,15 +39,17 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     assert store.timeout == timedelta(minutes=30)
 
 
-def test_a_board_of_one_rank(tmp_path, monkeypatch):
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = store_at("127.0.0.1", 0, listen=True)
+    return store_at("127.0.0.1", 0, listen=True)
+
+
+def test_a_board_of_one_rank(kept, tmp_path):
     board = Board(kept, 0, 1, timeout=5.0)
     with board.run(starts=True):
         for n in range(3):
-            assert board.exchange_json("meeting", {"method": "sync", "own": n}) == [
-                {"method": "sync", "own": n}
-            ]
+            assert board.exchange_json("meeting", {"own": n}) == [{"own": n}]
     for _ in range(3):
         with board.run():
             pass
@@ -83,7 +76,7 @@ BEAT = {
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
-        *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000, "{}", "null")),
+        *(("beat/1", entry) for entry in ("{", "[1, 2]", "\udcff", "[" * 5000)),
         *(
             ("beat/1", json.dumps([*(BEAT | changed).values()]))
             for changed in (
@@ -95,15 +88,10 @@ BEAT = {
                 {"more": 1},
             )
         ),
-        *(
-            (FAILED, entry)
-            for entry in ("{", "[9]", '["0", "x", 0, "", false]', '[2, "x", null, "", false]')
-        ),
+        *((FAILED, entry) for entry in ("{", "[9]", '[2, "x", null, "", false]')),
     ],
 )
-def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = store_at("127.0.0.1", 0, listen=True)
+def test_an_entry_that_no_rank_writes_is_named(kept, key, entry):
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
     assert Heartbeat.read(json.dumps([*BEAT.values()]).encode(), 0.0, 2).waits == [0, "edge"]
     kept.set(key, entry.encode("utf-8", "surrogateescape"))
@@ -113,31 +101,19 @@ def test_an_entry_that_no_rank_writes_is_named(tmp_path, monkeypatch, key, entry
     assert raised.value.culprit == (key == "beat/1")
 
 
-def test_a_report_is_written_under_no_name_from_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "reports"))
-    (tmp_path / "reports").mkdir()
+@pytest.mark.parametrize("part", ["[", "{}", '{"state": "", "messages": [[1, {"sent": "x"}]]}'])
+def test_a_damaged_part_is_left_out_of_a_report_under_no_name_from_the_store(kept, tmp_path, part):
     (tmp_path / "mine").write_text("mine")
-    kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 2, timeout=5.0, grace=0.5)
-    kept.set("part/1", "[")
+    kept.set("part/1", part)
     kept.set("beat/1", json.dumps([*(BEAT | {"knows": True}).values()]))
     kept.set(FAILED, json.dumps([1, "planned", 0, str(tmp_path / "mine"), False]))
     with pytest.raises(st.RankError, match="planned") as raised, board.run(starts=True):
         board.exchange_json("meeting", 1)
     assert (tmp_path / "mine").read_text() == "mine"
-    assert "First cause: rank 1, planned" in Path(raised.value.report).read_text()
-
-
-def test_a_damaged_part_of_a_report_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cause = Cause(1, "planned", 0, new_report())
-    own = part_of([(("F", 1), 0.0)], None, [], [], "")
-    damaged = ["[", "{}", json.dumps(json.loads(own) | {"messages": [[1, {"sent": "x"}]]})]
-    beats = [Heartbeat(b"x", 0.0, doing="B 2")] * 4
-    failures._write(0, cause, {0: own, **dict(enumerate(damaged, 1))}, beats)
-    text = Path(place_of(cause.report)).read_text()
+    text = Path(raised.value.report).read_text()
     assert "First cause: rank 1, planned" in text
-    assert text.count("ago it said: B 2") == 3
+    assert "ago it said: F 1" in text
 
 
 def wait_for_one(rank, ranks, grace, seconds):
@@ -151,16 +127,11 @@ def wait_for_one(rank, ranks, grace, seconds):
                 for n, each in enumerate(seconds):
                     told.set_action("step", n)
                     threading.Event().wait(each)
-    return True
 
 
 @pytest.mark.processes
-def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
-    assert run_ranks(wait_for_one, 3, 3.0, [0.3] * 9) == [True] * 3
-
-
-@pytest.mark.processes
-def test_a_rank_that_does_not_get_on_is_not():
+def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline_and_no_other():
+    run_ranks(wait_for_one, 3, 3.0, [0.3] * 9)
     began = monotonic()
     ends = Ranks(wait_for_one, 3, 2.0, [0.3] * 6 + [None]).join()
     assert [end.code for end in ends] == [1, 1, 1]
@@ -193,10 +164,8 @@ def test_blame_goes_to_whom_all_others_wait_for():
     "text",
     [
         b"{",
-        b"[]",
         b'{"tensors": [null]}',
         b'{"tensors": [[[2], [1], "load", true]], "form": "tensor"}',
-        b'{"tensors": [[[2], [1, 1], "float32", true]], "form": "tensor"}',
         b'{"tensors": [[[2], [64], "float32", true]], "form": "tensor"}',
         b'{"tensors": [[[-2], [1], "float32", true]], "form": "tensor"}',
         b'{"tensors": [null], "form": ["dict", ["a", "b"], "tensor"]}',
@@ -205,15 +174,12 @@ def test_blame_goes_to_whom_all_others_wait_for():
         b'{"tensors": [null], "form": ["dict"]}',
         b'{"tensors": [null], "form": ["set", "tensor"]}',
         b'{"tensors": [null], "form": ["list", "tensor", "tensor"]}',
-        b'{"tensors": [null], "form": ["list", []]}',
         b'{"tensors": [null], "form": ["list", "tensor", "[1]"]}',
         b'{"tensors": [null], "form": ["list", "tensor", "print(1)"]}',
-        b'{"tensors": [null], "form": ["list", "tensor", 3]}',
         b'{"tensors": [null], "form": [["list"], "tensor"]}',
-        b'{"tensors": [null], "form": 3}',
         b'{"tensors": [null], "form": ' + b'["list", ' * 9000 + b'"tensor"' + b"]" * 9000 + b"}",
     ],
-    ids=range(20),
+    ids=range(15),
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import re
 import signal
-import subprocess
 
 import pytest
 from helpers import failing_checkpoints
-from helpers.checkpoint_cases import pipeline, same
+from helpers.checkpoint_cases import same
 from helpers.failing_checkpoints import EVERY, MINIBATCHES
 from helpers.failing_runs import TIMEOUT
 from helpers.ranks import Ranks, printed_by, run_ranks
-
-from spectrain_ext.checkpoint import CheckpointManager
 
 pytestmark = pytest.mark.processes
 
@@ -48,8 +45,8 @@ def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
     count, what = checkpoint_trial(seed)
     culprit, fault = what["culprit"], what["fault"]
     path = str(tmp_path / "c")
-    ranks = Ranks(failing_checkpoints.trains, count, path, what, keeper=what["keeper"])
-    ends = ranks.join(deadline=60.0)
+    trains = failing_checkpoints.trains
+    ends = Ranks(trains, count, path, what, keeper=what["keeper"]).join(deadline=60.0)
     told = f"{what}\n{printed_by(ends)}"
     expected = failing_checkpoints.never_stopped(str(tmp_path / "one"), count)
     codes = [end.code for end in ends]
@@ -74,34 +71,8 @@ def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
         assert what["save"] == MINIBATCHES // EVERY, told
     # After a restart it resumes from the last save or the one before it: a save in the background
     # may still be running when the next one starts.
-    found = run_ranks(failing_checkpoints.trains, count, path, {"timeout": 30.0, "fault": None})
+    found = run_ranks(trains, count, path, {"timeout": 30.0, "fault": None})
     (begun,) = {begun for begun, _, _ in found}
     if any(codes):
         assert begun >= EVERY * (what["save"] - 1 - what["asynchronous"]), told
     same({key: value for _, _, state in found for key, value in state.items()}, expected)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a file system with room for two and a half checkpoints."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(path)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small file system cannot be mounted: {getattr(error, 'stderr', error)}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-def test_a_disk_that_is_full(small_disk):
-    first, second = run_ranks(failing_checkpoints.fills, 2, str(small_disk))
-    assert first == second
-    saved, reason = first
-    assert saved >= 1
-    assert "No space left on device" in reason
-    assert f"minibatch-{saved:08d}: process " in reason
-    names = sorted(path.name for path in small_disk.iterdir())
-    assert names == ["latest", *(f"minibatch-{n:08d}" for n in range(saved))]
-    assert CheckpointManager(small_disk, pipeline(3)).restore().minibatches == saved - 1

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.checked_streams import CheckedStream, OrderingError, checked_streams
-from helpers.rank_programs import commit
+from helpers.failing_runs import commit
 from helpers.ranks import Ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -31,6 +31,7 @@ from spectrain_ext.transport import Buffer, Message, callers_stream, new_stream
 from spectrain_ext.transport.message import Layout
 
 CPU = torch.device("cpu")
+MESSAGE = Message((torch.ones(16),), (False,))
 
 
 class Group:
@@ -68,48 +69,37 @@ def unwatched(rank):
     )
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """Return a function that opens the links of all ranks and returns links and uses per rank.
+def opened(monkeypatch, counts, bodies):
+    """Return every rank's links, and their uses: an operation, its group and the peer."""
+    replicas = Replicas(counts)
+    all_ranks, found = list(range(replicas.ranks)), []
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "group", Default())
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
+    for rank in all_ranks:
+        made, uses = itertools.count(), []
 
-    A use is an operation and its group.
-    """
+        def new_group(ranks, made=made, rank=rank, backend="", **_):
+            group = Group(next(made), tuple(ranks), backend)
+            return group if rank in ranks else object()
 
-    def open_all(counts, bodies="nccl"):
-        replicas = Replicas(counts)
-        all_ranks = list(range(replicas.ranks))
-        monkeypatch.setattr(dist, "ProcessGroup", Group)
-        monkeypatch.setattr(dist, "group", Default())
-        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
-        monkeypatch.setattr(dist, "get_world_size", lambda: len(all_ranks))
-        found = []
-        for rank in all_ranks:
-            made, uses = itertools.count(), []
+        def use(what, uses=uses):
+            return lambda *given, group: uses.append((what, group, *given[1:]))
 
-            def new_group(ranks, made=made, rank=rank, backend="", **_):
-                group = Group(next(made), tuple(ranks), backend)
-                return group if rank in ranks else object()
-
-            def use(what, uses=uses):
-                return lambda *given, group: uses.append((what, group, *given[1:]))
-
-            monkeypatch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
-            monkeypatch.setattr(dist, "new_group", new_group)
-            for what in ("send", "recv", "all_reduce"):
-                monkeypatch.setattr(dist, what, use(what))
-            links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
-            found.append((links, uses))
-        return found
-
-    return open_all
+        monkeypatch.setattr(dist, "new_group", new_group)
+        for what in ("send", "recv", "all_reduce"):
+            monkeypatch.setattr(dist, what, use(what))
+        links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
+        found.append((links, uses))
+    return found
 
 
 @pytest.mark.parametrize("bodies", ["gloo", "nccl"])
-def test_a_group_is_first_used_as_it_will_be(opened, bodies):
+def test_a_group_is_first_used_as_it_will_be(bodies, monkeypatch):
     """In one order on all ranks, so that they do not wait in a circle, and not in training."""
     for counts in itertools.product(range(1, 4), range(1, 5), *[range(3)] * 2):
         counts = tuple(filter(None, counts))
-        all_opened = opened(counts, bodies)
+        all_opened = opened(monkeypatch, counts, bodies)
         last = Replicas(counts).indices_of(len(counts) - 1)
         from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
@@ -133,6 +123,14 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
             assert order == sorted(order)
 
 
+def edge(host, device, staged=False):
+    """Return an edge with these groups, as ranks 0 and 1 know it."""
+    traffic = Traffic.ACTIVATIONS
+    return links_module.RemoteEdge(
+        "edge 0 -> 1", traffic, 1, (0, 1), 0, 1, 1, host, device, False, staged
+    )
+
+
 class Device:
     """Replaces an NCCL group: a separate stream that orders itself after its caller and back."""
 
@@ -149,7 +147,7 @@ class Device:
         return SimpleNamespace(wait=lambda: self.drops or callers_stream(CPU).wait(done))
 
 
-def sends_by(device, monkeypatch, depth=2):
+def sends_by(device, monkeypatch):
     """Return a sender that uses this device, and the list of its operations in order."""
     done = []
 
@@ -165,16 +163,11 @@ def sends_by(device, monkeypatch, depth=2):
 
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
     monkeypatch.setattr(dist, "isend", isend)
-    link = links_module.RemoteEdge(
-        *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1),
-        *(SimpleNamespace(send=send), device, False),
-    )
-    sender = RemoteSender(link, CPU, depth, unwatched(0))
+    sender = RemoteSender(edge(SimpleNamespace(send=send), device), CPU, 2, unwatched(0))
     return sender, done
 
 
 def test_a_body_leaves_before_its_header_and_only_copies_wait_for_it(monkeypatch):
-    message = Message((torch.ones(16),), (False,))
     with checked_streams():
         device = Device()
         sender, done = sends_by(device, monkeypatch)
@@ -184,27 +177,20 @@ def test_a_body_leaves_before_its_header_and_only_copies_wait_for_it(monkeypatch
             with compute.using(writes=(source,)):
                 pass
             compute.record(ready)
-            compute.wait(sender.send(message, source, ready))
+            compute.wait(sender.send(MESSAGE, source, ready))
             # By the end of its window: a body in the same memory has then been received.
             assert compute._seen.get(device.stream, 0) == max(0, n - 1)
         assert done[:3] == ["body", "header", "header"]  # it announces the layout
         assert done[3:] == ["body", "header"] * 5
         assert callers_stream(CPU).done.get(device.stream, 0) == 0  # the CPU does not wait
-
-
-def test_memory_is_packed_again_when_its_body_has_been_sent(monkeypatch):
-    message = Message((torch.ones(16),), (False,))
-    with checked_streams():
         sender, _ = sends_by(Device(drops=True), monkeypatch)
-        for _ in range(2):
-            sender.send(message, Buffer("source"))
         with pytest.raises(OrderingError, match="without waiting for NCCL"):
-            sender.send(message, Buffer("source"))
+            for _ in range(3):  # one more than its memory is for
+                sender.send(MESSAGE, Buffer("source"))
 
 
 def test_what_is_received_on_a_device_is_used_then(monkeypatch):
-    message = Message((torch.ones(16),), (False,))
-    layout = Layout.of(message)
+    layout = Layout.of(MESSAGE)
     with checked_streams():
         device, compute = Device(), new_stream("compute", CPU)
 
@@ -214,11 +200,7 @@ def test_what_is_received_on_a_device_is_used_then(monkeypatch):
 
         monkeypatch.setattr(dist, "get_group_rank", lambda *_: 0)
         monkeypatch.setattr(dist, "irecv", irecv)
-        link = links_module.RemoteEdge(
-            *("edge 0 -> 1", Traffic.ACTIVATIONS, 0, (0, 1), 0, 1, 0),
-            *(SimpleNamespace(), device, False),
-        )
-        receiver = RemoteReceiver(link, CPU, compute, 2, unwatched(1))
+        receiver = RemoteReceiver(edge(object(), device), CPU, compute, 2, unwatched(1))
         slot = receiver._ring.popleft()
         slot.layout, slot.nbytes = layout, layout.places()[1]
         receiver._arrived.append(slot)
@@ -259,9 +241,7 @@ def test_a_wait_that_staging_misses_is_noticed(dropped, found, monkeypatch):
 
     monkeypatch.setattr(CheckedStream, "wait", waits)
     monkeypatch.setattr(dist, "get_group_rank", lambda *_: 1)
-    link = links_module.RemoteEdge(
-        *("edge 0 -> 1", Traffic.ACTIVATIONS, 1, (0, 1), 0, 1, 1, loop, loop, False, True)
-    )
+    link = edge(loop, loop, staged=True)
     noticed = nullcontext() if found is None else pytest.raises(OrderingError, match=found)
     with checked_streams(), noticed:
         used = callers_stream(CPU)
@@ -290,7 +270,7 @@ def free_late(rank, ranks):
     with board.run():
         if rank == 0:
             sender = RemoteSender(link, CPU, 3, board)
-            sender.send(Message((torch.ones(4),), (False,)), Buffer("source"))
+            sender.send(MESSAGE, Buffer("source"))
             sender.flush()
             commit("kill")
         receiver = RemoteReceiver(link, CPU, callers_stream(CPU), 3, board)
@@ -310,12 +290,9 @@ def test_a_buffer_given_back_to_a_rank_that_has_gone():
     assert "first cause: rank 0, " in ends[1].error
 
 
-class Options:
+def options(is_high_priority_stream=False):
     """Replaces the options of ProcessGroupNCCL."""
-
-    def __init__(self, is_high_priority_stream=False):
-        self.high = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
+    return SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace(max_ctas=None))
 
 
 @pytest.mark.parametrize(
@@ -329,9 +306,12 @@ class Options:
     ],
 )
 def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypatch):
-    made = {}
+    """By themselves: a default group with a device would be split, also by other ranks."""
+    made, default = {}, Default(torch.device("cuda", 0))
 
     def new_group(ranks, timeout, backend, pg_options, device_id):
+        assert default.WORLD.bound_device_id is None
+        assert device_id == (CPU if backend == "nccl" else None)
         told = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
         if backend == "nccl":
             made[tuple(ranks)] = pg_options, timeout, told
@@ -344,9 +324,9 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     if setting is not None:
         monkeypatch.setenv(setting, "7")
     before = dict(os.environ)
-    monkeypatch.setattr(dist, "group", Default())
+    monkeypatch.setattr(dist, "group", default)
     monkeypatch.setattr(dist, "ProcessGroup", Group)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     board = unwatched(0)
@@ -354,43 +334,21 @@ def test_what_groups_of_nccl_are_made_with(setting, channels, on_error, monkeypa
     opener.open("edge", (0, 1), lambda *_: None)
     opener.open("replicas", (0, 1, 2), links_module._sum)
     assert os.environ == before
-    for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
-        options, timeout, told = made[ranks]
-        assert options.high
-        assert options._timeout == timeout
-        assert options.config.max_ctas == expected
-        assert told == on_error
-    assert len(board.aborts) == 2  # only NCCL's
-
-
-def test_the_groups_stand_by_themselves(monkeypatch):
-    """A default group with a device would be split, also by ranks that are not members."""
-    seen = []
-
-    def new_group(*_, device_id, backend, **given):
-        seen.append((backend, device_id, dist.group.WORLD.bound_device_id))
-        raise ArithmeticError("planned")
-
-    default = Default(torch.device("cuda", 0))
-    monkeypatch.setattr(dist, "group", default)
-    monkeypatch.setattr(dist, "new_group", new_group)
-    for backend in ("gloo", "nccl"):
-        with pytest.raises(ArithmeticError):
-            opener = links_module._Opener([0], unwatched(0), backend, CPU)
-            opener.group("all", [0], backend, CPU, links_module._sum)
-    assert seen == [("gloo", None, None), ("nccl", CPU, None)]
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
+    for ranks, expected in (((0, 1), channels), ((0, 1, 2), None)):
+        chosen, timeout, told = made[ranks]
+        assert (chosen.high, chosen._timeout) == (True, timeout)
+        assert (chosen.config.max_ctas, told) == (expected, on_error)
+    assert len(board.aborts) == 2  # only NCCL's
 
 
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
         (["a 0", "a 1", "b 0"], "nccl"),
-        (["a 0", "a 0", "b 0"], "gloo"),
+        (["a 0", "a 0", "b 0"], "gloo"),  # shared
         (["a 0", "", "b 0"], "gloo"),
-        (["", "", ""], "gloo"),
     ],
-    ids=["own", "shared", "without", "cpu"],
 )
 def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
     for gpu in gpus:

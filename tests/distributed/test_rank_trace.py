@@ -74,19 +74,21 @@ def test_messages_travel_while_both_ranks_compute(traced):
     assert second.count("recv") == COUNT + 1  # the last one ends the run
     assert second.count("loss") == COUNT
     assert "predict" in first
-    # two in flight: rank 0 computes the next forward before it requests a gradient
-    begun = [name for name in first[: first.index("F2")] if name != "predict"]
-    gradient = ["recv", "B0", "update"]
-    assert begun == ["recv", "F0", "send", "recv", "F1", "send", *gradient, "recv"]
+    assert first.index("F1") < first.index("B0") < first.index("F2")  # two in flight
 
 
 @pytest.mark.processes
 def test_the_traces_of_all_ranks_as_one(traced, tmp_path, monkeypatch):
     folder, ranges = traced
     out = tmp_path / "all.json"
+
+    def merged(*paths):
+        merge_traces(out, paths)
+        return json.loads(out.read_text())["traceEvents"]
+
     assert merge(monkeypatch, out, *(folder / f"{rank}.json" for rank in range(2))) == 0
-    document = json.loads(out.read_text())
-    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    document = json.loads(out.read_text())["traceEvents"]
+    events = [event for event in document if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
     assert min(event["ts"] for event in events) == 0.0
     # on one time axis: each send precedes the computation with its message
@@ -94,14 +96,12 @@ def test_the_traces_of_all_ranks_as_one(traced, tmp_path, monkeypatch):
     for i in range(COUNT):
         sent, used = at[0, f"send activation {i}.0"], at[1, f"forward {i}.0"]
         assert sent["ts"] < used["ts"] + used["dur"]
-    named = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    named = [event["args"]["name"] for event in document if event["name"] == "process_name"]
     assert named == ["rank 0: stage 0", "rank 1: stage 1"]
     # replicas of a stage keep apart, and profiles are merged alike
-    merge_traces(out, [folder / "0.json"] * 2)
-    events = json.loads(out.read_text())["traceEvents"]
-    assert len({event["pid"] for event in events if event["ph"] == "X"}) == 2
-    merge_traces(out, [folder / f"{rank}.profile.json" for rank in range(2)])
-    names = [event.get("name") for event in json.loads(out.read_text())["traceEvents"]]
+    twice = merged(folder / "0.json", folder / "0.json")
+    assert len({event["pid"] for event in twice if event["ph"] == "X"}) == 2
+    names = [event.get("name") for event in merged(*folder.glob("*.profile.json"))]
     assert names.count("F5") == 2
     assert names.count("send") == sum(found.count("send") for found in ranges)
 
@@ -123,18 +123,11 @@ def test_files_that_cannot_be_merged(tmp_path, monkeypatch):
 
 
 def test_ranges_cost_nothing_where_nobody_looks(monkeypatch):
-    made, real = [], torch.autograd.profiler.record_function
-    monkeypatch.setattr(
-        torch.autograd.profiler, "record_function", lambda name: made.append(name) or real(name)
-    )
-    case = Case("spectrain")
-    pipe = case.pipeline()
-    list(pipe.run(case.batches([6] * 2)))
+    made, profiler = [], torch.autograd.profiler
+    real, pipe = profiler.record_function, Case("spectrain").pipeline()
+    monkeypatch.setattr(profiler, "record_function", lambda name: made.append(name) or real(name))
+    data = Case("spectrain").batches([6] * 2)
+    list(pipe.run(data))
     assert made == []
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        list(pipe.run(case.batches([6] * 2)))
+    list(pipe.run(data, trace=st.Trace()))
     assert {"F0", "F1", "B0", "B1", "send", "recv", "predict"} <= set(made)
-    assert set(made) <= {event.name for event in seen.events()}
-    made.clear()
-    list(pipe.run(case.batches([6]), trace=st.Trace()))
-    assert "F0" in made

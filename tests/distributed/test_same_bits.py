@@ -6,11 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import rank_cases, value_programs
+from helpers import rank_cases
 from helpers.rank_cases import METHODS, SETTINGS, Case, alone, on_ranks, same
 from helpers.ranks import run_ranks
-
-import spectrain_ext as st
 
 pytestmark = pytest.mark.processes
 
@@ -63,22 +61,3 @@ def check(cases):
             assert last["output"] is None, where
             losses = whole["losses"] if case.losses == "shared" else last["kept"]
             same(last["losses"], losses, where)
-
-
-CODECS = (None, st.codecs.Int4())
-
-
-def nest(rank, ranks):
-    return [value_programs.nested(rank, ranks, codec=codec) for codec in CODECS]
-
-
-def test_nested_values_and_microbatches_cut_by_the_caller():
-    """Objects that cannot be sent to another process are rejected."""
-    torch.set_num_threads(1)
-    for codec, *of_ranks in zip(CODECS, *run_ranks(nest, 2), strict=True):
-        losses, measured, state = value_programs.nested(codec=codec)
-        for *found, its_state, _ in of_ranks:
-            same(found, [losses, measured], "nested")
-            same(its_state, {key: state[key] for key in its_state}, "nested")
-        assert of_ranks[0][3].startswith("TypeError: batches[0]['words'][0]: expected a tensor, or")
-        assert of_ranks[0][3].endswith("got a set")

@@ -134,11 +134,6 @@ def checked_streams(cpu_stream=None):
         streams.cpu_stream = outer
 
 
-def unchecked_streams():
-    """Inside, new CPU streams are those of a user."""
-    return checked_streams(streams.host_stream)
-
-
 def another_caller():
     """Give the caller a new current stream that has not waited for any other."""
     checked = streams.cpu_stream

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.checkpoint_cases import batches, everything, pipeline
 from helpers.checkpoint_programs import manager_of
-from helpers.rank_programs import commit
+from helpers.failing_runs import commit
 
 from spectrain_ext.checkpoint import CheckpointManager
 from spectrain_ext.errors import CheckpointError
@@ -50,18 +50,6 @@ def trains(rank, ranks, path, trial):
             manager.save()  # there is space again
     manager.wait()
     return begun, errors, everything(manager.pipe)
-
-
-def fills(rank, ranks, path):
-    """Save until the disk is full; return the number of checkpoints and the error."""
-    manager = manager_of(path, rank, ranks, 0, keep=99)
-    while True:
-        try:
-            manager.save()
-        except CheckpointError as error:
-            return manager.minibatches, str(error)
-        for _ in manager.run(batches(1) if rank in (0, ranks - 1) else None):
-            pass
 
 
 @functools.cache

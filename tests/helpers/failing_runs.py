@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import re
+import signal
 import tempfile
+import threading
 from typing import Any
 
 import torch
 from helpers import replica_programs
 from helpers.rank_cases import Case
-from helpers.rank_programs import commit
 from helpers.ranks import Ranks, printed_by
 from torch import Tensor, nn
+
+import spectrain_ext as st
 
 FAULTS = ["kill", "stop", "exit", "exception", "hang", "shape"]
 TIMEOUT = 3.0
@@ -21,6 +25,7 @@ METHODS = {
     "stages": ("vanilla", "pipedream", "spectrain", "1f1b", "gpipe"),
     "chunks": ("vanilla", "spectrain", "gpipe", "interleaved", "wpipe"),
     "replicas": ("vanilla", "pipedream", "spectrain", "1f1b", "gpipe", "sync"),
+    "averaged": ("vanilla", "sync", "gpipe"),
     "ties": ("vanilla", "spectrain"),
 }
 Trial = dict[str, Any]
@@ -30,11 +35,13 @@ def trial(seed: int, kind: str = "stages") -> tuple[int, Trial]:
     """Draw ranks, a method, a fault and its place and moment."""
     draw = random.Random(f"{kind} {seed}")
     fault = FAULTS[seed % len(FAULTS)]
-    counts = draw.choice([[2], [3], [2, 1], [1, 2], [2, 2], [1, 3], [1, 2, 1]])
+    replicated = kind in ("replicas", "averaged")
+    layouts = [[2], [3], [2, 2], [2, 1], [1, 2], [1, 3], [1, 2, 1]]
+    counts = draw.choice(layouts[:3] if kind == "averaged" else layouts)
     chunks = 2 if kind == "chunks" else 1
-    ranks = sum(counts) if kind == "replicas" else draw.choice([2, 3] if chunks == 2 else [2, 3, 4])
+    ranks = sum(counts) if replicated else draw.choice([2, 3] if chunks == 2 else [2, 3, 4])
     # The last stage's output goes to the loss, not over an edge.
-    if kind == "replicas" and fault == "shape":
+    if replicated and fault == "shape":
         fault = "exception"
     stage = draw.randrange(chunks * ranks - (fault == "shape"))
     return ranks, {
@@ -44,7 +51,7 @@ def trial(seed: int, kind: str = "stages") -> tuple[int, Trial]:
         "counts": counts,
         "culprit": stage % ranks,
         "stage": [k for k, count in enumerate(counts) for _ in range(count)][stage]
-        if kind == "replicas"
+        if replicated
         else stage,
         "where": "forward" if fault == "shape" else draw.choice(["forward", "backward"]),
         "when": draw.randrange(1, 30),
@@ -52,6 +59,23 @@ def trial(seed: int, kind: str = "stages") -> tuple[int, Trial]:
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
     }
+
+
+def commit(fault: str) -> None:
+    """Commit a fault; one that begins with "/" is a pipe, whose reader notices the hang."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "exception":
+        raise ArithmeticError("planned")
+    if fault == "hang":
+        threading.Event().wait()
+    if fault.startswith("/"):
+        with open(fault, "w"):
+            threading.Event().wait()
 
 
 def fail_at(stage: nn.Module, fault: str, where: str, when: int) -> None:
@@ -74,9 +98,10 @@ def fail(rank: int, ranks: int, what: Trial) -> None:
     """Train until one rank fails, in one of its stages if it has several."""
     tempfile.tempdir = what.get("temporary", tempfile.tempdir)
     given = {"timeout": what["timeout"], **what.get("settings", {})}
-    if what["kind"] == "replicas":
-        settings = {"microbatches": 6, **given}
-        pipe = replica_programs.make(rank, what["counts"], what["method"], **settings)
+    if what["kind"] in ("replicas", "averaged"):
+        averaging = st.averaging.Elastic(0.5) if what["kind"] == "averaged" else None
+        more = {"microbatches": 6, "averaging": averaging, **given}
+        pipe = replica_programs.make(rank, what["counts"], what["method"], **more)
         data = replica_programs.data(1, 16)
     else:
         ties = "two" if what["kind"] == "ties" else "none"

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 
-class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2023), parameter by parameter."""
+class ByParameter(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    with torch.no_grad():
+                        self.update(p, self.state[p], group)
+
+
+class Lion(ByParameter):
+    """The sign of an interpolated momentum (Chen et al., 2023)."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                average = state["exp_avg"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(average * first + p.grad * (1 - first)), alpha=-group["lr"])
-                average.lerp_(p.grad, 1 - second)
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(torch.sign(average * first + p.grad * (1 - first)), alpha=-group["lr"])
+        average.lerp_(p.grad, 1 - second)
 
 
 class Replacing(torch.optim.Optimizer):
@@ -42,44 +44,34 @@ class Replacing(torch.optim.Optimizer):
                     p.data = p.data - group["lr"] * p.grad
 
 
-class Whitened(torch.optim.Optimizer):
+class Whitened(ByParameter):
     """State of every kind, as in Shampoo and SOAP: a list with a matrix or None per axis."""
 
     def __init__(self, params, lr=1e-2, largest=8):
         super().__init__(params, {"lr": lr, "largest": largest})
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    sizes = [n if n <= group["largest"] else None for n in p.shape]
-                    state["count"] = 0
-                    state["GG"] = [
-                        None if n is None else torch.zeros(n, n, dtype=p.dtype) for n in sizes
-                    ]
-                    state["sums"] = {"of.rows": torch.zeros(1), "last": (None, p.new_zeros(()))}
-                    state["unused"] = None
-                    state["projected"] = p.new_zeros(2, p.numel() // 2)
-                state["count"] += 1
-                moved = p.grad
-                for axis, gram in enumerate(state["GG"]):
-                    if gram is not None:
-                        other = [d for d in range(p.dim()) if d != axis]
-                        gram.mul_(0.9).add_(torch.tensordot(p.grad, p.grad, [other, other]))
-                        inverse = torch.linalg.inv(gram + torch.eye(len(gram), dtype=p.dtype))
-                        moved = torch.movedim(
-                            torch.tensordot(inverse, moved, [[1], [axis]]), 0, axis
-                        )
-                state["sums"]["of.rows"] += float(moved.sum())
-                last = state["sums"]["last"][1]
-                state["sums"]["last"] = (None, moved.mean() + last / 2)
-                even = p.grad.flatten()[: p.numel() // 2 * 2].view(2, -1)
-                state["projected"].lerp_(even, 0.5)
-                p.add_(moved + last + state["projected"].sum(), alpha=-group["lr"] / state["count"])
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            sizes = [n if n <= group["largest"] else None for n in p.shape]
+            state["count"] = 0
+            state["GG"] = [None if n is None else torch.zeros(n, n, dtype=p.dtype) for n in sizes]
+            state["sums"] = {"of.rows": torch.zeros(1), "last": (None, p.new_zeros(()))}
+            state["unused"] = None
+            state["projected"] = p.new_zeros(2, p.numel() // 2)
+        state["count"] += 1
+        moved = p.grad
+        for axis, gram in enumerate(state["GG"]):
+            if gram is not None:
+                other = [d for d in range(p.dim()) if d != axis]
+                gram.mul_(0.9).add_(torch.tensordot(p.grad, p.grad, [other, other]))
+                inverse = torch.linalg.inv(gram + torch.eye(len(gram), dtype=p.dtype))
+                moved = torch.movedim(torch.tensordot(inverse, moved, [[1], [axis]]), 0, axis)
+        state["sums"]["of.rows"] += float(moved.sum())
+        last = state["sums"]["last"][1]
+        state["sums"]["last"] = (None, moved.mean() + last / 2)
+        even = p.grad.flatten()[: p.numel() // 2 * 2].view(2, -1)
+        state["projected"].lerp_(even, 0.5)
+        p.add_(moved + last + state["projected"].sum(), alpha=-group["lr"] / state["count"])
 
 
 class Counting(torch.optim.Optimizer):
@@ -113,34 +105,28 @@ class Counting(torch.optim.Optimizer):
         self.updates = state_dict["updates"]
 
 
-class Queued(torch.optim.Optimizer):
+class Queued(ByParameter):
     """A group without a learning rate, and state of kinds that torch's classes do not have."""
 
     def __init__(self, params):
         super().__init__(params, {"decay": 0.01})
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["rule"] = ("sum", "ij->ji")
-                    state["name"], state["shape"] = "queued", p.shape
-                    state["dtype"] = torch.float64
-                    state["rate"] = np.float32(0.01)
-                    state["gradients"] = deque([torch.zeros_like(p)], maxlen=2)
-                    state["spectrum"] = torch.zeros_like(p, dtype=torch.complex64)
-                    state["count"] = torch.zeros((), dtype=torch.int64)
-                assert state["name"] == "queued"
-                state["count"] += 1
-                state["gradients"].append(p.grad.clone())
-                state["spectrum"] += 1j * p.grad
-                wide = [g.to(state["dtype"]) for g in state["gradients"]]
-                moved = sum(wide) / len(wide) + state["spectrum"].imag / state["count"]
-                p -= (moved * float(state["rate"])).to(p.dtype).view(state["shape"])
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["rule"] = ("sum", "ij->ji")
+            state["name"], state["shape"] = "queued", p.shape
+            state["dtype"] = torch.float64
+            state["rate"] = np.float32(0.01)
+            state["gradients"] = deque([torch.zeros_like(p)], maxlen=2)
+            state["spectrum"] = torch.zeros_like(p, dtype=torch.complex64)
+            state["count"] = torch.zeros((), dtype=torch.int64)
+        assert state["name"] == "queued"
+        state["count"] += 1
+        state["gradients"].append(p.grad.clone())
+        state["spectrum"] += 1j * p.grad
+        wide = [g.to(state["dtype"]) for g in state["gradients"]]
+        moved = sum(wide) / len(wide) + state["spectrum"].imag / state["count"]
+        p -= (moved * float(state["rate"])).to(p.dtype).view(state["shape"])
 
 
 class Projecting(Lion):
@@ -149,11 +135,9 @@ class Projecting(Lion):
     class Projector:
         pass
 
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["projector"] = self.Projector()
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update(p, state, group)
+        state["projector"] = self.Projector()
 
 
 class Together(torch.optim.Optimizer):
@@ -198,9 +182,7 @@ class Bare(torch.optim.Optimizer):
 def muon_and_adamw(params):
     matrices = [p for p in params if p.dim() == 2]
     others = [p for p in params if p.dim() != 2]
-    parts = []
-    if matrices:
-        parts.append(torch.optim.Muon(matrices, lr=0.02))
+    parts = [torch.optim.Muon(matrices, lr=0.02)] if matrices else []
     if others:
         parts.append(torch.optim.AdamW(others, lr=0.01, weight_decay=0.1))
     return Together(*parts)

@@ -66,24 +66,3 @@ def poisoned(batch, what, number=nan):
     value, target = (tensor.clone() for tensor in batch)
     (value if what == "input" else target)[-1, 2] = number
     return value, target
-
-
-def stages_of(kind, n):
-    torch.manual_seed(3)
-    if kind == "everything":
-        return everything(n)
-    return [Passes("weight" if k == n - 2 else None) for k in range(n)]
-
-
-def batches(kind, poison):
-    """Return batches of which the third and fourth are poisoned or omitted."""
-    g = torch.Generator().manual_seed(7)
-    found = [(torch.randn(6, 5, generator=g), torch.randn(6, 5, generator=g)) for _ in range(8)]
-    if not poison:
-        return found[:2] + found[4:]
-    if kind == "everything":
-        found[2:4] = [poisoned(found[2], "input"), poisoned(found[3], "target")]
-    else:
-        found[2] = poisoned(found[2], "target", 1000.0)
-        found[3] = poisoned(found[3], "input", 100.0)
-    return found

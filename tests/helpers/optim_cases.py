@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -132,14 +131,6 @@ def values(state: Any) -> list[Tensor]:
     return bits(t for entry in entries for t in entry.values() if isinstance(t, Tensor))
 
 
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 def bits(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.detach().clone() for t in tensors]
 
@@ -154,14 +145,6 @@ def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE[a.dtype])
-
-
-def assert_same_state(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert a[key].device == b[key].device
-            assert_same([a[key]], [b[key]])
 
 
 def refuses(

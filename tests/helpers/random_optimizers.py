@@ -45,11 +45,7 @@ _OF_SGD = (
     {"momentum": 0.9, **UP},
     {"momentum": 0.0, **DECAY},
 )
-_BETAS = (
-    {"betas": (0.9, 0.999)},
-    {"betas": (0.8, 0.95), **DECAY},
-    {"betas": (0.8, 0.95), **UP},
-)
+_BETAS = ({"betas": (0.9, 0.999)}, {"betas": (0.8, 0.95), **DECAY}, {"betas": (0.8, 0.95), **UP})
 _AMSGRAD = ({"betas": (0.9, 0.999), "amsgrad": True}, {"betas": (0.8, 0.95), "amsgrad": True})
 _DECOUPLED = {"betas": (0.8, 0.95), **DECOUPLED}
 OPTIONS = {
@@ -74,19 +70,10 @@ OPTIONS = {
 
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.7),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.3, total_iters=4),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 20),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
     "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.8),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, _rates(o), 80, cycle_momentum=False),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
-        o, [0.5 * lr for lr in _rates(o)], _rates(o), 3, cycle_momentum=False
-    ),
     "OneCycleLR of both": lambda o: lr_scheduler.OneCycleLR(o, _rates(o), 60),
     "CyclicLR of both": lambda o: lr_scheduler.CyclicLR(
         o, [0.5 * lr for lr in _rates(o)], _rates(o), 3
@@ -105,12 +92,7 @@ def _rates(optimizer):
 
 
 class RandomOptimizer:
-    """An optimizer for these methods, and a scheduler.
-
-    Args:
-        program: draws, and says how exactly and in which dtypes it is compared.
-        named: the names of the program's methods.
-    """
+    """An optimizer for methods of these names, and a scheduler, as the program draws them."""
 
     def __init__(self, program, named):
         pick, chance = program.pick, program.chance

@@ -12,7 +12,6 @@ from helpers.covering import Axes
 from helpers.random_settings import FLUSHING
 from helpers.ways import WAYS, travelling
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
 
@@ -36,14 +35,14 @@ class Centred(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean.mul_(0.9).add_(x.detach().flatten(0, -2).mean(0), alpha=0.1)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x - self.mean
 
 
 def odd(x: Tensor) -> tuple[Tensor | None, ...]:
     """Make tensors of several dtypes and layouts out of one, and an empty place."""
     x = x.detach()
-    images = x[..., None, None].flatten(0, -4).expand(-1, -1, 2, 3)
+    images = x[..., None, None].expand(-1, -1, 2, 3)
     return (
         images.to(torch.bfloat16).contiguous(memory_format=torch.channels_last),
         None,
@@ -67,18 +66,16 @@ def check_odd(found: Sequence[Tensor | None], x: Tensor) -> None:
 class Part(nn.Module):
     """A stage of n with random numbers, running statistics and values that need no gradient.
 
-    Args:
-        form: what goes to the next stage: a tensor, a tuple of several dtypes and layouts, a dict
-            with constants, or complex numbers.
-        by_time: the samples are the second dimension; the last stage averages over the first.
+    ``form``: what goes to the next stage: a tensor, a tuple of several dtypes and layouts, a dict
+    with constants, or complex numbers.
     """
 
-    def __init__(self, k: int, n: int, form: str, by_time: bool) -> None:
+    def __init__(self, k: int, n: int, form: str) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = Centred() if k % 2 else nn.LayerNorm(WIDTH)
         self.drop = nn.Dropout(0.1)
-        self.first, self.last, self.form, self.by_time = k == 0, k == n - 1, form, by_time
+        self.first, self.last, self.form = k == 0, k == n - 1, form
 
     def forward(self, value: Any) -> Any:
         step, count, rest = 0, torch.zeros(2, dtype=torch.long), ()
@@ -96,7 +93,6 @@ class Part(nn.Module):
         x = x + self.drop(torch.tanh(self.norm(self.linear(x)))) / (1 + step)
         count.fill_(3)  # autograd keeps another tensor of the same message
         if self.last:
-            x = x.mean(0) if self.by_time else x
             return Out({"h": [x]}) if self.form == "dict" else x
         if self.form == "dict":
             return {"x": [x, (count, None)], "step": step, "words": CONSTANTS}
@@ -145,26 +141,19 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Case:
-    """A setting. Its fields but ``method`` are the axes of the covering set.
-
-    Attributes:
-        layout: ranks, and stages on each.
-        ties: stages with the weight of the first of them.
-        losses: whether the losses are shared with all ranks.
-    """
+    """A setting. Its fields but ``method`` are the axes of the covering set."""
 
     method: str | st.Method
-    layout: tuple[int, int] = (2, 1)
+    layout: tuple[int, int] = (2, 1)  # ranks, and stages on each
     form: str = "tensor"
     way: str = "direct"
     memory: str = "kept"
     codec: str = "none"
     clip: str = "none"
     optimizer: str = "SGD"
-    ties: str = "none"
-    samples: str = "first"
+    ties: str = "none"  # stages with the weight of the first of them
     sizes: str = "smaller"
-    losses: str = "last"
+    losses: str = "last"  # or shared with all ranks
 
     @property
     def name(self) -> str:
@@ -182,20 +171,16 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """Return the arguments of both pipelines."""
         found: dict[str, Any] = {"method": self.method, "microbatches": 2}
+        found |= {"codec": CODECS[self.codec], **MEMORY[self.memory], **CLIPS[self.clip]}
         if self.name in ("pipedream-2bw", "error-feedback", "zb-h1"):
             found["microbatches"] = self.n
         if self.name in ("interleaved", "interleaved-async", "wpipe"):
             found["microbatches"] = max(2, self.n // 2)
-        found |= MEMORY[self.memory]
-        found["codec"] = CODECS[self.codec]
-        found |= CLIPS[self.clip]
-        if self.samples == "second":
-            found["split_dim"] = {"x": 1} if self.form == "dict" else (1, 0)
         return found
 
     def stages(self) -> list[Part]:
         torch.manual_seed(3)
-        made = [Part(k, self.n, self.form, self.samples == "second") for k in range(self.n)]
+        made = [Part(k, self.n, self.form) for k in range(self.n)]
         first, *others = TIES[self.ties] or (0,)
         for k in others:
             made[k % self.n].linear.weight = made[first].linear.weight
@@ -209,18 +194,15 @@ class Case:
         given = {"scheduler": halving, **self.settings}
         if rank is None:
             return st.Pipeline(stages, self.make_optimizer, loss_fn, **given)
-        given["share_loss"] = self.losses == "shared"
-        given["dynamic_shapes"] = self.sizes == "growing"
-        given["timeout"] = 90.0  # on machines that are busy with other tests
+        given |= {"share_loss": self.losses == "shared", "dynamic_shapes": self.sizes == "growing"}
+        given |= {"timeout": 90.0, **more}  # on machines that are busy with other tests
         mine = stages[rank :: self.ranks]
-        return st.DistributedPipeline(
-            mine if len(mine) > 1 else mine[0], self.make_optimizer, loss_fn, **{**given, **more}
-        )
+        part = mine if len(mine) > 1 else mine[0]
+        return st.DistributedPipeline(part, self.make_optimizer, loss_fn, **given)
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "Muon":
-            hidden = [p for p in params if p.dim() == 2]
-            return st.optim.Muon(params, lr=0.01, hidden=hidden)
+            return st.optim.Muon(params, lr=0.01, hidden=[p for p in params if p.dim() == 2])
         if self.optimizer == "SGD":
             smoothed = self.name == "spectrain-smoothed"
             more = {"momentum": 0.9, "weight_decay": 0.01, "smoothed": smoothed}
@@ -233,8 +215,7 @@ class Case:
         g = torch.Generator().manual_seed(seed)
         found: list[Any] = []
         for step, size in enumerate(sizes):
-            shape = (3, size, WIDTH) if self.samples == "second" else (size, WIDTH)
-            x, y = torch.randn(shape, generator=g), torch.randn(size, WIDTH, generator=g)
+            x, y = torch.randn(2, size, WIDTH, generator=g)
             found.append({"x": x, "y": y, "step": step} if self.form == "dict" else (x, y))
         return found
 
@@ -284,7 +265,6 @@ AXES: dict[str, Sequence[Any]] = {
     "clip": tuple(CLIPS),
     "optimizer": ("SGD", "Adam", "Muon", "RMSprop"),
     "ties": tuple(TIES),
-    "samples": ("first", "second"),
     "sizes": ("smaller", "growing"),
     "losses": ("last", "shared"),
 }
@@ -366,14 +346,8 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
         # On ranks, a stage may load before it hears that the run has ended.
         spans += [span for span in trace.spans() if span.minibatch < len(batches)]
     measure(iter(test))
-    order = torch.Generator().manual_seed(1)
-    whole = case.batches([18])[0]
-    given: Any = None
-    if feeds and isinstance(whole, tuple) and case.samples == "first":
-        given = DataLoader(TensorDataset(*whole), 6, shuffle=True, generator=order)
-    elif feeds:
-        given = case.batches((6, 6, 6))
     seen: list[int] = []
+    given = case.batches((6, 6, 6)) if feeds else None
     means = pipe.fit(given, 2, [lambda result: seen.append(result.index)])
     assert seen == list(range(6))
     measure(test, metrics)
@@ -382,13 +356,11 @@ def train(pipe: st.Pipeline, case: Case, feeds: bool) -> dict[Any, Any]:
         output = pipe(test[1] if case.form == "dict" else test[1][0]) if feeds else pipe(None)
     pipe.train()
     state = pipe.state_dict()
+    output = None if output is None else output_of(output)
     found: dict[Any, Any] = {
-        "all": {"measured": measured, "means": means, "minibatches": pipe.minibatches},
-        "last": {"losses": losses, "kept": kept, "output": None},
+        "all": [measured, means, pipe.minibatches, torch.rand(())],
+        "last": {"losses": losses, "kept": kept, "output": output},
     }
-    found["all"]["drawn"] = torch.rand(())
-    if output is not None:
-        found["last"]["output"] = output_of(output)
     each = zip(pipe.places, pipe.optimizers, pipe.random, pipe.skipped, strict=True)
     for place, opt, numbers, skipped in each:
         k = place.stage

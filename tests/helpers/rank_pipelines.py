@@ -12,23 +12,22 @@ from torch import Tensor, nn
 import spectrain_ext as st
 
 WIDTH = 6
-mse = nn.functional.mse_loss
 
 
-def data(count: int, size: int = 8, last: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    g = torch.Generator().manual_seed(11)
-    sizes = [size] * (count - 1) + [size if last is None else last]
-    return [(torch.randn(s, WIDTH, generator=g), torch.randn(s, WIDTH, generator=g)) for s in sizes]
+def data(count: int) -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.randn(count, 2, 8, WIDTH, generator=torch.Generator().manual_seed(11))
+    return [(x, y) for x, y in drawn]
 
 
 def optimizer(params: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01)
 
 
-def pipeline(rank: int, ranks: int, parts: Any, **more: Any) -> st.Pipeline:
+def pipeline(rank: int, ranks: int, parts: Any) -> st.Pipeline:
+    mse = nn.functional.mse_loss
     if ranks == 1:
-        return st.Pipeline(parts, optimizer, mse, **more)
-    return st.DistributedPipeline(list(parts)[rank], optimizer, mse, timeout=30.0, **more)
+        return st.Pipeline(parts, optimizer, mse)
+    return st.DistributedPipeline(list(parts)[rank], optimizer, mse, timeout=30.0)
 
 
 def measured(rank: int, ranks: int, path: str) -> None:

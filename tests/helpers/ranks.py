@@ -31,7 +31,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.slow_link import Host
 
 _DEADLINE = 120.0
 _TESTS = Path(__file__).resolve().parents[1]
@@ -68,15 +67,7 @@ class _Program(NamedTuple):
         return function(rank, ranks, *pickle.loads(self.args))
 
 
-def _main(
-    program: _Program,
-    rank: int,
-    ranks: int,
-    port: int,
-    folder: str,
-    port_of_store: Any,
-    hosts: tuple[Host, ...] | None,
-) -> None:
+def _main(program: _Program, rank: int, ranks: int, port: int, keeper: bool, folder: str) -> None:
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -85,20 +76,10 @@ def _main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1)  # prints the stack of a rank that hangs
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    address = "127.0.0.1"
-    if hosts is not None:
-        hosts[rank].enter()
-        os.environ["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
-        address = hosts[0].address
     torch.set_num_threads(1)
-    if port:
-        store = dist.TCPStore(address, port, is_master=False)
-    elif rank == 0:  # the store lives and dies with rank 0, as without torchrun
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        for _ in range(ranks - 1):
-            port_of_store.put(store.port)
-    else:
-        store = dist.TCPStore(address, port_of_store.get(), is_master=False)
+    # without a keeper it lives and dies with rank 0, as without torchrun
+    master = rank == 0 and not keeper
+    store = dist.TCPStore("127.0.0.1", port, is_master=master, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
@@ -110,46 +91,31 @@ def _main(
     except BaseException:
         traceback.print_exc()
         raise
-    partial = Path(folder, f"{rank}.partial")
-    partial.write_bytes(pickle.dumps(value))
-    partial.rename(Path(folder, f"{rank}.value"))
+    Path(folder, f"{rank}.value").write_bytes(pickle.dumps(value))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Ranks:
-    """Started ranks.
+    """Started ranks of a function of a module of tests or helpers: ``(rank, ranks, *args)``.
 
-    Args:
-        program: a function of a module of tests or helpers: ``(rank, ranks, *args)``.
-        ranks: their number.
-        args: more arguments.
-        keeper: whether this process keeps the store, as torchrun does, or rank 0.
-        hosts: the host of each rank, None: all here; only without a keeper.
+    ``keeper``: whether this process keeps the store, as torchrun does, or rank 0.
     """
 
     def __init__(
-        self,
-        program: Callable[..., Any],
-        ranks: int,
-        *args: Any,
-        keeper: bool = True,
-        hosts: tuple[Host, ...] | None = None,
+        self, program: Callable[..., Any], ranks: int, *args: Any, keeper: bool = True
     ) -> None:
-        assert hosts is None or not keeper
         self._folder = tempfile.TemporaryDirectory()
-        self._store = None
+        port = free_port()
         if keeper:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = 0 if self._store is None else self._store.port
+            port = self._store.port
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["helpers.preloaded"])
-        # a shared pipe would mix messages; kept, because its lock must outlive the starts
-        self._port_of_store = context.SimpleQueue()
         found = _Program(
             inspect.getfile(program), program.__module__, program.__qualname__, pickle.dumps(args)
         )
-        more = (ranks, port, self._folder.name, self._port_of_store, hosts)
+        more = (ranks, port, keeper, self._folder.name)
         self.processes = [
             context.Process(target=_main, args=(found, rank, *more), daemon=True)
             for rank in range(ranks)
@@ -165,19 +131,16 @@ class Ranks:
 
     def join(self, but: tuple[int, ...] = (), deadline: float = _DEADLINE) -> list[End]:
         """Wait for all ranks except ``but``, which are killed then; code None means a hang."""
-        hung = []
-        for rank, process in enumerate(self.processes):
-            if rank not in but:
-                process.join(deadline)
-                if process.is_alive():
-                    hung.append(rank)
-        for rank, process in enumerate(self.processes):
-            if rank in hung:
-                with suppress(ProcessLookupError):  # it may end just now
-                    os.kill(self.pid(rank), signal.SIGUSR1)
-                process.join(2.0)
-            if process.is_alive():
-                process.kill()
+        waited = [rank for rank in range(len(self.processes)) if rank not in but]
+        for rank in waited:
+            self.processes[rank].join(deadline)
+        hung = [rank for rank in waited if self.processes[rank].is_alive()]
+        for rank in hung:
+            with suppress(ProcessLookupError):  # it may end just now
+                os.kill(self.pid(rank), signal.SIGUSR1)
+            self.processes[rank].join(2.0)
+        for process in self.processes:
+            process.kill()
             process.join()
         ends = []
         written = Path(self._folder.name).glob("spectrain-failure-*")

@@ -1,8 +1,9 @@
-"""Small files of the studies' data sets: CIFAR-10 as pickles and as tars of JPEG files, a text."""
+"""Small files of the studies: CIFAR-10 as pickles and as JPEG files, a text, and results."""
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import tarfile
 from collections.abc import Iterable, Sequence
@@ -75,3 +76,13 @@ def images(
         for number in range(classes)
         for sample in range(2)
     ]
+
+
+def document_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def losses_in(folder: Path) -> dict[str, list[float]]:
+    """Return the training losses of every method's first seed."""
+    return {m["method"]: m["seeds"][0]["train_losses"] for m in document_in(folder)["methods"]}

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from helpers.replica_programs import stage_and_replica
-from torch import Tensor, nn
+from torch import nn
 
 import spectrain_ext as st
 
 WIDTH = 4
-WORDS = 7
 mse = nn.functional.mse_loss
-
-
-class Named(NamedTuple):
-    hidden: Tensor
-    more: list
 
 
 @dataclass(slots=True)
@@ -29,43 +21,28 @@ class Output:
     loss: None = None
 
 
-ENDS = {
-    "tensor": (lambda h: h, lambda out: out),
-    "dict": (lambda h: {"h": h, "none": None}, lambda out: out["h"]),
-    "dataclass": (lambda h: Output({"h": [h]}), lambda out: out.parts["h"][0]),
-    "named": (lambda h: Named(h, [3]), lambda out: out.hidden),
-}
-
-
 class Part(nn.Module):
-    """Takes words and numbers, and returns a hidden state and a mask, with optional dropout."""
+    """Takes and returns a hidden state and a mask; ``end``: the last stage's output."""
 
-    def __init__(self, k, n, form, end="tensor", drop=0.2):
+    def __init__(self, k, n, form, end):
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH) if k == 0 else None
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(drop)
-        self.last, self.form, self.end = k == n - 1, form, end
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.first, self.last, self.form, self.end = k == 0, k == n - 1, form, end
 
     def forward(self, value):
-        keys = ("ids", "x", "mask") if self.words is not None else ("h", "mask")
         if self.form == "dict":
             assert type(value) is dict
-            value = tuple(value[key] for key in keys)
-        *values, mask = value
-        if self.words is not None:
-            ids, x = values
-            values = [self.words(ids) + x]
-        (h,) = values
+            value = value["x" if self.first else "h"], value["mask"]
+        h, mask = value
         h = h + self.drop(torch.tanh(self.linear(h))) * mask[:, None]
         if self.last:
-            return ENDS[self.end][0](h)
+            return Output({"h": [h]}) if self.end == "dataclass" else h
         return {"h": h, "mask": mask} if self.form == "dict" else (h, mask)
 
 
-def stages(n, form, end="tensor", dtype=torch.float32, drop=0.2):
+def stages(n, form, end="tensor", dtype=torch.float32):
     torch.manual_seed(3)
-    return [Part(k, n, form, end, drop).to(dtype) for k in range(n)]
+    return [Part(k, n, form, end).to(dtype) for k in range(n)]
 
 
 def data(sizes, form, dtype=torch.float32):
@@ -73,25 +50,24 @@ def data(sizes, form, dtype=torch.float32):
     g = torch.Generator().manual_seed(11)
     made = []
     for i, size in enumerate(sizes):
-        ids = torch.randint(WORDS, (size,), generator=g)
         x, y = (torch.randn(size, WIDTH, generator=g, dtype=dtype) for _ in range(2))
         mask = (torch.rand(size, generator=g) > 0.3).to(dtype)
         if form == "dict":
-            batch = {"labels": y, "x": x, "mask": mask, "ids": ids}
+            batch = {"labels": y, "x": x, "mask": mask}
             made.append(UserDict(batch) if i % 2 else batch)
         else:
-            made.append(((ids, x, mask), (y, mask)))
+            made.append(((x, mask), (y, mask)))
     return made
 
 
-def loss_fn(form, end="tensor"):
+def loss_fn(form):
     def loss(output, target):
         if form == "dict":
             assert type(target) is dict
             y, mask = target["labels"], target["mask"]
         else:
             y, mask = target
-        return (mse(ENDS[end][1](output), y, reduction="none") * mask[:, None]).mean()
+        return (mse(output, y, reduction="none") * mask[:, None]).mean()
 
     return loss
 
@@ -100,12 +76,11 @@ def sgd(params):
     return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def together(n, sizes, form, end="tensor", dtype=torch.float32, drop=0.2, **settings):
+def together(n, sizes, form, dtype=torch.float32, **settings):
     """Return losses and the states of all stages of an in-process run."""
+    parts = stages(n, form, dtype=dtype)
     torch.manual_seed(5)
-    parts = [copy.deepcopy(part) for part in stages(n, form, end, dtype, drop)]
-    torch.manual_seed(5)
-    pipe = st.Pipeline(parts, sgd, loss_fn(form, end), **settings)
+    pipe = st.Pipeline(parts, sgd, loss_fn(form), **settings)
     losses = [result.loss for result in pipe.run(data(sizes, form, dtype))]
     return losses, [part.state_dict() for part in parts]
 
@@ -147,22 +122,22 @@ NESTED_DIM = {"weights": None}
 
 def nested_data(sizes, dtype=torch.float32):
     g = torch.Generator().manual_seed(13)
-
-    def batch(i, size, length=3):
-        x, y = (torch.randn(size, length, WIDTH, generator=g, dtype=dtype) for _ in range(2))
-        return {
-            "positions": torch.arange(length, dtype=dtype)[None] / 10,
-            "step": i,
+    found = []
+    for step, size in enumerate(sizes):
+        x, y = (torch.randn(size, 3, WIDTH, generator=g, dtype=dtype) for _ in range(2))
+        batch = {
+            "positions": torch.arange(3, dtype=dtype)[None] / 10,
+            "step": step,
             "x": x,
-            "mask": (torch.rand(size, length, generator=g) > 0.3).to(dtype),
+            "mask": (torch.rand(size, 3, generator=g) > 0.3).to(dtype),
             "temperature": torch.tensor(1.5, dtype=dtype),
             "weights": torch.randn(WIDTH, generator=g, dtype=dtype),
             "words": ["é", True, [], 0.5],
             "none": None,
             "labels": y,
         }
-
-    return [batch(i, size) for i, size in enumerate(sizes)]
+        found.append(batch)
+    return found
 
 
 def cut_by_hand(batch, sizes, lengths):
@@ -211,31 +186,17 @@ def uncut_nested(n, made):
     return found, whole
 
 
-def nested(rank=0, ranks=1, **settings):
+def nested(rank=0, counts=None, codec=None):
     """Return losses, an evaluation and weights of this rank, or of all stages in one process."""
     made = nested_batches()
-    more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, **settings}
-    if ranks == 1:
-        pipe = st.Pipeline(nested_stages(2), sgd, nested_loss, **more)
+    more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, "codec": codec}
+    stages = nested_stages(2)
+    if counts is None:
+        pipe = st.Pipeline(stages, sgd, nested_loss, **more)
     else:
-        counts = settings.get("replicas", [1] * ranks)
-        k, _ = stage_and_replica(counts, rank)
-        pipe = st.DistributedPipeline(
-            nested_stages(len(counts))[k],
-            *(sgd, nested_loss),
-            **more,
-            share_loss=True,
-            dynamic_shapes=True,
-        )
+        more |= {"replicas": counts, "share_loss": True, "dynamic_shapes": True}
+        part = stages[stage_and_replica(counts, rank)[0]]
+        pipe = st.DistributedPipeline(part, sgd, nested_loss, **more)
     enough = [batch for batch in made if isinstance(batch, list) or len(batch["x"]) > 1]
     losses = [result.loss.item() for result in pipe.run(enough)]
-    measured = pipe.evaluate(made)
-    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    if ranks == 1:
-        return losses, measured, state
-    try:
-        for _ in pipe.run([{**made[0], "words": [{3}]}]):
-            pass
-    except Exception as error:
-        return losses, measured, state, f"{type(error).__name__}: {error}"
-    return losses, measured, state, None
+    return losses, pipe.evaluate(made), pipe.state_dict()

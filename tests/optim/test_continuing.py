@@ -1,8 +1,9 @@
-"""Tests that saving, loading, copying, binding and predicting change no later step, to the bit."""
+"""Tests that saving, loading, copying and binding change no later step, and which state may be."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -17,17 +18,20 @@ from helpers.optim_cases import (
     F32,
     F64,
     assert_bits,
+    assert_same,
     bits,
     buffers_for,
+    every_adam,
+    every_rival,
     flat_views,
     give_gradients,
     made,
     make_params,
+    pair_of,
     refuses,
     state_of,
-    through_a_file,
+    trained,
     twins,
-    values,
 )
 from torch import nn
 
@@ -150,11 +154,13 @@ class Pair:
         self.own(weights)
 
     def saved(self) -> None:
-        weights, params = bits(self.weights), make_params(self.case["dtype"])
+        weights, params, file = bits(self.weights), make_params(self.case["dtype"]), io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        file.seek(0)
         # That of saved state stays; from here on all parameters have some.
         dtype = None if self.steps > 3 else self.case["state"]
         other = self.optimizer_of(params, lr=9.0, momentum_dtype=dtype, **self.flags)
-        other.load_state_dict(through_a_file(self.optimizer.state_dict()))
+        other.load_state_dict(torch.load(file, weights_only=True))
         self.continue_in(other, weights)
 
     def through_torch(self) -> None:
@@ -173,35 +179,17 @@ class Pair:
     def pickled(self) -> None:
         self.continue_in(pickle.loads(pickle.dumps(self.optimizer)), bits(self.weights))
 
-    def moved(self) -> None:
-        for p in self.params if not self.bound else ():
-            p.data = p.data.clone()
-
-    def refused(self) -> None:
-        """Calls that raise and change nothing; an ordered prediction stays ordered."""
-        optimizer, group = self.optimizer, self.optimizer.param_groups[-1]
-        kept = self.weights, values(state_of(optimizer, self.params))
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["param_groups"][-1]["lr"] = float("nan")
-        refuses(lambda: optimizer.load_state_dict(saved), ValueError, "lr", *kept)
-        if self.bound:
-            optimizer.write_with_next_step(self.outs, self.case["law"])
-        give_gradients(self.params)
-        rate, group["lr"] = group["lr"], -1.0
-        refuses(optimizer.step, ValueError, "lr", *kept)
-        group["lr"] = rate
-
     # A step and its check.
 
-    def step(self, event: str) -> None:
+    def step(self) -> None:
         none = [(1, 5), (5,), (1, 5), (), (0,), (0, 1, 2, 3, 4, 5)][self.steps % 6]
         self.steps += 1
         give_gradients(self.params, self.twins, none=none)
         if self.bound:
             for view in self.outs.values():
                 view.fill_(7)
-        orders = self.bound and (event == "refused" or self.steps % 3 > 0)
-        if orders and event != "refused":  # which has ordered it already
+        orders = self.bound and self.steps % 3 > 0
+        if orders:
             self.optimizer.write_with_next_step(self.outs, self.case["law"])
         self.optimizer.step()
         self.reference.step()
@@ -238,8 +226,6 @@ EVENTS = {
     "through torch": Pair.through_torch,
     "deepcopied": Pair.deepcopied,
     "pickled": Pair.pickled,
-    "moved": Pair.moved,
-    "refused": Pair.refused,
 }
 PROGRAMS = walks([*EVENTS], [lambda event: True] * len(CASES), 12)
 
@@ -251,7 +237,7 @@ def test_what_changes_no_later_step(number: int) -> None:
     for done, event in enumerate(program):
         try:
             EVENTS[event](pair)
-            pair.step(event)
+            pair.step()
         except Exception as error:
             error.add_note(f"{case}\nafter {program[:done]}: {event}")
             raise
@@ -259,3 +245,140 @@ def test_what_changes_no_later_step(number: int) -> None:
 
 def test_every_event_follows_every_other() -> None:
     assert {(a, b) for a in EVENTS for b in EVENTS} == neighbours(PROGRAMS)
+
+
+# State of other dtypes, kinds of counts and keys
+
+
+def momenta(optimizer: Any, params: Any) -> list[Any]:
+    return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+
+
+def step_alike(first: Any, second: Any) -> None:
+    """Assert that two optimizers, each with its parameters, make the same step."""
+    give_gradients(first[0], second[0])
+    for _, optimizer in (first, second):
+        optimizer.step()
+    assert_bits(second[0], first[0])
+    found, expected = (state_of(optimizer, params) for params, optimizer in (second, first))
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        assert_bits((a[key] for key in b), b.values())
+
+
+def test_loading_over_existing_state_and_missing_state() -> None:
+    ours, optimizer = trained()
+    optimizer.load_state_dict(made("SGD", make_params(), lr=0.5).state_dict())
+    assert momenta(optimizer, ours) == [None] * len(ours)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "asked", "loaded"),
+    [
+        (BF16, BF16, F32, F32),
+        (F32, BF16, BF16, BF16),
+        (F32, F16, None, F32),
+        (F32, BF16, F32, F32),
+        (F32, F64, None, F64),
+        (F64, BF16, None, BF16),
+        (F16, BF16, None, BF16),
+    ],
+    ids=str,
+)
+def test_loading_casts_what_must_be_cast(
+    saved: torch.dtype, dtype: torch.dtype, asked: torch.dtype | None, loaded: torch.dtype
+) -> None:
+    _, source = trained(dtype=saved)
+    params = make_params(dtype)
+    optimizer = made("SGD", params, momentum_dtype=asked)
+    optimizer.load_state_dict(source.state_dict())
+    assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
+    assert {optimizer.momentum_dtype(p) for p in params} == {loaded}
+    give_gradients(params)
+    optimizer.step()
+    assert {v.dtype for v in momenta(optimizer, params)} == {loaded}
+
+
+def test_load_state_dict_hooks_run() -> None:
+    _, optimizer = trained()
+    params = make_params()
+    other, seen = made("SGD", params), list[Any]()
+
+    def pre(opt: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = copy.deepcopy(state_dict)
+        state["state"][0]["momentum_buffer"].fill_(5.0)
+        return state
+
+    other.register_load_state_dict_pre_hook(pre)
+    other.register_load_state_dict_post_hook(lambda opt: seen.append(momenta(opt, params)[0]))
+    for _ in range(2):
+        other.load_state_dict(optimizer.state_dict())
+    assert len(seen) == 2
+    assert (seen[0] == 5.0).all()
+
+
+@every_adam
+@pytest.mark.parametrize("kind", ["number", "wide", "one element"])
+def test_counts_of_other_kinds_are_loaded(name: str, kind: str) -> None:
+    params, optimizer = trained(name)
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        step = entry["step"].item()
+        entry["step"] = {
+            "number": int(step),
+            "wide": torch.tensor(step, dtype=F64),
+            "one element": torch.tensor([step]),
+        }[kind]
+    copies = twins(params)
+    copied = made(name, copies)
+    copied.load_state_dict(saved)
+    step_alike((params, optimizer), (copies, copied))
+
+
+@every_adam
+def test_state_made_before_the_first_step(name: str) -> None:
+    """Some frameworks make the state in advance, with a count of 0."""
+    params = make_params()
+    theirs, optimizer, reference = pair_of(name, params)
+    for p in params:
+        state = {"step": torch.tensor(0.0)}
+        state |= {key: torch.zeros_like(p).detach() for key in optimizer.buffer_keys}
+        optimizer.state[p].update(state)
+        if name == "NAdam":
+            optimizer.state[p]["mu_product"] = torch.tensor(1.0)
+    kept = bits(params)
+    with optimizer.predicted(3):
+        assert_bits(params, kept)
+    for _ in range(3):
+        give_gradients(params, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(params, theirs)
+
+
+@every_rival
+def test_state_of_other_names_is_kept(name: str) -> None:
+    """In its own dtype, such as the average of a correction that is not in use."""
+    params, optimizer = trained(name, BF16)
+    saved = optimizer.state_dict()
+    saved["state"][0].update(note=7, average=torch.ones(2))
+    optimizer.load_state_dict(saved)
+    give_gradients(params)
+    optimizer.step()
+    for entry in (optimizer.state[params[0]], optimizer.state_dict()["state"][0]):
+        assert entry["note"] == 7
+        assert torch.equal(entry["average"], torch.ones(2))
+
+
+def test_the_extras_of_sgd_are_keys_of_the_groups_only_where_asked_for() -> None:
+    reference = torch.optim.SGD(make_params(), lr=0.1, momentum=0.9)
+    plain, extra = made("SGD", make_params()), made("SGD", make_params(), smoothed=True)
+    assert "smoothed" not in plain.param_groups[0]
+    extra.load_state_dict(reference.state_dict())  # which has no such key
+    extra.add_param_group({"params": make_params()})
+    for each in (extra, copy.deepcopy(extra)):
+        assert [group["smoothed"] for group in each.param_groups] == [True, True]
+        assert each.param_groups[0]["momentum"] == 0.9
+    reference.add_param_group({"params": make_params()})
+    reference.load_state_dict(extra.state_dict())

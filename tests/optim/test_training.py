@@ -1,16 +1,19 @@
-"""Tests the optimizers in training loops, next to torch's: schedulers, scalers, hooks, memory."""
+"""Tests the optimizers in training loops next to torch's, and predictions in place."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import warnings
+import io
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.interrupting import Interrupts
 from helpers.optim_cases import (
     OF_TORCH,
     assert_bits,
@@ -25,7 +28,7 @@ from helpers.optim_cases import (
     trained,
 )
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,13 +36,6 @@ from torch.optim.optimizer import (
 
 import spectrain_ext as st
 
-SCHEDULERS: dict[str, Any] = {
-    "step": lambda opt: lr_scheduler.StepLR(opt, step_size=3, gamma=0.5),
-    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
-    # These two change the momentum as well.
-    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=15),
-    "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, base_lr=0.01, max_lr=0.2, step_size_up=5),
-}
 FLAGS = [(name, flag) for name in OF_TORCH for flag in ("foreach", "fused")]
 FLAGS.remove(("NAdam", "fused"))
 
@@ -58,33 +54,25 @@ def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
 
 
 @every_rival
-@pytest.mark.parametrize("kind", SCHEDULERS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_real_training_with_a_scheduler_matches_torch(
-    name: str, kind: str, set_to_none: bool
-) -> None:
+def test_a_model_of_convolutions_with_a_scheduler_of_rate_and_momentum(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
     model = model.to(memory_format=torch.channels_last)
     nets, runs, key = (model, copy.deepcopy(model)), [], "momentum" if name == "SGD" else "betas"
     for net, module in zip(nets, (st.optim, torch.optim), strict=True):
-        options = {**OF_TORCH[name], "weight_decay": 1e-3}
-        if set_to_none:  # also as a tensor, which schedulers fill
-            options["lr"] = torch.tensor(options["lr"], dtype=torch.float64)
+        # as a tensor, which schedulers fill
+        options = {**OF_TORCH[name], "lr": torch.tensor(0.1, dtype=torch.float64)}
         optimizer = getattr(module, name)(net.parameters(), **options)
-        runs.append((net, optimizer, SCHEDULERS[kind](optimizer)))
-    before = runs[0][1].defaults[key]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(8):
-            x, target = torch.randn(6, 1, 6, 6).double(), torch.randint(3, (6,))
-            for net, optimizer, scheduler in runs:
-                optimizer.zero_grad(set_to_none=set_to_none)
-                nn.functional.cross_entropy(net(x), target).backward()
-                optimizer.step()
-                scheduler.step()
-            ours, theirs = (optimizer.param_groups[0] for _, optimizer, _ in runs)
-            assert (ours["lr"], ours[key]) == (theirs["lr"], theirs[key])
-    assert (ours[key] != before) == (kind in ("one cycle", "cyclic"))
+        runs.append((net, optimizer, OneCycleLR(optimizer, max_lr=0.2, total_steps=15)))
+    for step in range(8):
+        x, target = torch.randn(6, 1, 6, 6).double(), torch.randint(3, (6,))
+        for net, optimizer, scheduler in runs:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            nn.functional.cross_entropy(net(x), target).backward()
+            optimizer.step()
+            scheduler.step()
+        ours, theirs = (optimizer.param_groups[0] for _, optimizer, _ in runs)
+        assert (ours["lr"], ours[key]) == (theirs["lr"], theirs[key])
+    assert ours[key] != runs[0][1].defaults[key]
     assert_same(nets[0].parameters(), nets[1].parameters())
 
 
@@ -110,37 +98,6 @@ def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str)
     assert name == "SGD" or optimizer.state[p]["step"] == 6
 
 
-def test_a_skipped_first_step_leaves_no_state() -> None:
-    p = nn.Parameter(torch.ones(4))
-    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)
-    for found in (1.0, 0.0):
-        p.grad = torch.ones(4)
-        optimizer.found_inf = torch.tensor(found)
-        optimizer.step()
-        assert bool(optimizer.state[p]) is (found == 0.0)
-    # the first gradient enters undampened
-    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones(4))
-
-
-@every_optimizer
-def test_a_scaled_step_and_a_skipped_one(name: str) -> None:
-    ours, optimizer = trained(name, steps=0)
-    theirs, reference = copy.deepcopy((ours, optimizer))
-    for step in range(4):
-        give_gradients(ours, theirs)
-        for p in ours:
-            p.grad.mul_(4)
-        optimizer.grad_scale = torch.tensor(4.0)
-        optimizer.found_inf = torch.tensor(float(step == 2))
-        before = bits(ours)
-        optimizer.step()
-        if step == 2:
-            assert_bits(ours, before)
-        else:
-            reference.step()
-    assert_bits(ours, theirs)
-
-
 @every_rival
 def test_hooks_and_closures(name: str) -> None:
     p = nn.Parameter(torch.ones(3).double())
@@ -158,17 +115,16 @@ def test_hooks_and_closures(name: str) -> None:
             losses = [opt.step(partial(closure, each, opt)) for each, opt in pairs]
         assert_same(losses[:1], losses[1:])
 
-    ours = optimizers[0]
+    ours, calls = optimizers[0], list[Any]()
     for register in (
         *(ours.register_step_pre_hook, ours.register_step_post_hook),
         *(register_optimizer_step_pre_hook, register_optimizer_step_post_hook),
     ):
-        calls: list[Any] = []
-        handle = register(lambda optimizer, *_, calls=calls: calls.append(optimizer))
+        handle = register(lambda optimizer, *_: calls.append(optimizer))
         step()
         handle.remove()
         step()
-        assert calls in ([ours], optimizers)
+    assert calls == [ours, ours, *optimizers, *optimizers]
 
     def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.param_groups[0]["params"][0].grad.mul_(0.5)
@@ -177,44 +133,6 @@ def test_hooks_and_closures(name: str) -> None:
         optimizer.register_step_pre_hook(halve)
         optimizer.step()
     assert_same([p], [q])
-
-
-def test_a_profiler_sees_the_step() -> None:
-    _, optimizer = trained()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        optimizer.step()
-    assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}
-
-
-@every_rival
-def test_backward_after_an_in_between_step_raises(name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = made(name, model.parameters())
-    early = model(torch.randn(3, 4)).sum()
-    model(torch.randn(3, 4)).sum().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        early.backward()
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.*with create_graph")
-def test_gradients_that_carry_a_graph() -> None:
-    p = nn.Parameter(torch.randn(5).double())
-    (q,), optimizer, reference = pair_of("SGD", [p])
-    for param, opt in ((p, optimizer), (q, reference)):
-        (param**3).sum().backward(create_graph=True)
-        opt.step()
-        param.grad = None
-    assert_same([p], [q])
-
-
-@every_rival
-def test_no_gradient_no_change_and_no_state(name: str) -> None:
-    params, optimizer = trained(name, steps=0)
-    kept = bits(params)
-    optimizer.step()
-    assert_bits(params, kept)
-    assert not optimizer.state
 
 
 @every_optimizer
@@ -235,3 +153,139 @@ def test_memory_is_freed_without_the_collector(name: str) -> None:
         assert buffer() is None
     finally:
         gc.enable()
+
+
+@every_rival
+def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
+    """Each made the other's anew, nine times as slow for 50 small parameters."""
+    params, optimizer = trained(name)
+    seen = []
+    for _ in range(4):
+        with optimizer.predicted(1):
+            pass
+        give_gradients(params)
+        optimizer.step()
+        seen.append(list(optimizer._launches._known.values()))
+    assert all(a is b for a, b in zip(seen[2], seen[3], strict=True))
+
+
+# Predictions in place: predict_, restore_ and predicted
+
+
+@pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), (0,)], ids=str)
+def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> None:
+    """Nothing is restored either: a graph of the weights survives the block."""
+    params, optimizer = trained(dtype=torch.float32)
+    with optimizer.predicted(steps):
+        loss = torch.stack([(p * p).sum() for p in params]).sum()
+        inside = [p._version for p in params]
+    assert [p._version for p in params] == inside
+    loss.backward()
+
+
+@pytest.mark.parametrize("ends", ["left", "raised"])
+def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    kept = bits(model.parameters())
+    saves = (
+        lambda: model.state_dict(),
+        lambda: model[2].state_dict(),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: copy.deepcopy(model),
+    )
+    with suppress(ZeroDivisionError), optimizer.predicted(2):
+        for save in saves:
+            with pytest.raises(RuntimeError, match="leave the block of predicted"):
+                save()
+        assert model[0].weight.detach().sum() == model[0].weight.sum()
+        if ends == "raised":
+            raise ZeroDivisionError
+    assert_bits(model.parameters(), kept)
+    for save in saves:
+        save()
+    assert all(not vars(p) for p in model.parameters())
+
+
+def test_weights_that_were_predicted_are_not_kept_alive() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    with optimizer.predicted(2):
+        model(torch.randn(3, 4)).sum().backward()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_backward_across_predict_or_restore_raises() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    before = model(torch.randn(3, 4)).sum()
+    with optimizer.predicted(1):
+        inside = model(torch.randn(3, 4)).sum()
+        with pytest.raises(RuntimeError, match="inplace"):
+            before.backward()
+    with pytest.raises(RuntimeError, match="inplace"):
+        inside.backward()
+
+
+def test_restore_reaches_parameters_that_moved_meanwhile() -> None:
+    params, optimizer = trained()
+    kept = bits(params)
+    optimizer.predict_(2)
+    for p in params:
+        p.data = p.data.clone()
+    optimizer.restore_()
+    assert_bits(params, kept)
+
+
+def _interrupted_at(n: int, work: Callable[[], None]) -> bool:
+    """Run work; raise KeyboardInterrupt at the n-th line inside the package, counted from 0."""
+    try:
+        with Interrupts(n):
+            work()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _is_predicted(optimizer: Any) -> bool:
+    try:
+        copy.deepcopy(optimizer)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupt_at_any_line_leaves_the_true_weights_or_says_so(twice: bool) -> None:
+    params = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3).double())]
+    optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
+    give_gradients(params)
+    optimizer.step()
+    true = bits(params)
+
+    def work() -> None:
+        with optimizer.predicted(2.0):
+            pass
+
+    n = 0
+    while _interrupted_at(n, work):
+        for m in (1, 5, 10, 20) if twice else ():
+            if _is_predicted(optimizer):
+                _interrupted_at(m, optimizer.restore_)
+        if _is_predicted(optimizer):
+            with pytest.raises(RuntimeError, match="restore_"):
+                optimizer.step()
+            optimizer.restore_()
+        assert_bits(params, true)
+        n += 1
+    assert_bits(params, true)
+    assert n > 50

@@ -11,17 +11,15 @@ import torch
 from rich.console import Console
 
 from spectrain_ext import files
-from spectrain_ext.method import find_method, methods
 from studies import times
 from studies.builtin import maker_of
-from studies.looks import looks
 from studies.pictures import draw_losses, draw_losses_over_time
 from studies.progress import Progress
 from studies.report import comparison_table
 from studies.results import ACCURACY, PERPLEXITY, MethodResult, Metric, Run, RunFile, summarize
 from studies.results import write_results as write
-from studies.settings import DEFAULT_METHODS, settle
-from studies.times import Work, draw_methods_together, minibatch_time, relative_times
+from studies.settings import settle
+from studies.times import Work, relative_times
 
 
 def run_of(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -72,7 +70,7 @@ def test_what_is_interrupted_leaves_the_file_before_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None:
+def test_a_line_of_progress_every_ten_seconds() -> None:
     now, file = [100.0], io.StringIO()
     lines = Progress(Console(file=file, width=30), 40, 3, clock=lambda: now[0])
     lines.skip(40)
@@ -86,16 +84,7 @@ def test_a_line_of_progress_every_ten_seconds_and_a_bar_for_a_terminal() -> None
     now[0] += 400.0
     lines.advance(torch.tensor(0.25))
     # recently one in 400 s; on the whole 21 in 410 s, with 59 left
-    said += (
-        "[vanilla], seed 2/3: minibatch 21 of 40, loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n"
-    )
-    assert file.getvalue() == said
-    written = io.StringIO()
-    for terminal in (False, True):
-        with Progress(Console(file=written, force_terminal=terminal), 2, 1) as progress:
-            progress.begin("own", "1/1")
-            progress.advance(torch.tensor(1.0))
-        assert ("own" in written.getvalue()) == terminal
+    assert file.getvalue().endswith("loss 0.25, 0.0025 minibatches/s, 0:19:12 left\n")
 
 
 # Means over seeds, results.json and the table
@@ -128,12 +117,9 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
     text = shown(summarize(runs))
     for said in ("spectrain-stash", "90.5 ± 0.7", "2 of 2 diverged", "does not compare throughput"):
         assert said in text
-    assert "One test sample is 0.3 points" in text
-    single = shown(summarize(runs[:1]))
-    assert "90.0" in single and "±" not in single and "diverged" not in single
+    assert "±" not in shown(summarize(runs[:1]))
     texts = summarize([run_of("auto", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
-    said = shown(texts, PERPLEXITY)
-    assert "5.00 ± 1.41" in said and "accuracy" not in said
+    assert "5.00 ± 1.41" in shown(texts, PERPLEXITY)
     figures = (("sync", 0.99, 0.1), ("vanilla", 0.5, 2.0), ("pipedream", 0.75, 1.0))
     results = summarize([run_of(m, 0, a, loss) for m, a, loss in (*figures, ("xpipe", 0.2, 800))])
     assert ACCURACY.best(results) == 75
@@ -146,24 +132,8 @@ def test_the_table_explains_itself_and_names_the_best_of_what_overlaps() -> None
 # Simulated times
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-def test_bubbles_of_even_stages_and_the_slowest_one(stages: int) -> None:
-    """Slots of one forward and one backward: N for one minibatch, M + N - 1 for M parts."""
-    for name, microbatches, slots in (
-        *(("sync", 1, stages), ("1f1b", 8, (8 + stages - 1) / 8), ("gpipe", 4, (3 + stages) / 4)),
-        *(("vanilla", 1, 1.0), ("auto", 4, 1.0)),
-    ):
-        even = Work([1.0] * stages, [2.0] * stages)
-        assert minibatch_time(find_method(name), microbatches, even) == pytest.approx(3 * slots)
-    uneven = Work([1.0, 3.0, 1.0], [2.0, 4.0, 2.0])
-    assert uneven.slowest == 7.0
-    assert minibatch_time(find_method("vanilla"), 1, uneven) == pytest.approx(7.0)
-    assert minibatch_time(find_method("sync"), 1, uneven) == pytest.approx(13.0)
-
-
 def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-
     asked: list[int] = []
 
     def given(settings: object, make: object, stages: int, devices: list[str]) -> Work:
@@ -185,34 +155,6 @@ def test_methods_are_compared_in_one_unit(monkeypatch: pytest.MonkeyPatch, tmp_p
 # Pictures
 
 
-def test_every_method_has_a_look_of_its_own() -> None:
-    names = [*methods(), *(f"own-{number}" for number in range(20))]
-    found = looks(names)
-    assert list(found) == names
-    assert len(set(found.values())) == len(names)
-    assert looks(["mine", "auto"])["auto"] == found["auto"]
-    assert len({found[name].color for name in DEFAULT_METHODS}) == 6
-
-
-@pytest.mark.parametrize("over_time", [False, True])
-@pytest.mark.parametrize(("count", "seeds"), [(0, 1), (5, 3), (19, 1)])
-def test_the_picture_is_a_png_that_is_not_blank(
-    tmp_path: Path, count: int, seeds: int, over_time: bool
-) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    names = ["sync", *(f"method-{number}" for number in range(count))]
-    runs = [run_of(name, seed, 0.5) for name in names for seed in range(seeds)]
-    results, path = summarize([*runs, run_of("auto", 0, 0.1, math.nan)]), tmp_path / "losses.png"
-    if over_time:
-        took = {name: 1.0 + 8.0 * (name == "sync") for name in (*names, "auto")}
-        draw_losses_over_time(path, results, took, title="title", window=2)
-    else:
-        draw_losses(path, results, title="title", window=2)
-    pixels = image.imread(path)
-    assert pixels.shape[0] > 400 and pixels.shape[1] > 700
-    assert pixels[..., :3].min() < 0.1
-
-
 def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,18 +166,9 @@ def test_lines_are_trailing_means_and_what_is_not_finite_is_drawn_at_the_top(
         plot(self, x, y, *more, **how)
 
     monkeypatch.setattr(axes.Axes, "plot", recorded)
+    path, took = tmp_path / "losses.png", {"sync": 2.0}
     for losses, window in (((4.0, 2.0, 0.0, 6.0), 2), ((1.0, math.inf), 1), ((1.0, math.nan), 1)):
         run = Run("sync", 0, 0.1, losses[-1], 1.0, 1, losses)
-        draw_losses(tmp_path / "losses.png", summarize([run]), title="", window=window)
-    assert drawn == [[4.0, 3.0, 1.0, 3.0], [1.0, 1000.0], [1.0, 1000.0]]
-
-
-def test_methods_are_drawn_together(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "t.svg"
-    together = [(find_method("sync"), "#000000"), (find_method("auto"), "#009E73")]
-    draw_methods_together(picture, together, 4)
-    # two minibatches of sync; eight of auto without a bubble, less seven quarters for its ramp
-    for said in ("auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
-        assert said in picture.read_text(), said
-    assert "#009e73" in picture.read_text().lower()
+        draw_losses(path, summarize([run]), title="", window=window)
+    draw_losses_over_time(path, summarize([run]), took, title="", window=1)
+    assert drawn == [[4.0, 3.0, 1.0, 3.0], *[[1.0, 1000.0]] * 3, [1000.0]]  # with a mark at its end

@@ -1,8 +1,10 @@
-"""Tests a stage's weights: their memory, the version each forward and backward gets, its cost."""
+"""Tests a stage's weights: their memory, the versions, the predictions; and learning rates."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -19,10 +21,14 @@ from helpers.pipeline_cases import (  # noqa: F401
     torch_sgd,
 )
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
+from spectrain_ext.method import find_method
 
+AUTO = find_method("auto")
 ALIGNMENT = 256  # bytes: for vector loads and matrix libraries
 
 
@@ -80,46 +86,78 @@ def test_parameters_are_views_of_flat_buffers_until_their_release():
         assert not p.numel() or not torch.equal(p, old)
 
 
-class Notes(nn.Linear):
-    """Notes its weights in every forward and every backward."""
+# What a backward finds, whatever else a stage saves
 
-    def __init__(self):
-        super().__init__(5, 5)
-        self.forwards, self.backwards = [], []
+
+class Checkpointed(nn.Module):
+    """A module whose forward runs again in its backward."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
     def forward(self, x):
-        self.forwards.append(self.weight.detach().clone())
-        out = super().forward(x)
-        out.register_hook(lambda _: self.backwards.append(self.weight.detach().clone()))
-        return out
+        return checkpoint(self.module, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    ("method", "more"),
-    [
-        ("pipedream", {}),
-        ("pipedream", {"window": "wide"}),
-        ("pipedream", {"microbatches": 2}),
-        ("pipedream-vertical-sync", {}),
-        ("pipedream-2bw", {"microbatches": 3}),
-        ("spectrain-stash", {}),
-    ],
-)
-def test_a_stashed_version_comes_back_bit_for_bit(method, more):
-    stages = [Notes() for _ in range(3)]
-    losses(st.Pipeline(stages, sgd(), mse, method, **{"microbatches": 1, **more}), batches(12))
-    for stage in stages:
-        assert all(map(torch.equal, stage.forwards, stage.backwards))
-        assert not torch.equal(stage.forwards[-1], stage.forwards[-2 * more.get("microbatches", 1)])
+class Modified(nn.Module):
+    """Changes a saved tensor in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        y = self.layer(x).exp()
+        found = y * 2
+        y.add_(1)
+        return found
 
 
-def test_a_minibatch_keeps_the_weights_of_its_first_forward():
-    """Under xpipe an update comes between the forwards of one minibatch."""
-    stages = [Notes() for _ in range(4)]
-    losses(st.Pipeline(stages, sgd(), mse, "xpipe", microbatches=2), batches(12, size=4))
-    for stage in stages:
-        firsts, seconds = stage.forwards[::2], stage.forwards[1::2]
-        assert all(map(torch.equal, firsts, seconds))
+def trained(stages, data, method="spectrain"):
+    # With one microbatch a later stage's backward overwrites.
+    pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=2)
+    return [*losses(pipe, data), *pipe.parameters()]
+
+
+@pytest.mark.parametrize("method", ["spectrain", "lwp-w"])
+def test_a_part_that_runs_again_meets_the_backwards_weights(method):
+    """Using the forward's weights except in the checkpoint would mix two computations.
+
+    A checkpointed part gets all its activations from the backward's weights. This equals the
+    definition if the activations do not depend on the weights, as in a stage of one linear layer.
+    """
+    stages, data = [nn.Linear(5, 5) for _ in range(4)], batches(8, size=4)
+    plain = trained(copy.deepcopy(stages), data, method)
+    again = trained([Checkpointed(stage) for stage in stages], data, method)
+    assert all(map(torch.equal, plain, again))
+
+
+def test_hooks_around_the_run_see_all_that_is_no_weight():
+    stages, data = tanh_stages(3), batches(6, size=4)
+    plain = trained(copy.deepcopy(stages), data)
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.detach().clone()
+
+    def unpack(tensor):
+        unpacked.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        hooked = trained(stages, data)
+    assert all(map(torch.equal, plain, hooked))
+    assert packed and len(packed) == len(unpacked)
+
+
+@pytest.mark.parametrize("method", ["spectrain", "vanilla"])
+def test_what_is_changed_in_place_after_it_was_saved_is_refused(method):
+    """With hooks autograd does not check; the package raises the same error."""
+    with pytest.raises(st.StageError, match="modified by an inplace operation") as raised:
+        trained([Modified(), *tanh_stages(2)], batches(4, size=4), method)
+    assert (raised.value.stage, raised.value.action) == (0, "backward")
 
 
 # Predictions that a step writes in the same pass
@@ -171,16 +209,12 @@ EVERY_FOURTH = {"scheduler": lambda optimizer: StepLR(optimizer, 4, 0.5)}
     [
         # Stage 0 fills the pipeline with one prediction; its last two steps have no next forward.
         ("spectrain", {}, [(10, 1), (11, 1), (12, 1)]),
-        ("xpipe", {}, [(10, 1), (11, 1), (12, 1)]),
         # Before the third forward of stage 0 there is an update, but no step of its own.
         ("spectrain-local", {}, [(10, 2), (11, 1), (0, 0)]),
-        ("spectrain-stash", {}, [(10, 1), (11, 1), (0, 0)]),
-        ("lwp-v", {}, [(10, 1), (11, 1), (0, 0)]),
         # These laws need the step's gradient.
         ("second-order", {}, [(12, 0)] * 3),
         ("auto", EVERY_FOURTH, [(12, 0)] * 3),
         ("lwp-w", {}, [(0, 0)] * 3),
-        ("vanilla", {}, [(0, 0)] * 3),
         ("vanilla", WIDE, [(10, 0), (11, 0), (12, 0)]),  # rounds, where a master is wider
         ("xpipe", {"microbatches": 2}, [(11, 13), (0, 23), (12, 1)]),
         # A rate that has just changed is met by a load; the next step still expects a change.
@@ -210,32 +244,13 @@ def test_a_failed_step_leaves_no_order_behind():
 
 
 def test_a_hook_that_changes_the_learning_rate_in_a_step():
-    def hooked(make):
-        def made(params):
-            optimizer = make(params)
-            optimizer.register_step_post_hook(halve)
-            return optimizer
+    def hooked(params, make):
+        optimizer = make(params)
+        optimizer.register_step_post_hook(halve)
+        return optimizer
 
-        return made
-
-    makes = hooked(sgd()), hooked(torch_sgd())
+    makes = [partial(hooked, make=make) for make in (sgd(), torch_sgd())]
     Compared(tanh_stages(3), "spectrain", optimizer=makes).run(batches(8))
-
-
-def test_a_parameter_without_a_gradient_is_predicted_too():
-    class Sometimes(nn.Module):
-        """Uses its second layer in every other forward."""
-
-        def __init__(self):
-            super().__init__()
-            self.calls, self.one, self.two = 0, nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x):
-            self.calls += 1
-            x = self.one(x)
-            return self.two(x) if self.calls % 2 else x
-
-    Compared([*tanh_stages(1), Sometimes(), *tanh_stages(1)], "spectrain").run(batches(8))
 
 
 def test_a_graph_from_before_a_run_does_not_meet_the_new_weights_unnoticed():
@@ -245,3 +260,83 @@ def test_a_graph_from_before_a_run_does_not_meet_the_new_weights_unnoticed():
     losses(pipe, batches(1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+# Learning rates with a factor of the method, which the parameter groups never show
+
+
+def made(stages, make, method):
+    return st.Pipeline(copy.deepcopy(stages), make, mse, method, microbatches=1)
+
+
+def rates(pipe):
+    return [group["lr"] for each in pipe.optimizers for group in each.param_groups]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(st.optim.Muon, lr=0.02, adamw={"lr": 0.01}),
+        partial(torch.optim.Adam, lr=torch.tensor(0.05)),
+    ],
+    ids=["two groups", "tensor"],
+)
+def test_a_factor_is_as_good_as_other_rates(make):
+    """Bit for bit; the caller may set rates between runs, and sees only them."""
+    plain, factor = replace(AUTO, rates=None), AUTO.rates
+    stages = tanh_stages(4)
+    other, pipe = made(stages, make, plain), made(stages, make, "auto")
+    assert pipe.schedulers == []
+    for rate in (None, 0.01):
+        for place, mine, theirs in zip(pipe.places, pipe.optimizers, other.optimizers, strict=True):
+            for group, twin in zip(mine.param_groups, theirs.param_groups, strict=True):
+                group["lr"] = group["lr"] if rate is None else rate
+                twin["lr"] = group["lr"] * factor(place, 0)
+        before, data = rates(pipe), batches(8)
+        assert factor(pipe.places[0], 0) < 1
+        assert all(map(torch.equal, losses(pipe, data), losses(other, data)))
+        assert all(a is b for a, b in zip(rates(pipe), before, strict=True))
+    assert all(map(torch.equal, pipe.parameters(), other.parameters()))
+
+
+def test_the_rate_comes_back_after_a_failed_step_and_hooks_may_set_it():
+    seen, fails = [], []
+
+    class Sgd(torch.optim.SGD):
+        def step(self):
+            seen.append(self.param_groups[0]["lr"])
+            if fails:
+                raise ArithmeticError
+            super().step()
+
+    def warm_up(optimizer, *_):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    pipe = made(tanh_stages(3), partial(Sgd, lr=0.25), "auto")
+    factors = [AUTO.rates(place, 0) for place in pipe.places]
+    losses(pipe, batches(2))
+    assert sorted(seen) == sorted(0.25 * factor for factor in factors * 2)
+    fails.append(True)
+    with pytest.raises(st.StageError):
+        losses(pipe, batches(2))
+    assert rates(pipe) == [0.25] * 3
+    fails.clear()
+    seen.clear()
+    for each in pipe.optimizers:
+        each.register_step_pre_hook(warm_up)
+    losses(pipe, batches(2))
+    assert sorted(seen) == sorted(0.5 * factor for factor in factors * 2)
+    assert rates(pipe) == [0.5] * 3
+    for each in pipe.optimizers:  # outside of a run nothing is divided
+        each.step()
+    assert set(seen[-3:]) == {0.5}
+
+
+def test_a_factor_needs_a_rate():
+    def bare(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    with pytest.raises(ValueError, match=r"group 0 of the SGD of stages\[0\] has no 'lr'"):
+        made(tanh_stages(3), bare, "auto")
