@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoint_cases import nest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import nn
@@ -65,14 +66,15 @@ def test_kinds(tmp_path: Path) -> None:
     ("value", "match"),
     [
         ({"a": [1, object()]}, r"extra\.a\[1\]: a checkpoint cannot hold a builtins\.object"),
-        ((lambda: 0,), r"extra\[0\]: a checkpoint cannot hold a builtins\.function"),
+        (nest(1, 101), "extra.*more than 100 containers"),
+        (torch.tensor(1j), r"extra: .* torch\.Tensor of 1 elements"),
         (torch.zeros(2), r"extra: a checkpoint cannot hold a torch\.Tensor of 2 elements"),
         (torch.eye(1).to_sparse(), r"extra: .* a torch\.Tensor that is not dense"),
         ({"a": b"x"}, r"extra\.a: a checkpoint cannot hold a builtins\.bytes"),
         (np.datetime64("2020"), r"extra: a checkpoint cannot hold a numpy\.datetime64"),
         (torch.ones(1, 1).max(0), r"extra: .* hold a torch\.return_types\.max"),
     ],
-    ids=["object", "function", "tensor", "sparse", "bytes", "date", "named tuple"],
+    ids=["object", "deep", "complex", "tensor", "sparse", "bytes", "date", "named tuple"],
 )
 def test_refused(tmp_path: Path, value: object, match: str) -> None:
     with pytest.raises(TypeError, match=match):

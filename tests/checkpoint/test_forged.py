@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-import pickle
+import random
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import pytest
 import torch
 from helpers.checkpoint_cases import (
     batches,
+    body_of,
     forge,
     model,
+    nadam,
     nest,
     pipeline,
     refused,
     same,
+    state_of,
     train,
+    write_body,
 )
 from helpers.foreign_optimizers import Whitened
 from hypothesis import given
@@ -37,47 +43,31 @@ DOCUMENT, MODEL, STATE = "checkpoint.json", "model.safetensors", "state.safetens
 # Files
 
 
-def cut(name: str, at: float) -> Callable[[Path], None]:
-    """Return a function that leaves a share of a file, or with -1 all but its last byte."""
-
-    def damage(path: Path) -> None:
-        size = (path / name).stat().st_size
-        os.truncate(path / name, size - 1 if at < 0 else int(at * size))
-
-    return damage
-
-
-def instead(name: str, make: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return a function that puts something else in the place of a file."""
-
-    def damage(path: Path) -> None:
-        (path / name).unlink()
-        make(path / name)
-
-    return damage
-
-
 def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
 @pytest.mark.parametrize(
-    ("damage", "match"),
+    ("name", "instead", "match"),
     [
-        (instead(DOCUMENT, lambda path: None), r"c/checkpoint\.json: cannot be read, No such file"),
-        (instead(MODEL, lambda path: None), r"model\.safetensors: cannot be read, No such file"),
-        (cut(MODEL, -1), r"model\.safetensors: damaged, expected \d+ bytes, got \d+"),
-        (cut(DOCUMENT, 0.5), r"checkpoint\.json: damaged, it is no checkpoint document"),
+        (DOCUMENT, None, r"c/checkpoint\.json: cannot be read, No such file"),
+        (MODEL, None, r"model\.safetensors: cannot be read, No such file"),
         # neither waited for nor read for ever
-        (instead(DOCUMENT, os.mkfifo), f"{DOCUMENT}: .*expected a plain file"),
-        (instead(DOCUMENT, endless), f"{DOCUMENT}: .*expected a plain file"),
-        (instead(MODEL, os.mkfifo), f"{MODEL}: .*expected a plain file"),
-        (instead(MODEL, endless), f"{MODEL}: .*expected a plain file"),
+        (DOCUMENT, os.mkfifo, f"{DOCUMENT}: .*expected a plain file"),
+        (MODEL, os.mkfifo, f"{MODEL}: .*expected a plain file"),
+        (MODEL, endless, f"{MODEL}: .*expected a plain file"),
     ],
 )
-def test_damaged_files(saved: Path, damage: Callable[[Path], None], match: str) -> None:
-    damage(saved)
+def test_something_else_than_a_file(saved: Path, name: str, instead: Any, match: str) -> None:
+    (saved / name).unlink()
+    if instead is not None:
+        instead(saved / name)
     refused(saved, match)
+
+
+def test_a_file_that_was_cut(saved: Path) -> None:
+    os.truncate(saved / MODEL, (saved / MODEL).stat().st_size - 1)
+    refused(saved, r"model\.safetensors: damaged, expected \d+ bytes, got \d+")
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, DOCUMENT])
@@ -110,23 +100,15 @@ class Evil:
         return os.mkdir, (str(self.trace),)
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(saved: Path, zipped: bool) -> None:
+def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(saved: Path) -> None:
     trace, path = saved.parent / "executed", saved / MODEL
-    if zipped:
-        torch.save(Evil(trace), path)
-    else:
-        path.write_bytes(pickle.dumps(Evil(trace)))
+    torch.save(Evil(trace), path)
     forge(saved, lambda body: body["files"].update({path.name: path.stat().st_size}))
     refused(saved, r"model\.safetensors: damaged, ")
     assert not trace.exists()
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(4, 5), torch.zeros(16), torch.zeros(4, 4).double(), torch.zeros(4, 4, 2)],
-    ids=["shape", "flat", "dtype", "pairs"],
-)
+@pytest.mark.parametrize("tensor", [torch.zeros(4, 4, 2), torch.zeros(4, 4).double()])
 def test_something_else_than_the_tensor(saved: Path, tensor: torch.Tensor) -> None:
     name, path = "0.linear.weight", saved / MODEL
     save_file(load_file(path) | {name: tensor}, path, metadata={"format": "pt"})
@@ -155,29 +137,23 @@ def grow(path: Path, name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "match"),
+    ("name", "match"),
     [
-        ("unused", r"checkpoint\.json: tensors: nothing uses 'more'"),
-        ("weight", r"holds something else than the tensor 'model\.0\.linear\.weight'"),
-        ("state", "damaged, the SHA-256 of 'more' is not what was saved"),
-        ("generator", "damaged, the SHA-256 of 'more' is not what was saved"),
+        ("0.linear.weight", r"holds something else than the tensor 'model\.0\.linear\.weight'"),
+        ("more", "damaged, the SHA-256 of 'more' is not what was saved"),
     ],
 )
 def test_a_small_file_that_claims_much_costs_little_memory(
-    saved: Path, which: str, match: str
+    saved: Path, name: str, match: str
 ) -> None:
-    size, name = 1 << 27, "0.linear.weight" if which == "weight" else "more"
-    path = saved / (MODEL if which == "weight" else STATE)
+    size, path = 1 << 27, saved / (STATE if name == "more" else MODEL)
     grow(path, name, size)
 
     def change(body: Body) -> None:
         body["files"][path.name] = path.stat().st_size
-        if which != "weight":
+        if name == "more":
             entry = {"dtype": "uint8", "shape": [size], "file": path.name, "sha256": "0" * 64}
             body["tensors"][name] = entry
-        if which == "state":
-            body["stages"][0]["optimizer"]["state"]["other"] = {"state": {"$tensor": name}}
-        if which == "generator":
             body["processes"][0]["random"]["cuda9"] = {"$tensor": name}
 
     forge(saved, change)
@@ -196,19 +172,13 @@ DEEP = '{"sha256": "", "checkpoint": ' + 10**5 * "[" + 10**5 * "]" + "}"
     ("content", "match"),
     [
         (b"", "it is no checkpoint document"),
-        (b"[]", "it is no checkpoint document"),
-        (b"null", "it is no checkpoint document"),
         (b'{"checkpoint": [], "sha256": 3}', "it is no checkpoint document"),
-        (b'{"checkpoint": {"format": NaN, "version": 1}, "sha256": ""}', "expected the format"),
-        (b'{"checkpoint": {"format": [[[[[[[[1]]]]]]]], "version": 1}, "sha256": 0}', "the format"),
         (b'{"checkpoint": {}, "checkpoint": {}}', "a key is there twice"),
         (b'{"checkpoint": ' + b"9" * 10**5 + b"}", "it is no checkpoint document"),
         (b"\xff\xfe\xfd", "it is no checkpoint document"),
-        (b"\xef\xbb", "it is no checkpoint document"),
         (DEEP.encode(), "it is no checkpoint document"),
-        (b"[" * 10**5, "it is no checkpoint document"),
     ],
-    ids=range(12),
+    ids=range(6),
 )
 def test_what_is_no_document(saved: Path, content: bytes, match: str) -> None:
     (saved / DOCUMENT).write_bytes(content)
@@ -225,27 +195,16 @@ BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
     ("key", "change", "match"),
     [
         (WEIGHT, {"dtype": "complex64"}, "is complex64, which does not fit into float32"),
-        (WEIGHT, {"dtype": "int32"}, "is int32, which does not fit into float32"),
         (WEIGHT, {"dtype": "qint32"}, "'qint32' is no dtype"),
-        (WEIGHT, {"dtype": "save"}, "'save' is no dtype"),
-        (WEIGHT, {"dtype": "_dynamo"}, "'_dynamo' is no dtype"),
         (f"model.{COUNT}", {"dtype": "float64"}, "float64, which does not fit into int64"),
-        (f"model.{COUNT}", {"dtype": "bool"}, "is bool, which does not fit into int64"),
         (MOMENTUM, {"dtype": "complex32"}, "has no imaginary part"),
-        (MOMENTUM, {"dtype": "qint8"}, "'qint8' is no dtype"),
         (MOMENTUM, {"shape": [2, 2]}, NO_STATE.format(r"\[2, 2\]")),
         (MOMENTUM, {"shape": [1]}, NO_STATE.format(r"\[1\]")),
-        (MOMENTUM, {"shape": []}, NO_STATE.format(r"\[\]")),
-        (MOMENTUM, {"shape": [2**40]}, NO_STATE.format(r"\[1099511627776\]")),
         *((WEIGHT, {"order": order}, BAD_ENTRY) for order in ([0], [0, 0], [0, 2], "01", {})),
-        *((WEIGHT, {"order": order}, BAD_ENTRY) for order in ([True, False], [0, 1, 2])),
         (WEIGHT, {"file": "x"}, BAD_ENTRY),
         (WEIGHT, {"shape": [1] * 100}, BAD_ENTRY),
-        (WEIGHT, {"file": 3}, r"\['file'\]: expected a str, got int"),
         (WEIGHT, {"sha256": True}, r"\['sha256'\]: expected a str, got bool"),
         (WEIGHT, {"shape": [-1]}, "a number from 0, got -1"),
-        (WEIGHT, {"shape": [4.0]}, r"\['shape'\]\[0\]: expected a int, got float"),
-        (WEIGHT, {"shape": [10**30]}, "a number from 0, got 10"),
         (WEIGHT, {"file": STATE}, f"{STATE}: damaged"),
     ],
 )
@@ -274,39 +233,22 @@ def options(body: Body) -> Body:
     [
         (lambda b: b.update(version=1), "expected version 2, got 1"),
         (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
-        (lambda b: b.update(minibatches="3"), "minibatches: expected a int, got str"),
-        (lambda b: b.update(extra=nest(1, 50), minibatches=True), "minibatches: expected a int"),
-        (lambda b: b.update(minibatches=-1), "minibatches: expected a number from 0, got -1"),
+        (lambda b: b.update(minibatches=True), "minibatches: expected a int, got bool"),
         (lambda b: b.update(training={"minibatches": -1, "phase": 0}), "training.*from 0, got -1"),
         (lambda b: b.update(processes=[]), "processes: expected one or more"),
-        (lambda b: b["processes"][0].update(random=[3]), "random'.*: expected a dict, got list"),
-        (lambda b: b["files"].update({"../../etc/passwd": 1}), "files: .* is no file of a ch"),
-        (lambda b: b["files"].update({"": 0}), "files: '' is no file of a checkpoint"),
-        (lambda b: b["files"].update({"..": 0}), r"files: '\.\.' is no file of a checkpoint"),
         (lambda b: b["files"].update({f"{MODEL}\0": 0}), "is no file of a checkpoint"),
-        (lambda b: b["files"].update({STATE: 0.5}), "files.*: expected a int, got float"),
         (lambda b: b["tensors"].update({"\x1b[31m": []}), r"tensors\['.x1b.*expected a dict"),
         (lambda b: b.pop("stages"), "stages: expected a list, got NoneType"),
-        (lambda b: b["stages"].insert(0, 3), r"stages\[0\]: expected a dict, got int"),
-        (lambda b: stage(b).pop("random"), r"stages\[0\]: has no 'random'"),
-        (lambda b: stage(b).update(random=[{}]), r"\['random'\]\[0\]: has no '\$tensor'"),
-        (lambda b: stage(b).update(parameters=[["x"]]), "expected a str, got list"),
-        (lambda b: stage(b).update(stage=True), "expected a int, got bool"),
         (lambda b: stage(b)["weights"].update(more={"$tensor": "none"}), "has no tensor 'none'"),
         (lambda b: stage(b).pop("optimizer"), r"stages\[0\]: has no 'optimizer'"),
-        (lambda b: stage(b)["optimizer"].update({"class": ["SGD"]}), "expected a str, got list"),
-        (lambda b: stage(b)["optimizer"].update({"groups": [3]}), r"groups'\]\[0\]: .* got int"),
-        (lambda b: stage(b)["optimizer"].update(state={"x": 3}), "expected a dict, got int"),
         (lambda b: state(b).update(momentum_buffer=3), "nothing uses '.*weight.momentum_buffer'"),
         (lambda b: options(b).update(lr="fast"), "lr"),
-        (lambda b: options(b).update(lr=[1]), "lr"),
         (lambda b: options(b).update(lr=float("nan")), "lr"),
         (lambda b: options(b).update(initial_lr="x"), "initial_lr"),
         (lambda b: stage(b).update(scheduler=[1]), "scheduler of stage 0: expected a dict, got a "),
         (lambda b: stage(b).update(scheduler={"step": 3}), "'step' does not fit MultiStepLR"),
         (lambda b: stage(b).update(scheduler={"optimizer": 3}), "'optimizer' does not fit"),
         (lambda b: stage(b)["scheduler"].update(milestones=3), "'milestones' does not fit"),
-        (lambda b: stage(b)["scheduler"].update({"$dict": []}), "scheduler"),
     ],
 )
 def test_forged_documents(saved: Path, change: Callable[[Body], object], match: str) -> None:
@@ -317,32 +259,23 @@ def test_forged_documents(saved: Path, change: Callable[[Body], object], match: 
 VALUES: list[Any] = [
     {"$tuple": 3},
     {"$dict": [3]},
-    {"$dict": [[1, 2, 3]]},
     {"$dict": [[[1], 2]]},
     {"$dict": [[1, 2], [1, 3]]},
     {"$counter": {}},
-    {"$scalar": ["float32", "x"]},
     {"$scalar": ["float32", [1, 2]]},
     {"$scalar": ["float32", [[None]]]},
     {"$scalar": ["int8", 1000]},
-    {"$scalar": ["int64", 2**70]},
-    {"$scalar": ["_dynamo", 1]},
     {"$scalar": [["float32"], 1]},
     {"$deque": [[1, 2], 1]},
     {"$deque": [[1], True]},
-    {"$deque": [1]},
-    {"$size": [1.5]},
     {"$size": [-1]},
     {"$dtype": "Tensor"},
-    {"$dtype": ["float32"]},
     {"$numpy": ["object", 1]},
     {"$numpy": ["int8", 300]},
-    {"$numpy": ["float32", "1"]},
     {"$tensor": "x"},
     {"$other": []},
     {"$tuple": [], "more": 1},
     nest(1, 101),
-    {"a": nest({"$tuple": [nest(1, 60)]}, 60)},
 ]
 
 
@@ -405,3 +338,113 @@ def test_generators_of_devices_that_are_not_here(saved: Path, device: str, resto
 
     forge(saved, change)
     assert load(saved, pipeline(2, seed=3)).random is restored
+
+
+# Random changes of a document, which gets a correct digest
+
+
+BAD_NUMBERS = (
+    *(0, 1, -1, 127, 128, 256, 65535, 65536, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**400),
+    *(-(2**31), -(2**63), 0.5, -0.0, 1e308, float("inf"), float("-inf"), float("nan")),
+)
+BAD_TEXTS = (
+    *("", "x", "..", "/etc/passwd", "\0", "\x1b[31m", "\ud800", "é" * 300, "9" * 5000, "NaN"),
+    *("float32", "complex64", "qint8", "bool", "int64", "__class__", "step", "optimizer", "params"),
+    *("$tuple", "$dict", "$scalar", "$counter", "checkpoint.json"),
+)
+
+
+def bad_value(rng: random.Random) -> object:
+    kind = rng.randrange(5)
+    if kind == 0:
+        return rng.choice(BAD_NUMBERS)
+    if kind == 1:
+        return rng.choice((*BAD_TEXTS, None, True, False, [], {}, [[]], [{}], {"": {}}))
+    if kind == 2:
+        nested: object = rng.choice(BAD_NUMBERS)
+        for _ in range(rng.choice((1, 5, 99, 102))):
+            nested = rng.choice(([nested], {"a": nested}, {"$tuple": [nested]}))
+        return nested
+    if kind == 3:
+        return [bad_value(rng) for _ in range(rng.randrange(4))]
+    return {rng.choice(BAD_TEXTS): bad_value(rng) for _ in range(rng.randrange(3))}
+
+
+def places(value: object) -> list[tuple[object, object]]:
+    """Return every container and key inside a value."""
+    if not isinstance(value, (dict, list)):
+        return []
+    keys = value if isinstance(value, dict) else range(len(value))
+    inner = (place for key in keys for place in places(value[key]))
+    return [*((value, key) for key in keys), *inner]
+
+
+def changed_json(rng: random.Random, document: object) -> object:
+    document = copy.deepcopy(document)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        known = places(document)
+        if not known:
+            break
+        container, key = rng.choice(known)
+        kind = rng.randrange(5)
+        if kind <= 1:
+            container[key] = bad_value(rng)
+        elif kind == 2:
+            del container[key]
+        elif kind == 3:
+            other, its = rng.choice(known)
+            container[key] = copy.deepcopy(other[its])
+        elif isinstance(container, list):
+            container.insert(rng.randrange(len(container) + 1), bad_value(rng))
+        else:
+            container[rng.choice(BAD_TEXTS)] = bad_value(rng)
+    return document
+
+
+class Forged:
+    """A checkpoint whose document changes and gets a correct digest, and what loads it."""
+
+    def __init__(self, base: Path) -> None:
+        self.where, self.sampler = base / "checkpoint", ShuffledSampler(10, 3)
+        kept = pipeline(2, optimizer=nadam)
+        train(kept, batches(3))
+        extra = {"a": (1, 2.5), "b": [None, torch.tensor(3)]}
+        save(self.where, kept, minibatches=3, sampler=self.sampler, extra=extra)
+        self.body = body_of(self.where)
+        self.renew()
+
+    def renew(self) -> None:
+        self.pipe = pipeline(2, seed=3, optimizer=nadam)
+        train(self.pipe, batches(1))
+        self.sampler.position = 1
+        self.before = self.state()
+
+    def state(self) -> list[object]:
+        return [state_of(self.pipe), self.sampler.state_dict(), torch.get_rng_state()]
+
+    def case(self, rng: random.Random) -> None:
+        write_body(self.where, changed_json(rng, self.body))
+        try:
+            load(self.where, self.pipe, sampler=self.sampler)
+            self.renew()
+        except CheckpointError:
+            same(self.state(), self.before)
+
+
+@pytest.fixture(scope="module")
+def forged(tmp_path_factory: pytest.TempPathFactory) -> Forged:
+    return Forged(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n < 10 else pytest.mark.nightly) for n in range(100)]
+)
+def test_a_changed_document_is_loaded_or_refused(forged: Forged, seed: int) -> None:
+    for k in range(5 if seed < 10 else 100):
+        begin = time.process_time()
+        try:
+            forged.case(random.Random(f"{seed} {k}"))
+        except Exception as error:
+            error.add_note(f"case {k} of seed {seed}")
+            raise
+        assert time.process_time() - begin < 10, f"case {k} of seed {seed}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,22 +45,15 @@ def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path: Path, save
     load(tmp_path / "empty", model())
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (DOCUMENT, '{"format": "mine"}'),
-        (DOCUMENT, ""),
-        (DOCUMENT, None),  # a folder
-        ("model.safetensors", "mine"),
-    ],
-    ids=["json", "empty", "folder", "weights"],
-)
+@pytest.mark.parametrize("content", ['{"format": "mine"}', None], ids=["json", "folder"])
 def test_a_folder_with_the_name_of_a_checkpoints_file_is_none(
-    tmp_path: Path, name: str, content: str | None
+    tmp_path: Path, content: str | None
 ) -> None:
-    path = tmp_path / "c" / name
-    (path if content is None else path.parent).mkdir(parents=True)
-    if content is not None:
+    path = tmp_path / "c" / DOCUMENT
+    path.parent.mkdir()
+    if content is None:
+        path.mkdir()
+    else:
         path.write_text(content)
     with pytest.raises(FileExistsError, match="c is no checkpoint; overwrite=True replaces only"):
         save(tmp_path / "c", model(), overwrite=True)
@@ -82,8 +73,9 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> 
     monkeypatch.setattr(os, "fsync", fsync_and_act)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00002.safetensors", "runs/1"])
-@pytest.mark.parametrize("moment", ["before", "during"])
+@pytest.mark.parametrize(
+    ("name", "moment"), [("model-00001-of-00002.safetensors", "before"), ("runs/1", "during")]
+)
 def test_a_checkpoint_with_something_else_is_not_replaced(
     saved: Path, monkeypatch: pytest.MonkeyPatch, name: str, moment: str
 ) -> None:
@@ -105,23 +97,9 @@ def test_a_checkpoint_with_something_else_is_not_replaced(
     assert names(saved.parent) == ["c"]
 
 
-def test_a_path_that_was_taken_during_the_save_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meanwhile(monkeypatch, lambda: (tmp_path / "c").write_text("mine"))
-    with pytest.raises(CheckpointError, match="c exists; overwrite=True replaces it"):
-        save(tmp_path / "c", model())
-    assert (tmp_path / "c").read_text() == "mine"
-    assert names(tmp_path) == ["c"]
-
-
-@pytest.mark.parametrize("damage", ["version", "cut"])
-def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved: Path, damage: str) -> None:
+def test_a_checkpoint_whose_document_cannot_be_used_is_replaced(saved: Path) -> None:
     document = saved / DOCUMENT
-    if damage == "cut":
-        os.truncate(document, document.stat().st_size - 2)
-    else:
-        document.write_text(document.read_text().replace('"version": 2', '"version": 1'))
+    os.truncate(document, document.stat().st_size - 2)
     refused(saved, r"checkpoint\.json: ")
     save(saved, model(), overwrite=True)
     load(saved, model())
@@ -152,37 +130,14 @@ def test_links_in_the_way_are_removed_and_not_followed(tmp_path: Path, saved: Pa
     assert saved.is_dir()
 
 
-def test_the_pointer_is_no_pipe_and_not_long(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, pipeline(2))
-    os.mkfifo(tmp_path / "latest")
-    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
-        manager.restore()
-    with pytest.raises(CheckpointError, match="expected a plain file"):
-        manager.save()  # as root it would have replaced /dev/null
-    assert (tmp_path / "latest").is_fifo()
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").write_bytes(b"x" * 101)
-    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*at most 100 bytes"):
-        manager.latest()
-
-
 # Writing
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
-    [("x" * 250, "File name too long"), ("file/c", "File exists"), ("c", "Read-only file system")],
-    ids=["long", "file", "read-only"],
+    ("path", "reason"), [("x" * 250, "File name too long"), ("file/c", "File exists")]
 )
-def test_a_place_where_nothing_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str
-) -> None:
-    def refuse(path: object, *_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", path)
-
+def test_a_place_where_nothing_can_be_written(tmp_path: Path, path: str, reason: str) -> None:
     (tmp_path / "file").touch()
-    if path == "c":
-        monkeypatch.setattr(os, "mkdir", refuse)
     match = f"path: {tmp_path / path} cannot be written, {reason}: {tmp_path}"
     with pytest.raises(CheckpointError, match=match):
         save(tmp_path / path, model())
@@ -191,41 +146,22 @@ def test_a_place_where_nothing_can_be_written(
     assert names(tmp_path) == ["file"]
 
 
-@contextmanager
-def full(call: str) -> Iterator[None]:
-    """Let writes of more than some bytes fail, or the wait for the disk."""
-
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_leaves_the_last_one_whole(tmp_path: Path, asynchronous: bool) -> None:
     def no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch:
-        if call == "fsync":
-            patch.setattr(os, "fsync", no_space)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if call == "write" else -1, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("call", ["write", "fsync"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_full_disk_leaves_the_last_one_whole(
-    tmp_path: Path, call: str, asynchronous: bool
-) -> None:
     manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=asynchronous)
     list(manager.run(batches(3)))
     manager.save()
     manager.wait()
     expected = state_of(manager.pipe)
     list(manager.run(batches(1)))
-    with (
-        full(call),
-        pytest.raises((CheckpointError, OSError), match=r"No space left|File too large"),
-    ):
-        manager.save()
-        manager.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises((CheckpointError, OSError), match="No space left"):
+            manager.save()
+            manager.wait()
     assert names(tmp_path) == ["latest", "minibatch-00000003"]
     other = CheckpointManager(tmp_path, pipeline(2, seed=3))
     assert other.restore().minibatches == 3

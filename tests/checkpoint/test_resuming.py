@@ -14,11 +14,13 @@ from helpers.checkpoint_cases import (
     halving,
     model,
     nadam,
+    narrow,
     optimizers_of,
     pipeline,
     same,
     state_of,
     strides,
+    tied,
     train,
 )
 from helpers.covering import Axes
@@ -94,15 +96,6 @@ TORCHS = {
 }
 
 
-def tied(seed: int) -> nn.Sequential:
-    """Return blocks of which the first and the last share a weight; a bias is frozen."""
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-    blocks[3][0].weight = blocks[0][0].weight
-    blocks[1][0].bias.requires_grad_(False)
-    return nn.Sequential(*blocks)
-
-
 def images(seed: int) -> nn.Sequential:
     """Return convolutions whose weights do not lie row by row in memory."""
     torch.manual_seed(seed)
@@ -110,10 +103,6 @@ def images(seed: int) -> nn.Sequential:
     middle = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Tanh(), nn.Conv2d(4, 4, 2))
     last = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     return nn.Sequential(first, *middle, last).to(memory_format=torch.channels_last)
-
-
-def narrow(seed: int) -> nn.Sequential:
-    return model(seed).bfloat16()
 
 
 def narrow_tied(seed: int) -> nn.Sequential:

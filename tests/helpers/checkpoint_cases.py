@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections import deque
@@ -38,6 +39,19 @@ def model(seed: int = 0, blocks: int = 4) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(*(Noisy() for _ in range(blocks)))
+
+
+def narrow(seed: int) -> nn.Sequential:
+    return model(seed).bfloat16()
+
+
+def tied(seed: int = 0) -> nn.Sequential:
+    """Return blocks of which the first and the last share a weight; a bias is frozen."""
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    blocks[3][0].weight = blocks[0][0].weight
+    blocks[1][0].bias.requires_grad_(False)
+    return nn.Sequential(*blocks)
 
 
 def ends(blocks: int, n: int) -> list[int]:
@@ -103,7 +117,7 @@ def optimizers_of(
     """Return copies of the state and the options of every parameter, and of state of none."""
     found: dict[str, Any] = {"state": {}, "options": {}, "shared": []}
     for optimizer in optimizers:
-        whole = copied(optimizer.state_dict())
+        whole = copy.deepcopy(optimizer.state_dict())
         known = [names[p] for group in optimizer.param_groups for p in group["params"]]
         state = whole.pop("state")
         found["state"] |= {name: state.pop(k) for k, name in enumerate(known) if k in state}
@@ -112,17 +126,6 @@ def optimizers_of(
             found["options"] |= {known[index]: group for index in indices}
         found["shared"].append((state, whole))
     return found
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of containers and tensors, whose layouts in memory stay."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(member) for key, member in value.items()}
-    if isinstance(value, deque):
-        return deque(map(copied, value), value.maxlen)
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def same(found: Any, expected: Any, where: str = "", layouts: bool = True) -> None:
@@ -152,17 +155,12 @@ def strides(tensor: Tensor) -> list[int]:
 
 
 def everything(pipe: st.Pipeline) -> dict[str, Any]:
-    """Return weights and state by name, those of optimizers and generators by stage."""
-    found: dict[str, Any] = {}
-    for stage in pipe.children():
-        found.update((stage.full_name(k), v) for k, v in stage.state_dict().items())
-    for k, optimizer in enumerate(pipe.optimizers):
-        for index, entry in optimizer.state_dict()["state"].items():
-            members = entry if isinstance(entry, dict) else {"": entry}
-            found.update((f"state.{k}.{index}.{key}", v) for key, v in members.items())
-    for k, stage in enumerate(pipe.random):
-        found.update((f"random.{k}.{j}", state) for j, state in enumerate(stage.states()))
-    return found
+    """Return weights, state of optimizers and generators, by names that hold on every rank."""
+    found = state_of(pipe)
+    of_parameters = {f"state of {name}": entry for name, entry in found["state"].items()}
+    places = zip(pipe.places, found["random"], strict=True)
+    random = {f"random of {place.stage}": states for place, states in places}
+    return {**found["model"], **of_parameters, **random}
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

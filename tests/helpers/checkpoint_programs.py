@@ -7,7 +7,18 @@ import shutil
 
 import torch
 import torch.distributed as dist
-from helpers.checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd, weights
+from helpers.checkpoint_cases import (
+    LOSS,
+    Noisy,
+    batches,
+    ends,
+    everything,
+    halving,
+    model,
+    same,
+    sgd,
+    weights,
+)
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -60,10 +71,8 @@ def modules(rank, ranks, path):
     loaded = load(f"{path}/c", other, optimizer=its_optimizer, **where)
     assert (loaded.random, loaded.minibatches) == (True, 3)
     assert torch.equal(torch.rand(2), expected)
-    for a, b in zip(part.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-        buffers = [o.state[p]["momentum_buffer"] for o, p in ((optimizer, a), (its_optimizer, b))]
-        assert torch.equal(*buffers)
+    same(weights(other), weights(part))
+    same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
     assert its_optimizer.param_groups[0]["lr"] == 0.05 * (rank + 1)
     return sum(p.double().sum().item() for p in part.parameters())
 
@@ -99,17 +108,12 @@ def errors(rank, ranks, path):
     return found
 
 
-def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, chunks=1, **more):
+def manager_of(path, rank, ranks, seed, timeout=60.0, chunks=1, **more):
     torch.manual_seed(4)  # the same on all ranks, as in one process
     parts = cut_at(model(seed), ends(4, chunks * ranks))[rank::ranks]
+    given = {"scheduler": halving, "share_loss": True, "timeout": timeout}
     pipe = st.DistributedPipeline(
-        parts if chunks > 1 else parts[0],
-        sgd,
-        LOSS,
-        "spectrain",
-        scheduler=halving,
-        share_loss=share_loss,
-        timeout=timeout,
+        parts if chunks > 1 else parts[0], sgd, LOSS, "spectrain", **given
     )
     return CheckpointManager(path, pipe, sampler=ShuffledSampler(9, 2), **more)
 
@@ -146,67 +150,40 @@ def trains(rank, ranks, path, chunks=1):
         if rank == 1:
             break
     timed.wait()
-    state = {
-        place.stage: list(part.state_dict().values())
-        for place, part in zip(other.pipe.places, other.pipe.children(), strict=True)
-    }
-    return first, second, state, timed.minibatches, refused
-
-
-def numbers(rank, ranks, path):
-    """Return the minibatch numbers of two runs; only the last rank has losses."""
-    manager = manager_of(path, rank, ranks, 0, share_loss=False, every_minibatches=2)
-    results = [result for _ in range(2) for result in manager.run(batches(3))]
-    if rank == ranks - 1:
-        assert all(torch.isfinite(result.loss) for result in results)
-    return [result.index for result in results], manager.sampler.position
+    return first, second, everything(other.pipe), timed.minibatches, refused
 
 
 def replicated(rank, ranks, path):
-    """Train replicated stages, stop, resume in another pipeline, then with other replicas.
+    """Train replicated stages, resume in another pipeline, then with other replicas and cuts.
 
-    Returns the trained state, the resumed state, and what other cuts and replicas loaded.
+    Returns losses and weights of both trainings, and the weights that the others loaded.
     """
-    counts = [1, 2]
-    stage, replica = [(0, 0), (1, 0), (1, 1)][rank]
 
-    def pipe_of(seed, counts, stage, cuts):
+    def manager_of(seed, counts, stage, cuts):
         torch.manual_seed(4)
         part = cut_at(model(seed), ends(4, cuts))[stage]
-        return st.DistributedPipeline(
-            part,
-            sgd,
-            LOSS,
-            scheduler=halving,
-            replicas=counts,
-            microbatches=2,
-            share_loss=True,
-            timeout=60.0,
-        )
-
-    def manager_of(seed):
-        return CheckpointManager(f"{path}/replicas", pipe_of(seed, counts, stage, 2), keep=9)
+        more = {"replicas": counts, "microbatches": 2, "share_loss": True, "timeout": 60.0}
+        pipe = st.DistributedPipeline(part, sgd, LOSS, scheduler=halving, **more)
+        return CheckpointManager(f"{path}/replicas", pipe, keep=9)
 
     def trained(manager, count, seed):
         return [(r.index, r.loss.item()) for r in manager.run(batches(count, seed))]
 
-    first = manager_of(0)
+    # the second one overwrites the initial weights of the replicas
+    first, other = (manager_of(seed, [1, 2], min(rank, 1), 2) for seed in (0, 7))
     trained(first, 5, 0)
     first.save()
     expected = trained(first, 4, 1)
-    other = manager_of(7)  # it overwrites the initial weights of the replicas
     assert other.restore().random
-    assert other.minibatches == 5
-    found = trained(other, 4, 1)
+    assert trained(other, 4, 1) == expected  # including dropout
     states = [weights(manager.pipe) for manager in (first, other)]
     loaded = []
-    for counts_now, stage_now, cuts in (([2, 1], [0, 0, 1][rank], 2), (None, rank, 3)):
-        pipe = pipe_of(9, counts_now, stage_now, cuts)
-        same_numbers = load(f"{path}/replicas/minibatch-00000005", pipe).random
-        part = next(iter(pipe.children()))
-        state = {part.full_name(k): v.clone() for k, v in part.state_dict().items()}
-        loaded.append((same_numbers, state))
-    return expected, found, states, loaded, replica
+    for counts, stage, cuts in (([2, 1], rank // 2, 2), (None, rank, 3)):
+        manager = manager_of(9, counts, stage, cuts)
+        assert not manager.restore().random
+        part = next(iter(manager.pipe.children()))
+        loaded.append({part.full_name(k): v.clone() for k, v in part.state_dict().items()})
+    return expected, states, loaded
 
 
 def same_store(rank, ranks):

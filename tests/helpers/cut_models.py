@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import spectrain_ext as st
 from spectrain_ext.partitioning import BlockProfile, Partition, Profile
@@ -106,23 +107,13 @@ def alike(
                 torch.testing.assert_close(found, expected, **tolerance)
                 if grad:
                     for output in (found, expected):
-                        each = [output] if isinstance(output, Tensor) else [*flat(output)]
-                        sum(tensor.square().sum() for tensor in each).backward()
+                        sum(tensor.square().sum() for tensor in tree_leaves(output)).backward()
     named = gradients_of(model)
     for name, gradient in gradients_of(alone).items():
         torch.testing.assert_close(named[name], gradient, msg=name, **tolerance)
     assert {*model.parameters()} == {p for stage in stages for p in stage.parameters()}
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), **tolerance)
     return stages
-
-
-def flat(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors of nested values."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from flat(member)
 
 
 def trains_alike(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import resource
 import signal
 
@@ -30,16 +29,9 @@ CALLS = (
 
 def trains(rank, ranks, path, trial):
     """Resume; return the minibatches found, the errors of saves, and all state."""
-    manager = manager_of(
-        path,
-        rank,
-        ranks,
-        0,
-        timeout=trial["timeout"],
-        every_minibatches=EVERY,
-        keep=2,
-        asynchronous=trial.get("asynchronous", False),
-    )
+    saves = {"every_minibatches": EVERY, "keep": 2}
+    saves["asynchronous"] = trial.get("asynchronous", False)
+    manager = manager_of(path, rank, ranks, 0, timeout=trial["timeout"], **saves)
     manager.restore()
     begun = manager.minibatches
     if rank == trial.get("culprit"):
@@ -57,9 +49,7 @@ def trains(rank, ranks, path, trial):
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             manager.save()  # there is space again
     manager.wait()
-    state = everything(manager.pipe)
-    own = {re.sub(r"^(state|random)\.0\.", rf"\1.{rank}.", key): v for key, v in state.items()}
-    return begun, errors, own
+    return begun, errors, everything(manager.pipe)
 
 
 @functools.cache

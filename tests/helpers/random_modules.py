@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -77,20 +76,6 @@ class Hooked(nn.Module):
         return self.layer(x) * 1.1  # the hook's result must not be changed in place
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.cell(x)[0]
-
-
-class Attention(nn.TransformerEncoderLayer):
-    def __init__(self, dropout):
-        super().__init__(WIDTH, 2, 8, dropout=dropout)
-
-
 def parametrized(layer):
     parametrize.register_parametrization(layer, "weight", Positive())
     return layer
@@ -100,15 +85,6 @@ def transposed(layer):
     """Return the layer with a transposed memory layout of its weight."""
     layer.weight = nn.Parameter(layer.weight.detach().transpose(0, 1).contiguous().transpose(0, 1))
     return layer
-
-
-def old(norm):
-    def made(layer):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a warning of torch's
-            return norm(layer)
-
-    return made
 
 
 def bare_tanh(x, layer):
@@ -121,6 +97,10 @@ def again(x, layer):
 
 def residual(x, layer):
     return x + layer(x)
+
+
+def first_of(x, layer):
+    return layer(x)[0]
 
 
 def twice(x, layer):
@@ -157,8 +137,6 @@ ANYWHERE = {
     "parametrized": lambda d: parametrized(plain(d)),
     "spectral": lambda d: parametrizations.spectral_norm(plain(d)),
     "weight norm": lambda d: parametrizations.weight_norm(plain(d)),
-    "old spectral": lambda d: old(nn.utils.spectral_norm)(plain(d)),
-    "old weight norm": lambda d: old(nn.utils.weight_norm)(plain(d)),
 }
 BLOCKS = {
     "flat": {
@@ -166,34 +144,31 @@ BLOCKS = {
         "thin": lambda d: nn.Linear(WIDTH, WIDTH, bias=False),
         "orthogonal": lambda d: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
         "layer norm": lambda d: nn.LayerNorm(WIDTH),
-        "rms norm": lambda d: nn.RMSNorm(WIDTH),
         "group norm": lambda d: nn.GroupNorm(2, WIDTH),
         "batch norm": lambda d: nn.BatchNorm1d(WIDTH),
         "batch mean": lambda d: nn.BatchNorm1d(WIDTH, momentum=None),
     },
     "image": {
         **ANYWHERE,
-        "pointwise": lambda d: nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False),
         "depthwise": lambda d: nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS),
         "group norm": lambda d: nn.GroupNorm(2, CHANNELS),
         "batch norm": lambda d: nn.BatchNorm2d(CHANNELS),
         "instance norm": lambda d: nn.InstanceNorm2d(CHANNELS, affine=True),
         "pooled": lambda d: nn.AvgPool2d(3, stride=1, padding=1),
-        "largest": lambda d: nn.MaxPool2d(3, stride=1, padding=1),
     },
     "time": {
         **ANYWHERE,
-        "lstm": lambda d: Recurrent(nn.LSTM),
-        "gru": lambda d: Recurrent(nn.GRU),
-        "attention": lambda d: Attention(0.0),
-        "attention dropout": lambda d: Attention(0.1),
+        "lstm": lambda d: Function(first_of, nn.LSTM(WIDTH, WIDTH)),
+        "gru": lambda d: Function(first_of, nn.GRU(WIDTH, WIDTH)),
+        "attention": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0),
+        "attention dropout": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1),
         "layer norm": lambda d: nn.LayerNorm(WIDTH),
     },
 }
 RANDOM = {"dropout", "checkpointed dropout", "attention dropout"}
 BATCHED = {"batch norm", "batch mean"}  # depend on the whole microbatch
-MOVED = {"moving", "spectral", "old spectral"}  # read buffers that a forward changes
-WITHOUT_WEIGHTS = {"tanh", "gelu", "relu_", "dropout", "moving", "pooled", "largest"}
+MOVED = {"moving", "spectral"}  # read buffers that a forward changes
+WITHOUT_WEIGHTS = {"tanh", "gelu", "relu_", "dropout", "moving", "pooled"}
 # Gradients that are 0 except for rounding: of a bias before a norm that subtracts the mean.
 ZERO_GRADIENTS = {*BATCHED, "instance norm", "attention", "attention dropout"}
 WIDE_ONLY = {"orthogonal"}  # not in bfloat16

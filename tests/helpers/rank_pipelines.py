@@ -98,15 +98,3 @@ def tied_and_cut(rank: int, ranks: int, folder: str) -> dict[str, Any]:
             else:  # this rank sees one of the names only
                 assert rank == 0 < ranks - 1
     return found
-
-
-def partitions(rank: int, ranks: int) -> Any:
-    """Return every rank's cut; each was slow at another block."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
-
-    def lingers(*_: object) -> None:
-        torch.linalg.svd(torch.rand(300, 300))
-
-    model[2 * rank].register_forward_pre_hook(lingers)
-    parts = st.partition(model, 3, torch.randn(4, 8))
-    return parts.cut.ends, [block.seconds for block in parts.profile.blocks]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,32 +29,18 @@ NO_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = {
     "Llama": SMALL,
     "Mistral": {**SMALL, "sliding_window": 3},
-    "Qwen2": {**SMALL, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
-    "Qwen3": {**SMALL, "head_dim": 8},
-    "Gemma": {**SMALL, "head_dim": 8},
     "Gemma2": {**SMALL, "head_dim": 8, "sliding_window": 3, "final_logit_softcapping": 0.2},
-    "Gemma3": {**SMALL, "head_dim": 8, "sliding_window": 3, "sliding_window_pattern": 3},
-    "Phi3": {**SMALL, "pad_token_id": 0},
-    "Olmo2": SMALL,
     "Mixtral": {**SMALL, "num_local_experts": 2},
     "GPT2": {**GPT2, **NO_DROPS, "tie_word_embeddings": False, "pad_token_id": 0},
-    "GPTNeo": {
-        **{**SIZES, **PLACES, "num_layers": 4, "num_heads": 2, "window_size": 3},
-        "attention_types": [[["global", "local"], 2]],
-    },
-    "GPTNeoX": {**SIZES, **HEADS, **PLACES, "intermediate_size": 24},
     "OPT": {**SIZES, **HEADS, **PLACES, "ffn_dim": 24, "word_embed_proj_dim": 8},
     "Bloom": {**SIZES, "n_layer": 4, "n_head": 2},
 }
-TEXT = {"Gemma3": "Gemma3Text"}  # configs with another name
-LM = {"GPT2": "GPT2LMHeadModel"}
 
 
 def made(name: str, head: str = "ForCausalLM", **more: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(tf, f"{TEXT.get(name, name)}Config")(**{**MODELS[name], **more})
-    cls = LM.get(name, name + head) if head == "ForCausalLM" else name + head
-    model = getattr(tf, cls)(config)
+    config = getattr(tf, f"{name}Config")(**{**MODELS[name], **more})
+    model = getattr(tf, name + ("LMHeadModel" if name == "GPT2" else head))(config)
     with torch.no_grad():
         for p in model.parameters():  # norms and biases too: no value is neutral
             p.add_(torch.randn_like(p) * 0.1)
@@ -122,29 +106,32 @@ def test_what_goes_from_stage_to_stage():
     """Only the hidden state and the batch's other values; the ids where needed."""
     first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
     ids = torch.randint(1, 61, (2, 5))
-    assert first(ids).shape == (2, 5, 16)
     assert first({"input_ids": ids, "labels": ids}).shape == (2, 5, 16)
-    mask = torch.ones_like(ids)
-    assert [t.shape for t in first({"input_ids": ids, "attention_mask": mask})] == [
-        (2, 5, 16),
-        (2, 5),
-    ]
-    sent = first({"position_ids": mask, "input_ids": ids})
-    assert [t.numel() for t in sent] == [160, 0, 10]
+    sent = first({"position_ids": ids, "input_ids": ids})
+    assert [t.numel() for t in sent] == [160, 0, 10]  # without a mask
     # checks for padding without a mask
     looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]
     assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["Gemma2", "GPT2", "Llama"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_training_in_a_pipeline_is_the_models(name: str, tied: bool, tmp_path: Path) -> None:
     model = made(name, tie_word_embeddings=tied).train()
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
     assert len(getattr(parts.stages[2], "tied_parameters", ())) == tied
     data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
-    trains_alike(alone, parts, data, parts.loss_fn, own_loss).release()
+    pipe = trains_alike(alone, parts, data, parts.loss_fn, own_loss)
+    model.load_state_dict(pipe.state_dict())
+    generates = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ids = torch.arange(1, 7).view(2, 3)
+    found, expected = (each.eval().generate(ids, **generates) for each in (model, alone))
+    assert torch.equal(found, expected)
+    for _ in pipe.train().run(data):  # after other calls of the model
+        with pytest.raises(RuntimeError, match="take the pipeline's own state_dict"):
+            model.save_pretrained(tmp_path)
+    pipe.release()
     if tied:
         model.save_pretrained(tmp_path)
         again = type(model).from_pretrained(tmp_path)
@@ -183,45 +170,6 @@ def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name: str) -> None:
     counts = [parts.loss_fn.count(one).item() for one in data]
     whole = sum(own_loss(alone, one).item() * n for one, n in zip(data, counts, strict=True))
     assert pipe.evaluate(data)["loss"] == pytest.approx(whole / sum(counts), rel=1e-5)
-
-
-def test_the_trained_model_is_saved_as_a_whole(tmp_path):
-    model = made("Qwen3")
-    parts = st.partition(model, 4, profile=EVEN)
-    before = copy.deepcopy(model.state_dict())
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="spectrain", microbatches=2)
-    for _ in pipe.run([batch(4, 8, "right") for _ in range(5)]):
-        with pytest.raises(RuntimeError, match="take the pipeline's own state_dict"):
-            model.save_pretrained(tmp_path)  # predicted weights
-    pipe.release()
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-        assert not torch.equal(before[key], tensor), key
-    ids = batch(2, 6)["input_ids"]
-    torch.testing.assert_close(pipe.eval()(ids).logits, again.eval()(ids).logits)
-
-
-def test_a_model_generates_between_runs(tmp_path: Path) -> None:
-    model = made("GPT2", tie_word_embeddings=True).train()
-    alone, other = copy.deepcopy(model), copy.deepcopy(model)
-    parts = st.partition(model, 3, profile=EVEN)
-    ids = torch.arange(1, 7).view(2, 3)
-    data = [batch(4, 7, "right") for _ in range(4)]
-    pipe = trains_alike(alone, parts, data, parts.loss_fn, own_loss)
-    for each in (model, other):
-        each.load_state_dict(pipe.state_dict())
-    found = [
-        each.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-        for each in (alone, model, other)
-    ]
-    assert all(torch.equal(found[0], one) for one in found)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    torch.testing.assert_close(again(ids).logits, alone(ids).logits)
-    pipe.train()
-    list(pipe.run(data))
 
 
 def test_the_model_itself_is_left_alone():
@@ -294,27 +242,20 @@ def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
     assert len(asked) == len(set(asked))
 
 
-def labelled(kind: str, mask: str) -> dict[str, Tensor]:
-    found = batch(4, 7, mask)
-    classes = torch.arange(4) % 3
-    labels = {"token": found["labels"].clamp(max=2), "class": classes, "number": classes.float()}
-    return {**found, "labels": labels[kind]}
-
-
-@pytest.mark.parametrize(
-    ("head", "kind", "count"),
-    [
-        ("ForSequenceClassification", "class", 3),
-        ("ForSequenceClassification", "number", 1),
-        ("ForTokenClassification", "token", 3),
-    ],
-)
-def test_classification_heads(head: str, kind: str, count: int) -> None:
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_classification_heads(head: str, count: int) -> None:
     """The class of a sequence is that of its last token, which is found from the ids."""
     model = made("Llama", head, pad_token_id=0, num_labels=count).eval()
     parts = st.partition(model, 3, profile=EVEN)
     assert model.config.problem_type is None
-    for given in (labelled(kind, "right"), labelled(kind, "left")):
+    for mask in ("right", "left"):
+        given = batch(4, 7, mask)
+        if head == "ForSequenceClassification":
+            classes = torch.arange(4) % 3
+            given["labels"] = classes if count == 3 else classes.float()
+        else:
+            given["labels"].clamp_(max=count - 1)
         found, expected = run(parts, given), model(**given)
         torch.testing.assert_close(found.logits, expected.logits)
         for labels in (given, given["labels"]):
@@ -361,21 +302,10 @@ def test_encoders_around_a_list_of_blocks():
 # Image models, which are traced
 
 
-def resnet():
-    sizes = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1], "num_labels": 3}
-    return tf.ResNetForImageClassification(tf.ResNetConfig(**sizes, layer_type="basic"))
-
-
-def vit():
-    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
-    more = {"intermediate_size": 8, "image_size": 8, "patch_size": 4}
-    return tf.ViTForImageClassification(tf.ViTConfig(**sizes, **more))
-
-
-@pytest.mark.parametrize("make", [resnet, pytest.param(vit, marks=pytest.mark.nightly)])
-def test_models_of_images(make: Callable[[], nn.Module]) -> None:
+def test_models_of_images() -> None:
     torch.manual_seed(0)
-    model = make().train()
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1], "num_labels": 3}
+    model = tf.ResNetForImageClassification(tf.ResNetConfig(**sizes, layer_type="basic")).train()
     alone = copy.deepcopy(model)
 
     def images(count: int) -> dict[str, Tensor]:
@@ -400,42 +330,17 @@ def texts(count: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, **added}
 
 
-def llava() -> Any:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 16}
-    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
-    text = {"model_type": "llama", "vocab_size": 61, **sizes}
-    more = {"image_token_id": 60, "vision_feature_layer": -1}
-    config = tf.LlavaConfig(vision_config=vision, text_config=text, **more)
-    return tf.LlavaForConditionalGeneration(config).eval()
-
-
-def illustrated() -> dict[str, Tensor]:
-    ids = torch.randint(1, 60, (2, 9))
-    ids[:, 2:6] = 60  # the patches of the image
-    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids}
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("make", "batches", "point"),
-    [  # the decoder reads the encoder's output
-        (lambda: t5().eval(), lambda: [texts(3, 7), texts(2, 9), texts(1, 6)], "decoder.block.0"),
-        (llava, lambda: [illustrated()], "model.language_model.layers.1"),
-    ],
-    ids=["encoder and decoder", "images and text"],
-)
-def test_other_models_are_traced(make: Any, batches: Any, point: str) -> None:
+def test_an_encoder_and_decoder_is_traced() -> None:
+    """The decoder reads the encoder's output."""
     torch.manual_seed(0)
-    model, data = make(), batches()
+    model, data = t5().eval(), [texts(3, 7), texts(2, 9), texts(1, 6)]
     alone = copy.deepcopy(model)
-    parts = st.partition(model, 2, data[0], split_points=[point], profile="parameters")
+    point = ["decoder.block.0"]
+    parts = st.partition(model, 2, data[0], split_points=point, profile="parameters")
     for given in data:
         expected = alone(**{name: given[name] for name in given if name != "idx"})
-        found = run(parts, given)
-        torch.testing.assert_close(found.logits, expected.logits)
-        if "labels" in given:
-            torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
+        torch.testing.assert_close(run(parts, given).logits, expected.logits)
 
 
 # Columns added by collators
@@ -446,47 +351,33 @@ def test_columns_are_dropped_by_the_models_signature():
     torch.manual_seed(0)
     model = made("Llama", "ForSequenceClassification", num_labels=3, pad_token_id=0)
     alone = copy.deepcopy(model)
-    cross_entropy = torch.nn.functional.cross_entropy
     seen = []
 
     def loss_fn(output, batch):
         seen.append(set(batch))
+        cross_entropy = torch.nn.functional.cross_entropy
         losses = cross_entropy(output.logits, batch["labels"], reduction="none")
         return (losses * batch["importance"]).mean()
 
-    def collate(rows):
-        found = batch(len(rows), 6, "right")
-        added = {"idx": torch.tensor(rows[:1]), "token_type_ids": found["input_ids"] * 0}
-        weights = {"importance": torch.arange(1.0, len(rows) + 1), "position_ids": None}
-        labels = {"sentence": ["a"] * len(rows), "labels": torch.arange(len(rows)) % 3}
-        return {**found, **added, **weights, **labels}
+    def expected(alone, given):
+        taken = {name: given[name] for name in ("input_ids", "attention_mask")}
+        return loss_fn(alone(**taken), given)
 
-    def takes_of(given):
-        return {name: given[name] for name in ("input_ids", "attention_mask")}
-
-    data = list(torch.utils.data.DataLoader(range(9), batch_size=4, collate_fn=collate))
+    data = []
+    for rows in (4, 4, 1):
+        given = {**batch(rows, 6, "right"), "labels": torch.arange(rows) % 3, "position_ids": None}
+        more = {"idx": torch.tensor([rows]), "token_type_ids": given["input_ids"] * 0}
+        weights = {"importance": torch.arange(1.0, rows + 1), "sentence": ["a"] * rows}
+        data.append({**given, **more, **weights})
     parts = st.partition(model, 3, data[0], profile=EVEN, columns=["importance"])
-    pipe = trains_alike(
-        alone,
-        parts,
-        data,
-        loss_fn,
-        lambda alone, given: loss_fn(alone(**takes_of(given)), given),
-        microbatches=2,
-    )
+    pipe = trains_alike(alone, parts, data, loss_fn, expected, microbatches=2)
     kept = {"input_ids", "attention_mask", "labels", "importance"}
     assert seen.count(kept) == 5  # the last minibatch has one sample
-    pipe.eval()
-    alone.eval()
-    torch.testing.assert_close(pipe(data[0]).logits, alone(**takes_of(data[0])).logits)
-    found = pipe.evaluate(data[:1])["loss"]
-    assert found == pytest.approx(loss_fn(alone(**takes_of(data[0])), data[0]).item())
-    pipe.train()
-    bad = {name: value for name, value in data[0].items() if name != "input_ids"}
+    del data[0]["input_ids"]
     with pytest.raises(
         TypeError, match=r"batches\[1\]: expected 'input_ids', .*; got 'attention_m"
     ):
-        list(pipe.run([data[0], bad]))
+        list(pipe.run([data[1], data[0]]))
 
 
 # Errors
@@ -497,22 +388,9 @@ def t5(**more):
     return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2, **more))
 
 
-def whisper():
-    sizes = {"vocab_size": 61, "d_model": 16, "pad_token_id": 0, "num_mel_bins": 4}
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 8}
-    layers.update(encoder_attention_heads=2, decoder_attention_heads=2)
-    return tf.WhisperForConditionalGeneration(tf.WhisperConfig(**sizes, **layers))
-
-
 def xlnet():
     sizes = {"vocab_size": 61, "d_model": 16, "n_layer": 3, "n_head": 2, "d_inner": 16}
     return tf.XLNetLMHeadModel(tf.XLNetConfig(**sizes))
-
-
-def prophetnet():
-    sizes = {"vocab_size": 61, "hidden_size": 16, "decoder_ffn_dim": 16, "num_decoder_layers": 2}
-    heads = {"num_decoder_attention_heads": 2, "is_decoder": True, "is_encoder_decoder": False}
-    return tf.ProphetNetForCausalLM(tf.ProphetNetConfig(**sizes, **heads))
 
 
 def t5_encoder() -> Any:
@@ -526,7 +404,7 @@ def asking_for(option: str) -> Any:
     return model
 
 
-IDS, SOUND = torch.arange(1, 9).unsqueeze(0), torch.randn(1, 4, 16)
+IDS = torch.arange(1, 9).unsqueeze(0)
 BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
 
 
@@ -536,9 +414,7 @@ BOTH = {"input_ids": IDS, "decoder_input_ids": IDS}
         (t5, None, r"model: T5ForConditionalGeneration fails on token ids .*; give an example_inp"),
         (t5, IDS, r"T5ForC.* fails on input_ids \(1, 8\): .* give decoder_input_ids"),
         (t5, BOTH, r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules"),
-        (whisper, {"input_features": SOUND}, "WhisperForConditionalGeneration fails"),
         (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
-        (prophetnet, None, r"model: ProphetNetForCausalLM's '.*' comes before .*name submodules"),
         (t5_encoder, None, r"T5EncoderModel cannot be cut between .*encoder\.block"),
         (lambda: made("OPT", layerdrop=0.1), None, "make it with layerdrop=0"),
         *(
@@ -581,12 +457,6 @@ def test_weights_that_are_other_ones_in_evaluation(training):
     with pytest.raises(ValueError, match=r"RwkvForCausalLM divides .*rescale_every = 0"):
         st.partition(model, 3)
     assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
-    model.train().config.rescale_every = 0
-    alone = copy.deepcopy(model)
-    parts = st.partition(model, 3, profile=EVEN)
-    pipe = trains_alike(alone, parts, [batch(2, 5), batch(3, 7)], parts.loss_fn, own_loss)
-    ids = batch(2, 6)["input_ids"]
-    torch.testing.assert_close(pipe.eval()(ids).logits, alone.eval()(ids).logits)
 
 
 def test_an_example_is_made_up_for_the_config_of_the_text():
@@ -637,13 +507,3 @@ def first(parts: Any, batch: Any) -> Any:
 def test_bad_batches(call: Callable[[Any], object], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         call(st.partition(made("Llama"), 2, profile=EVEN))
-
-
-@pytest.mark.processes
-def test_transformers_is_not_imported_for_other_models():
-    program = (
-        "import sys, torch, spectrain_ext as st\n"
-        "st.partition(torch.nn.Sequential(torch.nn.ReLU()), 1, torch.zeros(1))\n"
-        "assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rank_pipelines
 from helpers.cut_models import LOSS, alike, layers, run, sgd, taking
-from helpers.ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -307,17 +305,6 @@ def test_an_example_on_which_a_block_fails() -> None:
             st.partition(blocks, len(blocks), example)
 
 
-# Over ranks
-
-
-@pytest.mark.processes
-def test_all_ranks_cut_where_rank_0_has_measured() -> None:
-    (ends, seconds), *others = run_ranks(rank_pipelines.partitions, 3)
-    assert ends[0] == 1  # rank 0 was slow before that block
-    assert max(seconds) == seconds[0]
-    assert others == [(ends, seconds)] * 2
-
-
 # The order of stages
 
 
@@ -353,8 +340,6 @@ def joined(order: str, through: str = "themselves") -> st.Pipeline:
     [
         ("0132", r"stages\[2\]: it is stage 3 of the 4 .* comes after stage 1 of 4"),
         ("1023", r"stages\[0\]: it is stage 1 of the 4 .* stage 0 is not before it"),
-        ("013", r"stages\[2\]: it is stage 3 of the 4 .* comes after stage 1 of 4"),
-        ("123", r"stages\[0\]: it is stage 1 of the 4 .* stage 0 is not before it"),
         ("01", r"stages\[1\]: it is stage 1 of the 4 .* stage 2 does not come after it"),
     ],
 )
@@ -364,12 +349,9 @@ def test_stages_of_a_cut_have_an_order(order: str, where: str, through: str) -> 
     joined("0123", through)
 
 
-@pytest.mark.parametrize("order", [".0123.", "01.23", "01.3", "012.", ".23", "01230123"])
-def test_own_modules_among_the_stages_of_a_cut(order: str) -> None:
-    joined(order)
-
-
-def test_stages_behind_own_modules_have_an_order_too() -> None:
+def test_own_modules_among_the_stages_of_a_cut() -> None:
+    for order in (".0123.", "01.23", "01.3", "012.", ".23", "01230123"):
+        joined(order)
     with pytest.raises(ValueError, match=r"stages\[3\]: it is stage 2 .* after stage 3 of 4"):
         joined(".3.2")
     with pytest.raises(ValueError, match=r"stages\[2\]: it is stage 1 .* after stage 1 of 4"):

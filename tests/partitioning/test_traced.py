@@ -8,30 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.cut_models import LOSS, Calls, Two, alike, sgd, split, trains_alike
+from helpers.cut_models import Calls, Two, alike, split, trains_alike
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
 import spectrain_ext as st
-from studies.models.vision import resnet
 
 
 def noise(self: nn.Module, x: Tensor) -> Tensor:
     return x + torch.randn_like(x) if self.training else x * 2.0
-
-
-def attention() -> nn.Module:
-    def attend(self: Any, x: Tensor) -> Tensor:
-        found: Tensor = self.part(x, x, x, need_weights=False)[0]
-        return found
-
-    return Calls(attend, part=nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True))
-
-
-def recurrent() -> nn.Module:
-    part = nn.GRU(4, 4, num_layers=2, dropout=0.4, batch_first=True)
-    return Calls(lambda self, x: self.part(x)[0], part=part)
 
 
 class Skips(nn.Module):
@@ -50,15 +35,6 @@ class Skips(nn.Module):
         for layer in self.layers:
             h = torch.relu(layer(h))
         return self.head(self.norm(h) + first * mask)
-
-
-def twice() -> nn.Module:
-    """Return a model with one module in two places: its parameter has one name."""
-
-    def call(self: Any, x: Tensor) -> Tensor:
-        return self.first(self.middle(self.first(x)))
-
-    return Calls(call, first=nn.Linear(4, 4), middle=nn.Linear(4, 4))
 
 
 class Heads(Two):
@@ -137,14 +113,11 @@ rounded.register_fake(torch.empty_like)
 rounded.register_autograd(lambda ctx, gradient: gradient)
 
 
-def frozen_norm(self: Any, mode: bool = True) -> Any:
-    nn.Module.train(self, mode)
-    self.middle.eval()
-    return self
-
-
 class FrozenNorm(Two):
-    train = frozen_norm
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.middle.eval()
+        return self
 
 
 def some_evaluated() -> nn.Module:
@@ -159,31 +132,19 @@ class Kind(NamedTuple):
     points: tuple[str, ...] = ("last",)
 
 
-WORDS = (3, 5, 4), (7, 5, 4), (1, 5, 4)
 SEVERAL = (3, 4), (7, 4)  # training with batch norm needs more than a sample
 SPLIT = {
     "batch norm": Kind(lambda: Two(nn.BatchNorm1d(4)), SEVERAL),
     "in evaluation": Kind(lambda: Two(nn.BatchNorm1d(4)).eval(), SEVERAL),
     "a part in evaluation": Kind(some_evaluated, SEVERAL),
     "never trained norm": Kind(lambda: FrozenNorm(nn.BatchNorm1d(4)).train(), SEVERAL),
-    "instance norm": Kind(lambda: Two(nn.InstanceNorm1d(5, track_running_stats=True)), WORDS),
     "dropout": Kind(lambda: Two(nn.Dropout())),
-    "dropout of rows": Kind(lambda: Two(nn.Dropout1d()), WORDS),
-    "alpha dropout": Kind(lambda: Two(nn.AlphaDropout())),
-    "feature alpha dropout": Kind(lambda: Two(nn.FeatureAlphaDropout()), WORDS),
-    "a function's dropout": Kind(
-        lambda: Two(Calls(lambda self, x: F.dropout(x, 0.5, training=self.training)))
-    ),
-    "random slopes": Kind(lambda: Two(nn.RReLU())),
     "branch by mode": Kind(lambda: Two(Calls(noise))),
     "branch by gradients": Kind(
         lambda: Two(Calls(lambda _, x: x * 2.0 if torch.is_grad_enabled() else x * 3.0))
     ),
     "custom operator": Kind(lambda: Two(Calls(lambda _, x: rounded(x * 1.0)))),
-    "attention": Kind(lambda: Two(attention()), WORDS),
-    "recurrent": Kind(lambda: Two(recurrent()), WORDS),
     "skip connections": Kind(Skips, SEVERAL, ("layers.1", "norm")),
-    "one module twice": Kind(twice, points=("middle",)),
     "other results in evaluation": Kind(lambda: Heads(nn.ReLU())),
     "sizes": Kind(Sizes, ((3, 5, 4), (2, 7, 4), (6, 3, 4)), ("middle", "last")),
     "single samples of any length": Kind(
@@ -225,85 +186,6 @@ def test_tied_weights(points: list[str]) -> None:
     trains_alike(alone, stages, data).release()
     assert model.embed.weight is model.head.weight
     assert first[0].part.embed.weight is last[0].part.head.weight
-
-
-@pytest.mark.parametrize("blocks", [2, pytest.param(9, marks=pytest.mark.nightly)])
-def test_a_resnet_trains_and_evaluates(blocks: int) -> None:
-    """Training updates running statistics once per minibatch; evaluation never does."""
-
-    body = nn.Sequential(*resnet(10, width=4, seed=1)[:blocks], nn.AdaptiveAvgPool2d(2))
-
-    def images(count: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(count, 3, 8, 8), torch.randint(10, (count,))
-
-    torch.manual_seed(0)
-    model = Calls(lambda self, x: self.body(x).flatten(1), body=body)
-    alone = copy.deepcopy(model)
-    pipe = trains_alike(
-        alone,
-        split(model, images(4)[0], ["body.1"]),
-        [images(4) for _ in range(3)],
-        F.cross_entropy,
-    )
-    assert int(alone.state_dict()["body.0.1.num_batches_tracked"]) == 3
-    for mode, sizes in ((False, (4, 6, 1)), (True, (4,))):
-        pipe.train(mode)
-        alone.train(mode)
-        for size in sizes:
-            x, _ = images(size)
-            with torch.no_grad():
-                torch.testing.assert_close(pipe(x), alone(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            dict(pipe.state_dict()), dict(alone.state_dict()), rtol=1e-4, atol=1e-5
-        )
-
-
-def test_an_epoch_whose_last_microbatch_has_one_sample() -> None:
-    torch.manual_seed(0)
-    model = convolving()
-    alone = copy.deepcopy(model)
-    data = [(torch.randn(n, 3, 6, 4), torch.randint(2, (n,))) for n in (4, 3)]
-
-    def halves(whole: nn.Module, batch: Any) -> Tensor:
-        x, y = batch
-        return sum(
-            F.cross_entropy(whole(a), b) * (len(a) / len(x))
-            for a, b in zip(x.split(2), y.split(2), strict=True)
-        )
-
-    parts = st.partition(model, 2, torch.randn(2, 3, 5, 5), profile="parameters")
-    more = {"method": "gpipe", "microbatches": 2}
-    trains_alike(alone, parts, data, F.cross_entropy, halves, **more)
-
-
-def test_microbatches_of_uneven_sizes() -> None:
-    torch.manual_seed(0)
-    model = Two(Calls(lambda _, x: (x - x.sum(0) / x.size(0)).view(x.size(0), -1)))
-    alone = nn.Sequential(copy.deepcopy(model))
-    data = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (5, 4, 2, 1)]
-    found = [
-        [r.loss for r in st.Pipeline(s, sgd, LOSS, method="gpipe", microbatches=2).run(data)]
-        for s in (split(model, data[0][0], ["middle", "last"]), alone)
-    ]
-    torch.testing.assert_close(found[0], found[1])
-
-
-@pytest.mark.parametrize("method", ["sync", "spectrain"])
-def test_recomputation_moves_running_statistics_once(method: str) -> None:
-    torch.manual_seed(0)
-    model = Two(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)))
-    other = copy.deepcopy(model)
-    data = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
-    found = []
-    for each, recompute in ((model, False), (other, True)):
-        torch.manual_seed(1)
-        stages = split(each, data[0][0])
-        pipe = st.Pipeline(stages, sgd, LOSS, method=method, recompute=recompute)
-        losses = [result.loss for result in pipe.run(data)]
-        assert pipe.state_dict()["middle.0.num_batches_tracked"] == 4
-        pipe.eval()
-        found.append([*losses, pipe(data[0][0]).detach()] if method == "sync" else [])
-    torch.testing.assert_close(found[0], found[1])
 
 
 def test_copies_and_conversions_keep_both_modes() -> None:

@@ -100,14 +100,12 @@ def test_a_train_that_changes_weights() -> None:
         stages.eval()
 
 
-def test_inner_modules_have_no_mode_of_their_own() -> None:
+def test_stages_are_not_pickled_and_their_modules_have_no_mode() -> None:
+    first, last = split(Two())
     with pytest.raises(RuntimeError, match="eval: the modules inside a traced stage have no mode"):
-        split(Two())[0].get_submodule("0.part.middle").eval()
-
-
-def test_stages_are_not_pickled() -> None:
+        first.get_submodule("0.part.middle").eval()
     with pytest.raises(TypeError, match="traced model cannot be pickled; keep its state_dict"):
-        pickle.dumps(split(Two())[1])
+        pickle.dumps(last)
 
 
 # Sizes

@@ -143,7 +143,6 @@ def test_a_plan_of_another_model_is_an_error_that_names_the_first_difference(
     ("change", "why"),
     [
         ({"spectrain_plan": 2}, "spectrain_plan: expected format 1, got 2"),
-        ({"spectrain_plan": None}, "spectrain_plan: expected format 1"),
         ({"blocks": [3]}, r"blocks\[0\]: "),
         ({"blocks": [{"seconds": 1, "name": 3}]}, "blocks: expected some, with names"),
         ({"blocks": [{"seconds": 10**400}]}, r"blocks\[0\]: seconds: expected a number"),
@@ -151,13 +150,11 @@ def test_a_plan_of_another_model_is_an_error_that_names_the_first_difference(
         ({"ends": [True, 3]}, "ends: expected ascending numbers, the last of them 3"),
         ({"ends": [1, 2]}, "ends: expected ascending numbers, the last of them 3"),
         ({"ends": [2, 2, 3]}, "ends: expected ascending numbers"),
-        ({"ends": []}, "ends: expected ascending numbers"),
         ({"ends": [1, "3"]}, "ends: expected ascending numbers"),
         ({"settings": {"group": 1}}, "settings: 'group' cannot be 1"),
         ({"settings": {"microbatches": True}}, "settings: 'microbatches' cannot be True"),
         ({"settings": 3}, "not iterable"),
         ("{", "JSON"),
-        ("[]", "one"),
         ("{}", "no 'spectrain_"),
     ],
 )

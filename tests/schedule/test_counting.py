@@ -146,11 +146,6 @@ def test_no_step_has_written_a_prediction_before_the_first():
     assert [of[i, 0].forward for i in range(3)] == [(0, 0), (1, 1), (2, 1)]
 
 
-def test_delays_include_warm_up_and_drain():
-    assert counts(classic(4))[0].delays == {0: 1, 1: 1, 2: 1, 3: 17}
-    assert counts([7, 5, 3, 1])[1].delays == {0: 1, 1: 1, 2: 1, 3: 1, 4: 16}
-
-
 @pytest.mark.parametrize("name", ["1f1b-async", "zb-h1"])
 def test_a_long_run_takes_no_more_memory_than_a_short_one(name):
     def peak(minibatches):

@@ -113,10 +113,6 @@ def test_what_is_broken_is_named(made, limits, expected):
         validate(made(), **limits)
 
 
-def test_with_one_minibatch_there_is_nothing_to_wait_for():
-    validate(streams("1f1b-async", [1, 2]), minibatches=1)
-
-
 def test_an_error_has_its_stage_and_instruction():
     actions = finite("1f1b-async", [3, 2, 1], 6)
     actions[1].remove(Instruction(Kind.FORWARD, 4))

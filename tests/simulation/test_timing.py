@@ -111,17 +111,6 @@ def test_the_bubble_of_zb_h1(n, forward, of_input, of_weights):
         assert found.makespan == m * (forward + both) + (n - 1) * bubble
 
 
-@pytest.mark.parametrize(("message", "period"), [(0.0, 3.0), (0.5, 3.0), (0.75, 3.375)])
-def test_halves_without_a_flush_hide_messages_of_half_a_forward(message, period):
-    durations = {"forward": 1, "backward": 2, "activation": message, "gradient": message}
-    halves, whole = (
-        summary_of(name, classic(4), 120, **durations).period
-        for name in ("zb-h1-async", "1f1b-async")
-    )
-    assert halves == pytest.approx(period, rel=0.01)
-    assert whole == pytest.approx(3 + 1.5 * message, rel=0.02)
-
-
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_the_period_without_a_flush(n):
     """A classic window exposes copies, F + B + 2c(N-1)/N; a wide one hides them."""
