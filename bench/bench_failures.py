@@ -118,7 +118,7 @@ def trained(
             *("--checkpoints", str(checkpoints), "--every", str(options.every)),
             *("--epochs", str(-(-options.minibatches // 30)), "--timeout", str(options.timeout)),
         ]
-        path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+        path = os.pathsep.join(filter(None, [*sys.path, str(ROOT)]))  # the installed package first
         with (folder / "printed").open("w") as printed:
             process = subprocess.Popen(
                 command,

@@ -52,7 +52,7 @@ class Foreign(Ordered):
         self._master: Views | None = None
         self._wide: dict[Tensor, Tensor] = {}  # parameters with a wider master, and the master
         self._params: tuple[Tensor, ...] = ()
-        self._known: dict[tuple[int, int], list[_Place]] = {}  # by addresses
+        self._known: dict[tuple[int, ...], list[_Place]] = {}  # by addresses
         self._loading: dict[str, Any] | None = None
 
     # Binding.
@@ -98,7 +98,7 @@ class Foreign(Ordered):
     def step(self) -> None:
         """Run the optimizer's step on the true weights."""
         # Parameters and true weights may each be in any of several buffers.
-        at = id(self._master), self._params[0].data_ptr() if self._params else 0
+        at = id(self._master), *(p.data_ptr() for p in self._params)  # an empty one has none: 0
         if at not in self._known:
             self._known[at] = [_Place.of(p, self._master) for p in self._params]
         places = self._known[at]
