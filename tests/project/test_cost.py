@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_cost import (
-    ALIGNMENT,
-    STAGES,
-    main,
-    memory,
-    moved,
-    stages_of,
-)
+from bench_cost import ALIGNMENT, STAGES, main, memory, stages_of
 from report import speed
 from torch import nn
 
@@ -33,10 +27,6 @@ def alone() -> Iterator[None]:
     gc.unfreeze()
 
 
-def sgd(params: Any, **more: bool) -> st.optim.SGD:
-    return st.optim.SGD(params, lr=1e-3, momentum=0.9, **more)
-
-
 def cases() -> Iterator[tuple[str, int, int, bool]]:
     """(method, stages, microbatches, whether with AdamW): one microbatch, and the usual number."""
     for name in st.methods():
@@ -52,13 +42,10 @@ def cases() -> Iterator[tuple[str, int, int, bool]]:
 def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bool) -> None:
     """Every stage agrees to the byte; buffers only have additional alignment."""
     method = find_method(name)
-    pipe = st.Pipeline(
-        stages_of(WIDTH)[:n],
-        st.optim.AdamW if adam else lambda params: sgd(params, smoothed=method.smoothed),
-        nn.functional.mse_loss,
-        method,
-        microbatches=m,
-    )
+    sgd = partial(st.optim.SGD, lr=1e-3, momentum=0.9, smoothed=method.smoothed)
+    optimizer: Any = st.optim.AdamW if adam else sgd
+    stages = stages_of(WIDTH)[:n]
+    pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, method, microbatches=m)
     found = memory(pipe, WIDTH)
     assert [stage["parameters"] for stage in found] == [
         (WIDTH + 32 * k) * (WIDTH + 32 * (k + 1)) for k in range(n)
@@ -75,28 +62,6 @@ def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bo
     assert pipe.weight_version_bytes == sum(stage["counted_bytes"] for stage in found)
 
 
-@pytest.mark.parametrize(
-    ("method", "update", "loads"),
-    [
-        ("sync", [20] * 4, [0] * 4),
-        ("vanilla", [20] * 4, [0] * 4),
-        # an update that would overwrite a needed version copies it first
-        ("pipedream", [28, 28, 28, 20], [0] * 4),
-        # the step writes the forward's prediction; the backward's is another pass if there is one
-        ("spectrain", [24] * 4, [0, 0, 12, 0]),
-        ("spectrain-stash", [24, 24, 24, 20], [0] * 4),
-        ("auto", [24] * 4, [0] * 4),
-    ],
-)
-def test_bytes_of_a_minibatch(method: str, update: list[int], loads: list[int]) -> None:
-    """Per parameter, in float32, with SGD; AdamW reads and writes another moment."""
-    for optimizer, step, state in (("sgd", 0, 0), ("adamw", 8, 4)):
-        found = moved(method, 1, optimizer)
-        assert [stage["update"] for stage in found] == [b + step for b in update]
-        predicts = [b + state * (b == 12) for b in loads]
-        assert [stage["loads"] for stage in found] == predicts
-
-
 def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
     path = tmp_path / speed.COST
     sizes = ["--width", str(WIDTH), "--batches", "2", "3", "--minibatches", "1", "--rounds", "1"]
@@ -104,6 +69,10 @@ def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
     memory = speed.memory(tmp_path)
     assert "| `pipedream` | 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | " in memory
     time = speed.update(tmp_path)
-    assert "| SGD | `spectrain` | 1 | 1.2, 1.2, 1.8, 1.2 | " in time and "`sync`" not in time
+    # Pipedream's update copies a version that is still needed; spectrain's writes the forward's
+    # prediction, and one stage's backward takes another pass.
+    assert "| SGD | `pipedream` | 1 | 1.4, 1.4, 1.4, 1.0 | " in time
+    assert "| SGD | `spectrain` | 1 | 1.2, 1.2, 1.8, 1.2 | " in time
+    assert "| AdamW | `spectrain` | 1 | 1.1, 1.1, 1.7, 1.1 | " in time and "`sync`" not in time
     plain = memory.splitlines()[2]
     assert plain.startswith("| `sync` | 1 | 1, 1, 1, 1 |") and plain.endswith("| 0% | 0% |")
