@@ -16,8 +16,7 @@ import torch
 import spectrain_ext as st
 
 torch.set_num_threads(1)
-w, v, g = ([torch.randn(n) for n in (3, 64)] for _ in range(3))
-out = [torch.empty_like(x) for x in w]
+w, v, g, out = ([torch.randn(n) for n in (3, 64)] for _ in range(4))
 plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
 single = torch.nn.Parameter(torch.randn(8))
 
@@ -36,10 +35,9 @@ def use(calls):
                 pass
 
 
-calls = int(sys.argv[1])
 use(2_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-use(calls)
+use(int(sys.argv[1]))
 assert not torch.cuda.is_initialized()  # a context would break forked workers
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

@@ -188,14 +188,13 @@ class TestArchitectures:
     @staticmethod
     def _choose(
         folder: Path,
-        gpus: str | None,
+        gpus: str | None,  # None: no driver
         *,
         archs: str = "",
         wanted: str = "",
         arm: bool = False,
-        known: Sequence[str] = CUDA_13,
+        known: Sequence[str] = CUDA_13,  # to the compiler
     ) -> subprocess.CompletedProcess[str]:
-        """Run the CMake module with a compiler for `known`; `gpus` is None without a driver."""
         answer = "echo no driver; exit 9" if gpus is None else f"printf '{gpus}'"
         for name, does in (("nvcc", f"echo {' '.join(known)}"), ("nvidia-smi", answer)):
             (folder / name).write_text(f"#!/bin/sh\n{does}\n")

@@ -19,7 +19,6 @@ from gpu import carried, cuda_tests, devices, exact, install, plan, ranks, stres
 from gpu.cases import POISONED, Cases
 from gpu.launch import launch
 from gpu.overlap import overlap, spans
-from gpu.report import WITH_TABLE, WITHOUT_TABLE
 from gpu.results import FILES
 from gpu.scale import FULL, REHEARSAL
 from gpu.steps import Step, run_group
@@ -91,11 +90,8 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 0
     summary = json.loads((out / "summary.json").read_text())
-    statuses = {s["name"]: s["status"] for s in summary["steps"]}
-    assert statuses.pop("devices") == "skipped"  # needs several
-    assert summary["dry_run"] and set(statuses.values()) == {"not run"}
-    assert set(statuses) < {*WITH_TABLE, *WITHOUT_TABLE}
-    assert "Operators: not measured." in (out / "summary.md").read_text()
+    assert summary["dry_run"]
+    assert {s["status"] for s in summary["steps"]} == {"not run", "skipped"}
     assert gpu_suite.main(["--out", str(out), "--dry-run"]) == 2
     assert "expected an empty folder" in capsys.readouterr().err
 
@@ -116,37 +112,30 @@ def test_a_plan_ends_in_time_and_begins_with_what_all_else_needs(tmp_path: Path,
 
 
 class TestCases:
-    def test_every_case_is_on_disk_at_once_and_failures_cost_no_other(
-        self, cases: Cases, tmp_path: Path
+    def test_a_failure_costs_no_other_case_and_a_lost_device_a_new_process(
+        self, tmp_path: Path
     ) -> None:
-        def stored() -> Any:
-            return json.loads((tmp_path / "a.json").read_text())
-
-        assert cases.run("fine", lambda: stored()["fine"]["status"]) == "running"
-        assert cases.run("bad", lambda: [][1]) is None
-        assert cases.run("after", lambda: 3) == 3
-        assert [case["status"] for case in stored().values()] == ["ok", "failed", "ok"]
-        assert stored()["bad"]["error"] == "IndexError: list index out of range"
-        soon = Cases(tmp_path / "b.json", time.time() + 10)
-        assert soon.run("long", lambda: 1, reserve_s=20) is None
-        assert soon.data["long"]["status"] == "no time left"
-
-    def test_a_part_that_lost_its_device_goes_on_behind_it(self, tmp_path: Path) -> None:
         def lost() -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
-        first = Cases(tmp_path / "a.json", float("inf"), alive=lost)
+        first = Cases(tmp_path / "a.json", float("inf"), alive=lambda: None)
         assert first.run("one", lambda: 1) == 1
+        assert first.run("bad", lambda: [][1]) is None
+        assert first.data["bad"]["error"] == "IndexError: list index out of range"
+        first = Cases(tmp_path / "a.json", float("inf"), alive=lost)
         with pytest.raises(SystemExit) as ended:
             first.run("two", lost)
         assert ended.value.code == POISONED
         first.put("three", "running")  # as if the process had ended in it
         second = Cases(tmp_path / "a.json", float("inf"))
         ran: list[str] = []
-        for name in ("one", "two", "three", "four"):
+        for name in ("one", "bad", "two", "three", "four"):
             second.run(name, lambda n=name: ran.append(n))  # type: ignore[misc]
         assert ran == ["four"]
-        assert [c["status"] for c in second.data.values()] == ["ok", "failed", "died", "ok"]
+        statuses = [
+            case["status"] for case in json.loads((tmp_path / "a.json").read_text()).values()
+        ]
+        assert statuses == ["ok", "failed", "failed", "died", "ok"]
 
     @pytest.mark.processes
     def test_a_case_that_hangs_costs_itself_alone(self, tmp_path: Path) -> None:
@@ -237,15 +226,15 @@ def test_a_carried_wheel_is_of_these_sources(
     assert carried.carried("*.whl") == wheel
 
 
-def test_what_bits_are_judged_by() -> None:
-    stale, predicted = (exact.Exact(m, 3).on_cpu() for m in ("vanilla", "spectrain"))
-    exact.same(exact.Exact("spectrain", 3).on_cpu(), predicted)
-    with pytest.raises(AssertionError, match="of 6 tensors differ"):
-        exact.same(stale, predicted)
-    with pytest.raises(AssertionError, match="expected"):
-        exact.same({}, predicted)
+def test_one_bit_is_a_difference() -> None:
+    zero, one = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    exact.same(one, {"w": torch.ones(2)})
+    with pytest.raises(AssertionError, match="nothing was compared"):
+        exact.same(zero, zero)
     with pytest.raises(AssertionError, match=r"1 of 1 tensors differ, by up to 1e-07: \['w'\]"):
-        exact.same({"w": torch.tensor([0.0, 1e-7])}, {"w": torch.zeros(2)})
+        exact.same({"w": torch.tensor([0.0, 1e-7])}, zero)
+    with pytest.raises(AssertionError, match="expected"):
+        exact.same({}, zero)
 
 
 def _event(name: str, begin: float, duration: float, kind: str = "kernel", **at: int) -> Any:
