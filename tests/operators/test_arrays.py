@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers.foreign_arrays import CUDA, Hidden, Producer, Refuses
 from helpers.operator_table import OPS, Op
+from torch import Tensor
 
 import spectrain_ext as st
 
@@ -81,6 +83,22 @@ def test_new_outputs_belong_to_the_framework_of_their_parameter(tmp_path: Path) 
     assert [type(x) for x in new] == [torch.Tensor, np.ndarray, np.ndarray]
     with pytest.raises(TypeError, match=r"params\[1\]: expected a tensor, or a NumPy or CuPy.*out"):
         st.stash([ones(), Producer(ones())])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_distances_of_arrays(dtype: Any) -> None:
+    now, other = (np.random.default_rng(k).standard_normal((2, 3, 5)).astype(dtype) for k in (0, 1))
+    each, total = st.distance(torch.from_numpy(now), [torch.from_numpy(other)])
+    now.flags.writeable = False  # it is only read
+    found = st.distance(list(now), [list(other), [torch.from_numpy(a) for a in other]])
+    for norms in found:
+        assert type(norms) is np.ndarray and norms.dtype == np.float64
+    assert found[0].shape == (2, 2)
+    assert found[1].tolist() == [total.item()] * 2
+    assert math.hypot(*found[0][0]) == pytest.approx(each.item(), rel=1e-14)
+    assert isinstance(st.distance(now, [other])[1], np.ndarray)
+    norm = st.distance([Producer(now.copy())], [[other]])[1]  # of no known framework
+    assert isinstance(norm, Tensor) and norm.item() == pytest.approx(total.item(), rel=1e-14)
 
 
 class TestReadOnly:

@@ -157,6 +157,24 @@ def test_what_may_share_memory() -> None:
     assert bool((flat == -1).all())
 
 
+_W = [torch.randn(4), torch.randn(4)]
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "says"),
+    [
+        ([_W, [_W[0], torch.randn(5)]], ValueError, r"others\[1\]\[1\]: expected shape"),
+        ([[_W[0], _W[1].bfloat16()]], ValueError, r"others\[0\]\[1\]: expected float32, the"),
+        ([_W[:1]], ValueError, r"others\[0\]: expected as many tensors as params, 2"),
+        ([_W[0]], TypeError, r"others\[0\]"),
+        (_W[0], TypeError, "others: expected a sequence of lists"),
+    ],
+    ids=["shape", "dtype", "length", "no list", "tensor"],
+)
+def test_bad_lists_of_a_distance(others: Any, error: type[Exception], says: str) -> None:
+    raises(error, says, lambda: st.distance(_W, others), (_W, others))
+
+
 class Property(Tensor):
     @property
     def _cdata(self) -> int:

@@ -1,8 +1,8 @@
 """Tests that every call of an operator equals its definition to the bit and changes nothing else.
 
 The products of options are in helpers/ops_options.py: rules, ways to call (functions, plans,
-groups, torch.ops), types, layouts, sizes, numbers, laws, a step's options and numbers of threads.
-Every pair of options that can be combined occurs.
+groups), types, layouts, sizes, numbers, laws, a step's options and numbers of threads. Every pair
+of options that can be combined occurs. test_library.py compares torch.ops with the functions.
 """
 
 from __future__ import annotations

@@ -51,14 +51,18 @@ _GATED = Op("sgd_step_", _gated, "params! grads momentum_buffers! stashed")
 _DISTANCE = Op("distance", lambda params, a, b: st.distance(params, [a, b]), "params a b")
 _NONE = Op("distance", lambda params: st.distance(params, []), "params")
 _GEOMETRIC = {"steps": laws.Geometric(3.0), "momentum": 0.9, "nesterov": True}
+_DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True}
 _SGD = {
     **{"weight_decay": 0.01, "first_step": [False, True], "steps": laws.Geometric(3.0)},
-    **{"zero_grad": True, "rounding_seed": 2**62},
+    **{"zero_grad": True, "rounding_seed": 2**62, "dampening": 0.5},
 }
+_SMOOTHED = {"smoothed": True, "nesterov": True, **_DECOUPLED, "first_step": True}
 _ADAM = {
-    **{"betas": (0.8, 0.99), "decoupled_weight_decay": True, "steps": laws.SecondOrder(3.0, 1.0)},
-    "zero_grad": True,
+    **{"betas": (0.8, 0.99), "steps": laws.SecondOrder(3.0, 1.0), "zero_grad": True},
+    **{**_DECOUPLED, "eps": 1e-3, "maximize": True},
 }
+_NADAM = {"momentum_decay": 0.1, "mu_product": 0.5}
+_AHEAD = {"betas": (0.8, 0.99), "eps": 1e-3, **_DECOUPLED, "steps": laws.Geometric(3.0)}
 #: An operator, what is given of its lists, and options. All schemas are among them.
 CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
     *((op, dict, {}) for op in [*OPS, _GATED, _DISTANCE, _NONE]),
@@ -69,7 +73,11 @@ CALLS: list[tuple[Op, Callable[[Lists], Lists], dict[str, Any]]] = [
     (BY_NAME["sgd_step_"], dict, {"steps": laws.SecondOrder(3.0, 1.0), "zero_grad": True}),
     (BY_NAME["sgd_step_"], _bfloat16_without_a_gradient, _SGD),
     (BY_NAME["sgd_step_"], _without_momentum, {"momentum": 0.0, "maximize": True}),
+    (BY_NAME["sgd_step_"], dict, _SMOOTHED),
     (BY_NAME["adam_step_"], dict, _ADAM),
+    (BY_NAME["adam_step_"], dict, _NADAM),
+    (BY_NAME["adam_predict"], dict, _AHEAD),
+    (BY_NAME["stash_predict_"], dict, {**_GEOMETRIC, "weight_decay": 0.1}),
 ]
 
 
@@ -157,6 +165,22 @@ def test_the_operator_in_a_graph_keeps_to_its_schema(
     )
     kwargs["params" if "params" in kwargs else "a"][0].requires_grad_()
     torch.library.opcheck(overload, args, kwargs)
+
+
+def test_schemas_have_the_functions_defaults() -> None:
+    """And plain numbers for the learning rate, which a graph has as a tensor."""
+    w, g, v, u, out = lists = [[torch.rand(4)] for _ in range(5)]
+    a, b, c, d, e = copies = _copied(lists)
+    _ops.sgd_step_(w, g, v, lr=0.1, momentum=0.9, outs=out, horizons=[2.0])
+    st.sgd_step_(a, b, c, lr=0.1, momentum=0.9, predict=[(2.0, e)])
+    _ops.predict_(w, v, lr=0.1, steps=[2.0])
+    st.predict_(a, c, lr=0.1, steps=2.0)
+    _ops.adam_step_(w, g, v, u, lr=0.1, step=3, outs=[])
+    st.adam_step_(a, b, c, d, lr=0.1, step=3)
+    _same(lists, copies)
+    _ops.adam_predict.out(w, v, u, lr=0.1, step=3, steps=[2.0], outs=out)
+    st.adam_predict(a, c, d, lr=0.1, step=3, steps=2.0, out=e)
+    _same(lists, copies)
 
 
 _w, _v = [torch.zeros(3)], [torch.ones(3)]
