@@ -154,7 +154,7 @@ EXCLUDED_STEPS = [
     {"way": _NO_PLANS, "predictions": ["some outputs"]},
     {"way": ["plan of one tensor"], "missing": ["all", "some"]},  # None: they are not known yet
     {"seed": _SEEDS, "dtypes": [x for x in DTYPES if x not in _ROUNDED]},
-    # Refused for some rules, see test_laws.py and test_rates.py.
+    # Refused for some rules, see test_laws.py and test_numbers.py.
     {"first": ["some"], "predictions": _BY_SECOND},
     {"lr": list(IN_MEMORY), "predictions": ["geometric", "many terms"]},
 ]
@@ -190,7 +190,7 @@ EXCLUDED_PREDICTIONS = [
     {"numbers": ["lr only"], "rule": [*ADAM_RULES, "Nesterov", "smoothed"]},
     {"numbers": ["lr only"], "decay": ["L2", "decoupled"]},
     {"lr": list(IN_MEMORY), "law": ["geometric"], "decay": ["L2", "decoupled"]},
-    {"lr": list(IN_MEMORY), "law": ["geometric"], "rule": ["Nesterov"]},  # see test_rates.py
+    {"lr": list(IN_MEMORY), "law": ["geometric"], "rule": ["Nesterov"]},  # see test_numbers.py
 ]
 
 COPIES = {

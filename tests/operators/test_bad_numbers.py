@@ -134,14 +134,12 @@ def test_all_messages_use_the_same_words_and_name_a_law(steps: Any, came: str) -
     calls: list[tuple[str, Callable[[], object]]] = [
         ("steps", lambda: st.predict_(w, v, lr=0.1, steps=steps)),
         ("steps", lambda: plan.predict_(lr=0.1, steps=steps)),
-        ("steps", lambda: plan.predict(group, steps=steps)),
         ("steps", lambda: plan.extrapolate(steps=steps)),
         ("steps", lambda: laws.Linear(steps)),
         ("steps", lambda: optimizer.predict_(steps)),
         ("predict[0]", lambda: st.sgd_step_(w, g, v, **numbers, predict=[(steps, out)])),
     ]
     if steps is not None:  # a plan then skips the out
-        calls.append(("predict[0]", lambda: plan.sgd_step_(**numbers, predict=[steps])))
         calls.append(("predict[0]", lambda: plan.sgd_step_(group, predict=[steps])))
     for name, call in calls:
         with pytest.raises(TypeError, match=rf"^{re.escape(name)}: expected a number of ") as e:

@@ -1,4 +1,4 @@
-"""Tests the documentation: programs run, commands exist, links lead somewhere."""
+"""Tests the documentation: programs run, commands exist, links lead somewhere, tables are true."""
 
 import re
 import shlex
@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import click
 import pytest
 from helpers.ranks import run_script
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method
+from spectrain_ext.schedule import Law, flushes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -161,3 +165,35 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(quoted) > 8
     missing = [text for text in quoted if text not in code]
     assert not missing, missing
+
+
+def _rows() -> dict[str, list[str]]:
+    page = (ROOT / "docs" / "methods.md").read_text()
+    table = page.partition("## The rows")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    found = {}
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        for name in re.findall(r"`([^`]+)`", cells[0]):
+            assert name not in found, name
+            found[name] = cells[1:]
+    return found
+
+
+ROWS = _rows()
+
+
+def test_the_table_of_methods_is_the_registry() -> None:
+    assert set(ROWS) == set(st.methods())
+
+
+@pytest.mark.parametrize("name", st.methods())
+def test_the_row_is_the_method(name: str) -> None:
+    method, stale = find_method(name), find_method("vanilla").forward_horizon
+    _, backward, delay, kept = ROWS[name]
+    assert ("flush" in delay) == flushes(method.schedule)
+    assert (backward == "stash") == (method.backward == "stash")
+    words = " ".join(ROWS[name][:2])
+    named = {law for law in get_args(Law) if law.replace("-", " ") in words}
+    predicts = method.forward_horizon is not stale or method.backward == "predict"
+    assert named == ({method.law} if predicts else set())
+    assert "master" in kept or not predicts
