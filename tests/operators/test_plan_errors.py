@@ -18,7 +18,7 @@ from spectrain_ext import laws
 _S, _A = laws.Sgd(0.1, 0.9), laws.Adam(0.1, step=1)
 _STILL = laws.Sgd(0.1, 0.0)
 _DECAYED = laws.Sgd(0.1, 0.9, weight_decay=0.1)
-_FRACTION, _SECOND = laws.Geometric(1.5), laws.SecondOrder(1)
+_FRACTION = laws.Geometric(1.5)
 #: A call of a plan, its error, and the message.
 Row = tuple[Callable[[Any], object], type[Exception] | tuple[type[Exception], ...], str]
 _NUMBERS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -56,7 +56,6 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.sgd_step_([_S] * 2, predict=[(1.0, -1)]), ValueError, r"predict\[0\]\[1\]"),
     (lambda p: p.predict(lr=0.1, steps=(1.0, "x")), TypeError, r"steps\[1\]"),
     (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
-    (lambda p: p.predict_([_S, _DECAYED], steps=_SECOND), ValueError, "^steps: .*gradient"),
     (lambda p: p.stash_predict_(lr=0.1, steps=math.nan), ValueError, "^steps"),
     (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),

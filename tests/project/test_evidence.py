@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bench_cost
 import pytest
-from report import RESULTS, __main__, documents, quality, tables
+from report import RESULTS, __main__, documents, quality, speed, tables
 
 
 def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
@@ -97,3 +98,19 @@ def test_a_picture_is_there_is_shown_and_is_described(tmp_path: Path) -> None:
 def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:
     rows = re.findall(r"^\| `([^`]+)`", (RESULTS / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
+
+
+def test_what_a_stage_costs_from_the_command_to_the_document(tmp_path: Path) -> None:
+    path = tmp_path / speed.COST
+    sizes = ["--width", "32", "--batches", "2", "3", "--minibatches", "1", "--rounds", "1"]
+    assert bench_cost.main([*sizes, "--json", str(path)]) == 0
+    memory = speed.memory(tmp_path)
+    assert "| `pipedream` | 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | " in memory
+    time = speed.update(tmp_path)
+    # Pipedream's update copies a version that is still needed; spectrain's writes the forward's
+    # prediction, and one stage's backward takes another pass.
+    assert "| SGD | `pipedream` | 1 | 1.4, 1.4, 1.4, 1.0 | " in time
+    assert "| SGD | `spectrain` | 1 | 1.2, 1.2, 1.8, 1.2 | " in time
+    assert "| AdamW | `spectrain` | 1 | 1.1, 1.1, 1.7, 1.1 | " in time and "`sync`" not in time
+    plain = memory.splitlines()[2]
+    assert plain.startswith("| `sync` | 1 | 1, 1, 1, 1 |") and plain.endswith("| 0% | 0% |")
