@@ -223,6 +223,7 @@ _UNEVEN = np.zeros(3, dtype=[("w", "<f8"), ("other", "<f4")])["w"]  # strides of
         ("weights", TypeError, r"^params\[1\]: expected a tensor or an array with"),
         (NoCapsule(), TypeError, r"^params\[1\]: expected a DLPack capsule.*3"),
         (zeros(8)[::2], ValueError, r"^params\[1\]: expected a dense layout"),
+        (zeros(8)[::-1], ValueError, r"^params\[1\]: expected a dense layout"),
         (np.zeros(17, np.uint8)[1:].view(np.float32), ValueError, _ALIGNED),
         *(
             (Refuses(error), TypeError, r"^params\[1\]: .*Refuses: no$")

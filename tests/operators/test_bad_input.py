@@ -66,6 +66,7 @@ FAULTS = {
     "one tensor": Fault(OTHERS, TypeError, lambda good: good[0], ""),
     "an int": Fault(EVERYWHERE, TypeError, lambda _: 3, ""),
     "shape": Fault(OTHERS, ValueError, _one(lambda: torch.rand(3, 4)), says=("4, 3", "3, 4")),
+    "more dimensions": Fault(DEEPLY, ValueError, _one(lambda: torch.rand(4, 3, 1))),
     "strides": Fault(OTHERS, ValueError, _one(lambda: torch.rand(3, 4).t()), says=("3, 1", "1, 4")),
     "float64": Fault(
         OTHERS, ValueError, _one(lambda: torch.rand(SHAPE).double()), says=("float32", "float64")
@@ -123,6 +124,8 @@ def test_a_bad_list(op: Op, name: str, fault: Fault) -> None:
 def test_single_tensors_that_differ(op: Op, name: str) -> None:
     single = {**alone(op.build()), name: torch.rand(7, 2)}
     raises(ValueError, _named(name), lambda: op(single), single, "4, 3", "7, 2")
+    a_list = {**single, name: [torch.rand(SHAPE)]}
+    raises(TypeError, _named(name), lambda: op(a_list), a_list)
 
 
 PAIRS = [(op, a, b) for op in (*OPS, *PLANS) for a in op.written for b in op.lists if a != b]
@@ -168,8 +171,9 @@ _W = [torch.randn(4), torch.randn(4)]
         ([_W[:1]], ValueError, r"others\[0\]: expected as many tensors as params, 2"),
         ([_W[0]], TypeError, r"others\[0\]"),
         (_W[0], TypeError, "others: expected a sequence of lists"),
+        (3, TypeError, "others: expected a sequence of lists"),
     ],
-    ids=["shape", "dtype", "length", "no list", "tensor"],
+    ids=["shape", "dtype", "length", "no list", "tensor", "number"],
 )
 def test_bad_lists_of_a_distance(others: Any, error: type[Exception], says: str) -> None:
     raises(error, says, lambda: st.distance(_W, others), (_W, others))

@@ -139,6 +139,7 @@ def test_tuples_and_generators() -> None:
     expected = list(st.predict(list(module.parameters()), v, lr=0.1, steps=2.0))
     predicted = st.predict(module.parameters(), v, lr=0.1, steps=2.0)
     ref.assert_lists(list(predicted), expected, "params")
+    assert not any(t.requires_grad for t in (*predicted, *st.stash(module.parameters())))
 
 
 def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:

@@ -42,6 +42,7 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.predict(steps=1.0), TypeError, "^groups"),
     (lambda p: p.sgd_step_([_S] * 2, lr=0.1), TypeError, "^lr: groups are given"),
     (lambda p: p.stash_predict_([_S] * 2, steps=1.0, nesterov=True), TypeError, "^nesterov: gro"),
+    (lambda p: p.adam_step_([_A] * 2, eps=1e-3), TypeError, "^eps: groups are given"),
     (lambda p: p.adam_step_(lr=0.1, step=1, momentum=0.9), TypeError, "unexpected.*'momentum'"),
     (lambda p: p.sgd_step_([_S] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
     # Horizons and laws.
@@ -56,6 +57,7 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.sgd_step_([_S] * 2, predict=[(1.0, -1)]), ValueError, r"predict\[0\]\[1\]"),
     (lambda p: p.predict(lr=0.1, steps=(1.0, "x")), TypeError, r"steps\[1\]"),
     (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
+    (lambda p: p.predict(lr=-1.0, steps=1.0), ValueError, "^lr"),
     (lambda p: p.stash_predict_(lr=0.1, steps=math.nan), ValueError, "^steps"),
     (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
@@ -64,7 +66,8 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), ValueError, "first_step: .* 2 tensors"),
     # Momentum.
     (lambda p: p.sgd_step_([_S, _STILL]), ValueError, "^momentum: .*in all groups, or in none"),
-    (lambda p: p.stash_predict_([_STILL] * 2, steps=1.0), ValueError, "^momentum: .*momentum > 0"),
+    (lambda p: p.stash_predict_([_S, _STILL], steps=1.0), ValueError, "^momentum: .*momentum > 0"),
+    (lambda p: p.sgd_step_(lr=0.1, momentum=0.0, predict=[1.0]), ValueError, "momentum > 0"),
     (lambda p: p.sgd_step_([_STILL] * 2, predict=[1.0]), ValueError, "predict: .*momentum > 0"),
     # Outputs.
     *[
