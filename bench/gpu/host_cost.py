@@ -11,42 +11,36 @@ import bench_pipeline as bp
 from .cases import Cases
 from .scale import Scale
 
-_WIDTH = 16
+_WIDTH, _ROUNDS = 16, 5
 
 
 def host_cost(cases: Cases, scale: Scale) -> None:
     """Run a case per method, after the modules alone."""
     batches = bp.make_batches(_WIDTH, scale.device)
 
-    def times(call: Callable[[], object]) -> list[float]:
-        for _ in range(min(3, scale.rounds)):
-            call()
+    def median_us(call: Callable[[], object]) -> float:
+        call()
         seconds = []
-        for _ in range(scale.rounds):
+        for _ in range(min(_ROUNDS, scale.rounds)):
             scale.wait()
             start = time.perf_counter()
             call()
             scale.wait()
             seconds.append(time.perf_counter() - start)
-        return seconds
+        return statistics.median(seconds) * 1e6
 
-    def by_hand() -> dict[str, float]:
-        stages = bp.make_stages(_WIDTH, scale.device)
-        seconds = times(lambda: bp.modules_only(stages, batches))
-        return {"median_us": statistics.median(seconds) * 1e6}
+    alone = bp.make_stages(_WIDTH, scale.device)
+    base = cases.run(
+        "modules", lambda: {"median_us": median_us(lambda: bp.modules_only(alone, batches))}
+    )
 
-    base = cases.run("modules", by_hand)
-
-    def of(method: str) -> dict[str, float]:
+    def of(method: str) -> dict[str, float | None]:
         stages = bp.make_stages(_WIDTH, scale.device)
         pipe = bp.make_pipeline(stages, method, devices=[scale.device] * bp.STAGES)
-        median = statistics.median(times(lambda: bp.run(pipe, batches))) * 1e6
+        median = median_us(lambda: bp.run(pipe, batches))
         pipe.release()
-        result = {"median_us": median}
-        if base is not None:
-            actions = 2 * bp.STAGES * bp.MINIBATCHES
-            result["own_cost_us_per_action"] = (median - base["median_us"]) / actions
-        return result
+        own = bp.own_cost(pipe, median, base["median_us"]) if base else None
+        return {"median_us": median, "own_cost_us_per_action": own}
 
     # The most important comparisons first.
     chosen = sorted(bp.METHODS, key=lambda m: m not in ("spectrain", "pipedream", "vanilla"))

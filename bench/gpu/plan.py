@@ -28,7 +28,6 @@ def plan(
     Steps that need more GPUs than available remain, without any time. `only` limits the plan to
     these steps and those that all others need.
     """
-    several = gpus > 1
 
     def part(name: str, limit_s: float, record: str = "", gpus: int = 1) -> Step:
         command = [sys.executable, str(SUITE), "--out", str(work), "--part", name, *options]
@@ -52,15 +51,15 @@ def plan(
         [install],
         [part("first", 30)],
         [part("devices", 30, gpus=2)],
-        [part("ranks", 100 if several else 30)],
-        [part("tests", 140), sanitizer("memcheck", 140), sanitizer("synccheck", 140)],
-        [part("stress-methods", 70), part("stress-options", 70)],
-        [part("training", 45 if several else 20)],
-        [part("operators", 120)],
-        [part("host-cost", 40)],
+        [part("ranks", 100 if gpus > 1 else 30)],
+        [part("tests", 130), sanitizer("memcheck", 130), sanitizer("synccheck", 130)],
+        [part("stress-methods", 100), part("stress-options", 100)],
+        [part("training", 45)],
+        [part("operators", 90)],
+        [part("host-cost", 60)],
         [part("layers", 15)],
-        [part("overlap", 45)],
-        [sanitizer("racecheck", 60), sanitizer("initcheck", 60)],
+        [part("overlap", 25)],
+        [sanitizer("racecheck", 20), sanitizer("initcheck", 20)],
     ]
     if only:
         chosen = {"install", "first", *only}

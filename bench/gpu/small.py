@@ -17,7 +17,7 @@ from spectrain_ext.operators.numbers import Adam
 from .cases import Cases
 from .scale import Scale
 
-_SIZES = [1, 3, 8, 257, 4095, 4096, 4097, 20011]
+_SIZES = [1, 3, 8, 257, 2047, 2048, 2049, 20011]
 _TYPES = [(d, d) for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
 _TYPES += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 

@@ -19,6 +19,7 @@ PLAN = "2026-11-22-plan/plan.json"
 COST = "2026-11-23-cost/cost.json"
 SLOW_LINKS = "2026-11-25-slow-links/slow-links.json"
 OPERATORS = "2026-11-23-operators/bench.json"
+ON_GPU = "2026-11-26-gpu-h200/operators.json"
 FAILURES = "2026-11-25-failures/campaign.json"
 
 Figures = dict[str, list[float]]
@@ -203,16 +204,16 @@ def restarts(results: Path) -> str:
     return table("|>".join(["median", *by_kind]), lines)
 
 
-def operator_targets(results: Path) -> str:
+def operator_targets(results: Path, run: str = OPERATORS) -> str:
     """Targets and measured figures."""
-    document = read(results, OPERATORS)
+    document = read(results, run)
     return targets.markdown(targets.judged(document["machine_info"], document["benchmarks"]))
 
 
-def operators(results: Path) -> str:
+def operators(results: Path, run: str = OPERATORS) -> str:
     """Times of operations, and how many times faster they are than the fastest rival."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for case in cases(Row.all_of(read(results, OPERATORS)["benchmarks"])):
+    for case in cases(Row.all_of(read(results, run)["benchmarks"])):
         mine, rival = fastest(case, "ours"), fastest(case, "rival")
         if mine is not None:
             ratio = f", {rival.median_us / mine.median_us:.2f}x" if rival else ""

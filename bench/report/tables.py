@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from table import table
@@ -53,6 +54,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "frontier.text": quality.text,
     "headline": headline,
     "operators": speed.operators,
+    "operators.gpu": partial(speed.operators, run=speed.ON_GPU),
+    "operators.gpu.targets": partial(speed.operator_targets, run=speed.ON_GPU),
     "operators.targets": speed.operator_targets,
     "planner": speed.planner,
     "processes": speed.processes,

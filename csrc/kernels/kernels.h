@@ -76,9 +76,8 @@ struct CudaArguments {
 // Launches on a part of a table that fits a kernel's parameters, or on a table in device memory.
 // Uses the current device. Returns null or the CUDA runtime's error name.
 struct CudaKernel {
-  const char* (*launch)(const TableView&, Settings, int device, void* stream) = nullptr;
-  const char* (*launch_resident)(const TableView&, const CudaArguments&, int device,
-                                 void* stream) = nullptr;
+  const char* (*launch)(const TableView&, Settings, void* stream) = nullptr;
+  const char* (*launch_resident)(const TableView&, const CudaArguments&, void* stream) = nullptr;
   void (*make_arguments)(Settings, void* to) = nullptr;
   int setting_bytes = 0;  // bytes of one setting in the kernel's arguments
   int vector = 1;         // elements per access of an aligned row

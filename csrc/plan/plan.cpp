@@ -175,7 +175,7 @@ Plan::Tables Plan::build(const Request& request) const {
       row.first_chunk = static_cast<uint32_t>(n_chunks);
       n_chunks += chunks_of(row.size, row.head);
     }
-    if (n_chunks > UINT32_MAX) throw std::length_error("more than 2^44 elements in one call");
+    if (n_chunks > UINT32_MAX) throw std::length_error("more than 2^43 elements in one call");
     table.n_chunks = static_cast<uint32_t>(n_chunks);
   }
   return tables;

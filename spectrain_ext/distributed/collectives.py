@@ -178,10 +178,9 @@ class GradientSum:
             for bucket in self._buckets:
                 if bucket.pending is not None:
                     bucket.pending.wait()
+                    bucket.pending = None
             if self._count is not None:
                 self._count.wait()
-        for bucket in self._buckets:
-            bucket.pending = None
         totals: list[float] = tail.tolist()
         have = totals[len(numbers) :]
         # A parameter without a gradient on every replica keeps none.

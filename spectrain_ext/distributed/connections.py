@@ -214,7 +214,8 @@ class RankConnections(Connections):
             if shared is not None:
                 told = torch.tensor(shared.known.pop(i, nan), dtype=torch.float64)
                 if shared.dealt and stage.divisor is not None:
-                    told = mean_of(told, stage.divisor.cpu())
+                    with stage.predict.using():  # which has waited for the sum
+                        told = mean_of(told, stage.divisor.cpu())
             if stage is self._stages[0] and self._losses is None:
                 self.results.append(Result(i, told))
 

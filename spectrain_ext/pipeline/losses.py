@@ -115,14 +115,14 @@ class Losses:
                 "loss_fn must return a pair (sum, count) for all microbatches of a minibatch, or "
                 "for none"
             )
+        ends = j == len(shares) - 1
         with last.computing():
             self._sum = part if j == 0 else self._sum + part
             if count is not None:
                 self._count = count if j == 0 else self._count + count
             mean = self._sum if count is None else mean_of(self._sum, self._count)
-        ends = j == len(shares) - 1
-        if self._shared is not None:
-            self._shared.computed(i, j, part, mean if ends else None)
+            if self._shared is not None:  # the CPU waits for this stream and reads the loss
+                self._shared.computed(i, j, part, mean if ends else None)
         if ends:
             self._append_result(i, self._samples if last.divided else shares, mean)
 

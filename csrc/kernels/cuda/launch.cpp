@@ -103,7 +103,7 @@ int launch_cuda(const CudaLaunch& given) {
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    check(given.kernel.launch(window, given.settings, given.device, given.stream), given.device);
+    check(given.kernel.launch(window, given.settings, given.stream), given.device);
     ++launches;
   }
   return launches;
@@ -150,7 +150,7 @@ int launch_cuda_resident(const CudaLaunch& given, const Resident& table) {
       arguments.on_device = on_device;
     }
   }
-  check(kernel.launch_resident(moved(view, at), arguments, device, stream), device);
+  check(kernel.launch_resident(moved(view, at), arguments, stream), device);
   return launches + 1;
 }
 
