@@ -72,24 +72,6 @@ class _Call:
         return law.sgd(own)
 
 
-def _to_schema(given: dict[str, Any], horizons: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """Return numbers, and names and numbers of laws, as torch.ops takes them."""
-    rate = given["lr"]
-    if not isinstance(rate, (int, float)):
-        given |= {"lr": 0.0, "lr_tensor": rate.tensor if isinstance(rate, Rate) else rate}
-    if "betas" in given:
-        given["beta1"], given["beta2"] = given.pop("betas")
-    kinds, numbers = [], []
-    for law in horizons:
-        if isinstance(law, laws.SecondOrder):
-            kinds.append("second_order")
-            numbers += [law.delay, law.lead]
-        else:
-            kinds.append("geometric" if isinstance(law, laws.Geometric) else "linear")
-            numbers.append(float(getattr(law, "steps", law)))
-    return given, {"laws": kinds, "horizons": numbers}
-
-
 def check_step(world: World, options: Options) -> None:
     """Make a step of SGD or Adam with predictions."""
     world.take_gradients(options["missing"])
@@ -163,16 +145,9 @@ def _step(
     lists = [world.argument("params"), world.grads(), world.argument("momentum")]
     lists += [world.argument("second")] if call.adam else []
     if not buffers and world.rng.random() < 0.5:
-        lists[2] = [] if world.way == "torch.ops" else None
-    if world.way != "torch.ops":
-        predict = list(zip(horizons, outs, strict=True))
-        getattr(st, name)(*lists, **call.keywords(), predict=predict, **more)
-        return
-    if more.get("first_step") is True:
-        more["first_step"] = [True] * world.n
-    numbers, encoded = _to_schema(call.keywords(), horizons)
-    flat = [t for out in outs for t in out]
-    getattr(torch.ops.spectrain, name)(*lists, **numbers, outs=flat, **encoded, **more)
+        lists[2] = None
+    predict = list(zip(horizons, outs, strict=True))
+    getattr(st, name)(*lists, **call.keywords(), predict=predict, **more)
 
 
 def check_prediction(world: World, options: Options) -> None:
@@ -211,8 +186,7 @@ def _predict(world: World, call: _Call, options: Options, horizon: Any, new: boo
     lists = (
         ["params", "stashed", "momentum"] if name == "stash_predict_" else ["params", "momentum"]
     )
-    target = "outs" if world.way == "torch.ops" else "out"
-    more = {target: world.argument(out)} if name == "predict" and not new else {}
+    more = {"out": world.argument(out)} if name == "predict" and not new else {}
     if call.adam:
         name, lists = "adam_predict", [*lists, "second"]
         taken = ["lr", "step", "betas", "eps", "weight_decay", "decoupled_weight_decay"]
@@ -223,14 +197,7 @@ def _predict(world: World, call: _Call, options: Options, horizon: Any, new: boo
 def _call(
     world: World, name: str, lists: list[str], numbers: dict[str, Any], out: dict[str, Any]
 ) -> Any:
-    """Call a function or its form in torch.ops, which has an overload for a given output."""
     arguments = [world.argument(name) for name in lists]
-    if world.way == "torch.ops":
-        if "lr" in numbers:
-            numbers, encoded = _to_schema(numbers, [numbers["steps"]])
-            numbers |= {"law": encoded["laws"][0], "steps": encoded["horizons"]}
-        packet = getattr(torch.ops.spectrain, name)
-        return (packet.out if out else packet)(*arguments, **numbers, **out)
     result = getattr(st, name)(*arguments, **numbers, **out)
     assert not out or result is out["out"]
     return result
@@ -272,16 +239,13 @@ def _copy(world: World, options: Options, out: str, new: bool) -> Any:
         return getattr(world.plan(bool(world.rng.integers(2))), name)(**numbers)
     if name == "distance":
         w, kept = world.argument("params"), world.argument("stashed")
-        if world.way == "torch.ops":
-            return torch.ops.spectrain.distance(w, [*kept, *w], count=2)
         each, total = st.distance(w, [kept, w])
         return torch.cat([each, total[:, None]], dim=1)
     lists = ["params"] if name == "stash" else ["params", "stashed"]
     if new or name not in ("stash", "extrapolate"):
         return _call(world, name, lists, numbers, {})
-    target = "outs" if world.way == "torch.ops" else "out"
     written = world.argument("stashed" if name == "stash" else out)
-    return _call(world, name, lists, numbers, {target: written})
+    return _call(world, name, lists, numbers, {"out": written})
 
 
 def _check(

@@ -76,10 +76,10 @@ SIZES = {
 }
 ONE = ["one tensor", "plan of one tensor"]
 PLANS = ["plan", "plan of one tensor", "groups"]
-_NO_PLANS = ["function", "one tensor", "torch.ops"]
+_NO_PLANS = ["function", "one tensor"]
 #: Factors of every product: how an operator is called, and on which tensors.
 _COMMON = {
-    "way": ("function", "one tensor", "torch.ops", "plan", "plan of one tensor", "groups"),
+    "way": ("function", "one tensor", "plan", "plan of one tensor", "groups"),
     "dtypes": tuple(DTYPES),
     "layout": LAYOUTS,
     "sizes": tuple(size for size in SIZES if size not in ("nine", "streamed")),
@@ -153,12 +153,8 @@ EXCLUDED_STEPS = [
     {"rule": ADAM_RULES, "lr": list(IN_MEMORY)},
     {"way": _NO_PLANS, "predictions": ["some outputs"]},
     {"way": ["plan of one tensor"], "missing": ["all", "some"]},  # None: they are not known yet
-    {"way": ["torch.ops"], "predictions": ["own law"]},
-    {"way": ["torch.ops"], "lr": ["of numpy"]},
-    {"way": ["torch.ops"], "zero_grad": [True]},
-    {"way": ["torch.ops"], "seed": [2**63 + 4]},  # a schema's integers are signed
     {"seed": _SEEDS, "dtypes": [x for x in DTYPES if x not in _ROUNDED]},
-    # Refused for some rules, see test_laws.py and test_rates.py.
+    # Refused for some rules, see test_laws.py and test_numbers.py.
     {"first": ["some"], "predictions": _BY_SECOND},
     {"lr": list(IN_MEMORY), "predictions": ["geometric", "many terms"]},
 ]
@@ -189,14 +185,12 @@ EXCLUDED_PREDICTIONS = [
     {"way": _NO_PLANS, "rule": ["smoothed", "NAdam"]},
     {"way": _NO_PLANS, "rule": ["SGD", "Nesterov"], "decay": ["decoupled"]},
     {"way": _NO_PLANS, "rule": ["Adam"], "call": ["predict_", "stash_predict_"]},
-    {"way": ["torch.ops"], "law": ["own"]},
-    {"way": ["torch.ops"], "lr": ["of numpy"]},
     {"rule": ADAM_RULES, "lr": list(IN_MEMORY)},
     {"numbers": ["lr only"], "law": _BY_MOMENTUM},
     {"numbers": ["lr only"], "rule": [*ADAM_RULES, "Nesterov", "smoothed"]},
     {"numbers": ["lr only"], "decay": ["L2", "decoupled"]},
     {"lr": list(IN_MEMORY), "law": ["geometric"], "decay": ["L2", "decoupled"]},
-    {"lr": list(IN_MEMORY), "law": ["geometric"], "rule": ["Nesterov"]},  # see test_rates.py
+    {"lr": list(IN_MEMORY), "law": ["geometric"], "rule": ["Nesterov"]},  # see test_numbers.py
 ]
 
 COPIES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers.foreign_arrays import CUDA, Hidden, Producer, Refuses
 from helpers.operator_table import OPS, Op
+from torch import Tensor
 
 import spectrain_ext as st
 
@@ -64,13 +66,6 @@ def test_arrays_have_the_bits_of_tensors(op: Op, device: str, dtype: Any) -> Non
             np.testing.assert_array_equal(_host(a), t.cpu().numpy())
 
 
-def test_one_array_is_one_tensor() -> None:
-    hat = st.predict(zeros(), ones(), lr=0.1, steps=2.0)
-    assert isinstance(hat, np.ndarray) and hat.tolist() == [np.float32(-0.2)] * 3
-    with pytest.raises(TypeError, match=r"momentum_buffers: expected one tensor"):
-        st.predict_(zeros(), [ones()], lr=0.1, steps=2.0)
-
-
 def test_frameworks_mix_in_one_call() -> None:
     w = [torch.zeros(3), zeros(), Producer(zeros())]
     v = [ones(), Producer(ones()), torch.ones(3)]
@@ -90,15 +85,28 @@ def test_new_outputs_belong_to_the_framework_of_their_parameter(tmp_path: Path) 
         st.stash([ones(), Producer(ones())])
 
 
-class TestReadOnly:
-    """Read-only memory."""
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_distances_of_arrays(dtype: Any) -> None:
+    now, other = (np.random.default_rng(k).standard_normal((2, 3, 5)).astype(dtype) for k in (0, 1))
+    each, total = st.distance(torch.from_numpy(now), [torch.from_numpy(other)])
+    now.flags.writeable = False  # it is only read
+    found = st.distance(list(now), [list(other), [torch.from_numpy(a) for a in other]])
+    for norms in found:
+        assert type(norms) is np.ndarray and norms.dtype == np.float64
+    assert found[0].shape == (2, 2)
+    assert found[1].tolist() == [total.item()] * 2
+    assert math.hypot(*found[0][0]) == pytest.approx(each.item(), rel=1e-14)
+    assert isinstance(st.distance(now, [other])[1], np.ndarray)
+    norm = st.distance([Producer(now.copy())], [[other]])[1]  # of no known framework
+    assert isinstance(norm, Tensor) and norm.item() == pytest.approx(total.item(), rel=1e-14)
 
+
+class TestReadOnly:
     def test_an_input_may_be(self) -> None:
         w, v = zeros(), ones()
         v.flags.writeable = False
         st.predict_(w, v, lr=1.0, steps=1.0)
         st.predict_([w], [Producer(ones(), read_only=True)], lr=1.0, steps=1.0)
-        assert w.tolist() == [-2.0] * 3
         assert st.predict(v, w, lr=1.0, steps=1.0).tolist() == [3.0] * 3
 
     @pytest.mark.parametrize("capsule", [False, True])
@@ -167,31 +175,22 @@ class TestCapsules:
         assert second.returned == 2
 
     def test_given_back_after_an_error(self) -> None:
-        w, v, other = Producer(zeros()), Producer(zeros(4)), Producer(np.zeros(3))
+        w, v, late = Producer(zeros()), Producer(zeros(4)), Producer(zeros(), major=2)
         with pytest.raises(ValueError, match=r"momentum_buffers: expected shape"):
             st.predict_(w, v, lr=1.0, steps=1.0)
-        with pytest.raises(ValueError, match=r"momentum_buffers\[0\]: expected float32"):
-            st.predict_([w], [other], lr=1.0, steps=1.0)
-        assert (w.returned, v.returned, other.returned) == (2, 1, 1)
-
-    def test_one_that_is_not_of_this_version(self) -> None:
-        w = Producer(zeros(), major=2)
         with pytest.raises(TypeError, match="params: expected DLPack version 1, got 2"):
-            st.stash(w, zeros())
-        assert w.returned == 1
+            st.stash(late, zeros())
+        assert w.returned == v.returned == late.returned == 1
 
-    def test_without_strides_or_deleter(self) -> None:
+    def test_without_strides_or_deleter_and_with_an_offset_in_bytes(self) -> None:
         w = np.arange(6, dtype=np.float32).reshape(2, 3)
         out = np.zeros_like(w)
         st.stash(Producer(w, strides=False, deleter=False), out)
         assert (out == w).all()
         with pytest.raises(ValueError, match=r"out: expected strides \(3, 1\)"):
             st.stash(Producer(w, strides=False), np.zeros((3, 2), np.float32).T)
-
-    def test_an_offset_in_bytes(self) -> None:
-        w, out = np.arange(8, dtype=np.float32), zeros(4)
-        st.stash(Producer(w[4:], byte_offset=16), out)
-        assert out.tolist() == [4.0, 5.0, 6.0, 7.0]
+        st.stash(Producer(w[1], byte_offset=12), out[0])
+        assert (out[0] == w[1]).all()
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     @pytest.mark.parametrize("device", ["cpu", ON_CUDA])
@@ -217,12 +216,10 @@ _UNEVEN = np.zeros(3, dtype=[("w", "<f8"), ("other", "<f4")])["w"]  # strides of
     ("given", "error", "message"),
     [
         (np.ones(3, np.int64), TypeError, f"{_ELEMENTS}int64$"),
-        (np.ones(3, np.complex64), TypeError, f"{_ELEMENTS}complex64$"),
         (np.ones(3, ">f4"), TypeError, _DENSE),
         (np.ones(3, np.longdouble), TypeError, _DENSE),
         (_UNEVEN, TypeError, _DENSE),
         (memoryview(b"weights!"), TypeError, r"^params\[1\]: expected a tensor or an array with"),
-        (0.5, TypeError, r"^params\[1\]: expected a tensor or an array with"),
         ("weights", TypeError, r"^params\[1\]: expected a tensor or an array with"),
         (NoCapsule(), TypeError, r"^params\[1\]: expected a DLPack capsule.*3"),
         (zeros(8)[::2], ValueError, r"^params\[1\]: expected a dense layout"),
@@ -239,45 +236,37 @@ def test_what_is_no_array_of_numbers(given: Any, error: type[Exception], message
         st.stash([ones(), given], [ones(), ones()])
 
 
-_asks_torch = pytest.mark.skipif(
+@pytest.mark.parametrize(("handle", "passed"), [(0, 1), (2**40, 2**40)])
+def test_cupy_is_asked_for_its_own_stream(
+    monkeypatch: pytest.MonkeyPatch, handle: int, passed: int
+) -> None:
+    """On its own stream, CuPy need not wait."""
+    asked: list[int] = []
+
+    def get_current_stream(device: int) -> Any:
+        asked.append(device)
+        return types.SimpleNamespace(ptr=handle)
+
+    module: Any = types.ModuleType("cupy")
+    module.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    ndarray = type("ndarray", (Producer,), {"__module__": "cupy"})
+    derived = type("derived", (ndarray,), {})
+    w, v = ndarray(zeros(), device=CUDA), derived(ones(), device=CUDA)
+    plan = st.Plan(w, momentum_buffers=v)
+    assert [x.asked for x in (w, v)] == [[{"stream": passed, "max_version": (1, 0)}]] * 2
+    assert set(asked) == {0}
+    del plan
+    assert w.returned == v.returned == 1
+
+
+@pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="a CUDA build of torch has no stream of a device that is not there",
 )
-
-
-class TestCudaWithoutADevice:
-    """Queries to owners on a GPU; nothing is launched."""
-
-    @pytest.mark.parametrize(("handle", "passed"), [(0, 1), (2**40, 2**40)])
-    def test_cupy_is_asked_for_its_own_stream(
-        self, monkeypatch: pytest.MonkeyPatch, handle: int, passed: int
-    ) -> None:
-        """On its own stream, CuPy need not wait."""
-        asked: list[int] = []
-
-        def get_current_stream(device: int) -> Any:
-            asked.append(device)
-            return types.SimpleNamespace(ptr=handle)
-
-        module: Any = types.ModuleType("cupy")
-        module.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
-        monkeypatch.setitem(sys.modules, "cupy", module)
-        ndarray = type("ndarray", (Producer,), {"__module__": "cupy"})
-        derived = type("derived", (ndarray,), {})
-        w, v = ndarray(zeros(), device=CUDA), derived(ones(), device=CUDA)
-        plan = st.Plan(w, momentum_buffers=v)
-        assert [x.asked for x in (w, v)] == [[{"stream": passed, "max_version": (1, 0)}]] * 2
-        assert set(asked) == {0}
-        del plan
-        assert w.returned == v.returned == 1
-
-    @_asks_torch
-    def test_an_owner_without_streams_gets_torchs(self) -> None:
-        w = Producer(zeros(), device=CUDA, versioned=False)
-        st.Plan(w)
-        assert w.asked == [{"stream": 1}]
-
-    @_asks_torch
-    def test_one_device_a_call(self) -> None:
-        with pytest.raises(ValueError, match=r"momentum_buffers: .*cuda:0.*got cpu"):
-            st.predict_(Producer(zeros(), device=CUDA), zeros(), lr=1.0, steps=1.0)
+def test_an_owner_without_streams_gets_torchs() -> None:
+    w = Producer(zeros(), device=CUDA, versioned=False)
+    st.Plan(w)
+    assert w.asked == [{"stream": 1}]
+    with pytest.raises(ValueError, match=r"momentum_buffers: .*cuda:0.*got cpu"):
+        st.predict_(w, zeros(), lr=1.0, steps=1.0)

@@ -1,8 +1,12 @@
-"""Tests every operator with every combination of dtypes: refused, or right to the bit."""
+"""Tests every operator with every combination of dtypes: refused, or right to the bit.
+
+And the statistics of stochastic rounding, whose bits are in test_calls.py.
+"""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from helpers import ops_reference as ref
 from helpers.bad_input import raises
 from helpers.ops_calls import PRODUCTS
 from helpers.ops_tensors import World
+from torch import Tensor
 
 import spectrain_ext as st
 
@@ -77,30 +82,17 @@ def test_a_call_is_refused_or_right(
     assert found == taken
 
 
-def test_both_moments_have_one_type() -> None:
-    """A kernel writes both with one: a narrower one's memory would end earlier."""
+def test_a_refusal_names_the_lists_and_types() -> None:
+    """A kernel writes both moments with one type: a narrower one's memory would end earlier."""
     w, m, u = lists = [[torch.ones(4, dtype=BF16) for _ in range(3)] for _ in range(3)]
     u[2] = u[2].float()
     says = ["expected bfloat16", "the dtype of exp_avgs[2]", "got float32"]
-    for call in (
-        lambda: st.Plan(w, exp_avgs=m, exp_avg_sqs=u),
-        lambda: st.adam_predict(w, m, u, lr=0.1, step=3, steps=1.0),
-    ):
-        raises(ValueError, r"^exp_avg_sqs\[2\]:", call, lists, *says)
-
-
-@pytest.mark.parametrize("types", [(BF16, F16), (F16, BF16)], ids=str)
-def test_gradients_of_one_and_outputs_of_the_other_16_bit_type(
-    types: tuple[torch.dtype, torch.dtype],
-) -> None:
-    w, g, v, u, out = lists = [[torch.rand(5), torch.rand(5)] for _ in range(5)]
-    g[1], out[1] = g[1].to(types[0]), out[1].to(types[1])
-    says = [str(t).removeprefix("torch.") for t in types]
-    for call in (
-        lambda: st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(1.0, out)]),
-        lambda: st.adam_step_(w, g, v, u, lr=0.1, step=1, predict=[(1.0, out)]),
-    ):
-        raises(ValueError, r"params\[1\]", call, lists, *says)
+    plan = partial(st.Plan, w, exp_avgs=m, exp_avg_sqs=u)
+    raises(ValueError, r"^exp_avg_sqs\[2\]:", plan, lists, *says)
+    w, g, v, out = lists = [[torch.rand(5), torch.rand(5)] for _ in range(4)]
+    g[1], out[1] = g[1].bfloat16(), out[1].half()
+    step = partial(st.sgd_step_, w, g, v, lr=0.1, momentum=0.9, predict=[(1.0, out)])
+    raises(ValueError, r"params\[1\]", step, lists, "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -120,3 +112,39 @@ def test_every_16_bit_number_and_every_rounding(dtype: torch.dtype, device: str)
     out = torch.empty(len(w), dtype=dtype, device=device)
     st.Plan(w.to(device), outs=[out]).write_out()
     ref.assert_same(out.cpu(), w.to(dtype), "out")
+
+
+def _step(w: Tensor, g: Tensor, seed: int) -> None:
+    st.sgd_step_(w, g, None, lr=1.0, momentum=0.0, rounding_seed=seed)
+
+
+@pytest.mark.parametrize("fraction", [0.0625, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_probability_is_the_distance(fraction: float, sign: float) -> None:
+    """Of n elements at `fraction` of the interval, k round up: within 5 deviations."""
+    n, ulp = 1 << 18, 2.0**-7
+    gradient = torch.full((n,), -sign * fraction * ulp).bfloat16()
+    share = (gradient[0].double().abs() / ulp).item()
+    shares = []
+    for seed in range(4):
+        w = torch.full((n,), sign, dtype=torch.bfloat16)
+        _step(w, gradient, seed)
+        moved = w != sign
+        assert (w[moved] == sign * (1 + ulp)).all()
+        shares.append(moved.double().mean().item())
+    deviation = (share * (1 - share) / n) ** 0.5
+    assert all(abs(s - share) < 5 * deviation for s in shares)
+    assert abs(sum(shares) / 4 - share) < 5 * deviation / 2
+
+
+def test_seeds_decide_independently() -> None:
+    n = 1 << 16
+    decisions = []
+    for seed in (0, 1, 2**32, 2**63):
+        w = torch.ones(n, dtype=torch.bfloat16)
+        _step(w, torch.full_like(w, -(2.0**-8)), seed)
+        decisions.append((w > 1).double())
+    table = torch.corrcoef(torch.stack(decisions)) - torch.eye(4)
+    assert table.abs().max() < 5 / n**0.5
+    neighbours = torch.corrcoef(torch.stack([decisions[0][1:], decisions[0][:-1]]))
+    assert abs(neighbours[0, 1]) < 5 / n**0.5

@@ -55,25 +55,14 @@ def adams(draw: hs.DrawFn, *, nadam: bool | None = None) -> laws.Adam:
     )
 
 
-def weights(n: int = 40) -> tuple[Tensor, Tensor]:
-    """W and v."""
-    return torch.randn(n, dtype=torch.float64), torch.randn(n, dtype=torch.float64)
+def random(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, v or m, and u."""
+    return *torch.randn(2, n, dtype=torch.float64), torch.rand(n, dtype=torch.float64) + 0.01
 
 
-def moments() -> tuple[Tensor, Tensor, Tensor]:
-    """W, m and u."""
-    return *weights(), torch.rand(40, dtype=torch.float64) + 0.01
-
-
-def planned(w: Tensor, *state: Tensor, **more: Any) -> tuple[st.Plan, Tensor]:
-    """Return a plan with one momentum buffer, or both moments of Adam, and its output."""
+def predicted(numbers: Numbers, law: laws.Law, w: Tensor, m: Tensor, u: Tensor) -> Tensor:
     out = torch.full_like(w, math.nan)
-    names = ("momentum_buffers",) if len(state) == 1 else ("exp_avgs", "exp_avg_sqs")
-    return st.Plan(w, outs=[out], **dict(zip(names, state, strict=True)), **more), out
-
-
-def predicted(numbers: Numbers, law: laws.Law, w: Tensor, *state: Tensor) -> Tensor:
-    plan, out = planned(w, *state)
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, outs=[out])
     plan.predict([numbers], steps=law)  # type: ignore[arg-type]
     return out
 
@@ -100,26 +89,21 @@ def coast(numbers: laws.Sgd, w: Tensor, v: Tensor, steps: int) -> Tensor:
     return w
 
 
-@given(numbers=sgds(), steps=hs.floats(0, 100))
-def test_linear(numbers: laws.Sgd, steps: float) -> None:
-    """W - s*lr*v for every kind of SGD."""
-    w, v = weights()
-    close(predicted(numbers, laws.Linear(steps), w, v), w - steps * numbers.lr * v, w)
-
-
-@given(numbers=sgds(), steps=hs.integers(0, 40))
-def test_geometric_continues_with_zero_gradients(numbers: laws.Sgd, steps: int) -> None:
-    w, v = weights()
-    got = predicted(numbers, laws.Geometric(steps), w, v)
-    close(got, coast(numbers, w, v, steps), w, v * numbers.lr * steps)
+@given(numbers=sgds(), s=hs.floats(0, 100), n=hs.integers(0, 40))
+def test_linear_and_geometric(numbers: laws.Sgd, s: float, n: int) -> None:
+    """W - s*lr*v for every kind of SGD, and n updates with zero gradients."""
+    w, v, u = random()
+    close(predicted(numbers, laws.Linear(s), w, v, u), w - s * numbers.lr * v, w)
+    got = predicted(numbers, laws.Geometric(n), w, v, u)
+    close(got, coast(numbers, w, v, n), w, v * numbers.lr * n)
 
 
 @settings(max_examples=settings().max_examples // 10)
 @given(numbers=sgds(decay=True), steps=hs.integers(100, 3000))
 def test_geometric_far_ahead(numbers: laws.Sgd, steps: int) -> None:
     """Thousands of updates with decay: a matrix power equals a loop."""
-    w, v = weights(3)
-    apart = predicted(numbers, laws.Geometric(steps), w, v) - coast(numbers, w, v, steps)
+    w, v, u = random(3)
+    apart = predicted(numbers, laws.Geometric(steps), w, v, u) - coast(numbers, w, v, steps)
     scale = w.abs().max() + v.abs().max() * numbers.lr / (1 - numbers.momentum)
     assert float(apart.abs().max()) <= 1e-11 * float(scale)
 
@@ -127,9 +111,9 @@ def test_geometric_far_ahead(numbers: laws.Sgd, steps: int) -> None:
 @given(mu=hs.floats(0.01, 0.999), s=hs.floats(0, 50), lr=hs.floats(0, 1), nesterov=hs.booleans())
 def test_geometric_by_its_formula(mu: float, s: float, lr: float, nesterov: bool) -> None:
     """Fractional steps too: W - lr*v*(mu - mu^(s+1))/(1 - mu), Nesterov's times mu."""
-    w, v = weights()
+    w, v, u = random()
     reach = (mu - mu ** (s + 1)) / (1 - mu) * (mu if nesterov else 1.0)
-    got = predicted(laws.Sgd(lr, mu, nesterov=nesterov), laws.Geometric(s), w, v)
+    got = predicted(laws.Sgd(lr, mu, nesterov=nesterov), laws.Geometric(s), w, v, u)
     # Cancellation in mu - mu^(s+1) is not the operator's error: use its input.
     close(got, w - lr * reach * v, w, v * lr / (1 - mu))
 
@@ -148,9 +132,9 @@ def test_geometric_without_damping_is_linear() -> None:
 def test_second_order(numbers: laws.Sgd, delay: float, share: float, first: bool) -> None:
     """W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)], with v_prev kept by the test."""
     lead = max(-delay, share)
-    w, v = weights()
-    g, v_prev = torch.randn_like(w), torch.zeros_like(v) if first else v.clone()
-    plan, out = planned(w, v, grads=g)
+    w, v, g = random()
+    v_prev, out = torch.zeros_like(v) if first else v.clone(), torch.empty_like(w)
+    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
     plan.sgd_step_([numbers], first_step=first, predict=[laws.SecondOrder(delay, lead)])
     change = delay * (delay + 1) / 2
     expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
@@ -194,36 +178,32 @@ def far(numbers: laws.Adam, w: Tensor, m: Tensor, u: Tensor, n: float) -> Tensor
     return w.abs() + n * move(replace(numbers, lr=0.5), m.abs(), u, 0)
 
 
-@given(numbers=adams(), steps=hs.floats(0, 100))
-def test_linear_under_adam(numbers: laws.Adam, steps: float) -> None:
-    """The momentum part of the last update, s times, without decay and gradient."""
-    w, m, u = moments()
-    expected = w - steps * move(numbers, m, u, 0)
-    got = predicted(numbers, laws.Linear(steps), w, m, u)
-    close(got, expected, far(numbers, w, m, u, steps))
+@given(numbers=adams(), s=hs.floats(0, 100), n=hs.integers(0, _MAX_TERMS))
+def test_linear_and_geometric_under_adam(numbers: laws.Adam, s: float, n: int) -> None:
+    """The momentum part of the last update, s times, without decay and gradient.
 
-
-@given(numbers=adams(), steps=hs.integers(0, _MAX_TERMS))
-def test_geometric_under_adam(numbers: laws.Adam, steps: int) -> None:
-    """FTPipe's msnag: for i = 1..s, AdamW's decay and then a step without a gradient."""
-    w, m, u = moments()
+    And FTPipe's msnag: for i = 1..n, AdamW's decay and then a step without a gradient.
+    """
+    w, m, u = random()
+    expected = w - s * move(numbers, m, u, 0)
+    close(predicted(numbers, laws.Linear(s), w, m, u), expected, far(numbers, w, m, u, s))
     expected, moment = w, m
-    for i in range(1, steps + 1):
+    for i in range(1, n + 1):
         moment = numbers.betas[0] * moment
         if numbers.decoupled_weight_decay:
             expected = expected * (1 - numbers.lr * numbers.weight_decay)
         expected = expected - move(numbers, moment, u, i)
-    got = predicted(numbers, laws.Geometric(steps), w, m, u)
-    close(got, expected, far(numbers, w, m, u, steps))
+    got = predicted(numbers, laws.Geometric(n), w, m, u)
+    close(got, expected, far(numbers, w, m, u, n))
 
 
 @given(numbers=adams(nadam=False), delay=hs.floats(0, 31), share=hs.floats(-1, 1))
 def test_second_order_under_adam(numbers: laws.Adam, delay: float, share: float) -> None:
     """With m_prev kept here: m one update earlier, under the same denominator."""
     lead = max(-delay, 31 * share)
-    w, m, u = moments()
-    g, m_prev = torch.randn_like(w), m.clone()
-    plan, out = planned(w, m, u, grads=g)
+    w, m, u = random()
+    g, m_prev, out = torch.randn_like(w), m.clone(), torch.empty_like(w)
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out])
     plan.adam_step_([numbers], predict=[laws.SecondOrder(delay, lead)])
     change = delay * (delay + 1) / 2
     expected = w - move(numbers, (delay + lead) * m + change * (m - m_prev), u, 0)
@@ -265,11 +245,9 @@ def test_only_a_step_can_write_second_order() -> None:
     law, keywords = laws.SecondOrder(2.0), {"lr": 0.1, "momentum": 0.9}
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, stashed=out)
     for call in (
-        lambda: st.predict_(w, m, steps=law, **keywords),
         lambda: st.predict(w, m, steps=law, out=out, **keywords),
         lambda: st.stash_predict_(w, out, m, steps=law, **keywords),
         lambda: st.adam_predict(w, m, u, lr=0.1, step=1, steps=law, out=out),
-        lambda: plan.predict_([_SGD], steps=law),
         lambda: plan.stash_predict_([_ADAM], steps=law),
     ):
         raises(ValueError, "steps: .*gradient", call, lists)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.bad_input import raises
-from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext import laws
@@ -19,49 +18,32 @@ from spectrain_ext import laws
 _S, _A = laws.Sgd(0.1, 0.9), laws.Adam(0.1, step=1)
 _STILL = laws.Sgd(0.1, 0.0)
 _DECAYED = laws.Sgd(0.1, 0.9, weight_decay=0.1)
-_FRACTION, _SECOND = laws.Geometric(1.5), laws.SecondOrder(1)
+_FRACTION = laws.Geometric(1.5)
 #: A call of a plan, its error, and the message.
 Row = tuple[Callable[[Any], object], type[Exception] | tuple[type[Exception], ...], str]
 _NUMBERS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 _ONE: dict[str, Any] = {"lr": 0.1, "steps": 1.0}
 
 
-def _lists() -> list[list[Tensor]]:
-    return [[torch.rand(3), torch.rand(3)] for _ in range(6)]
-
-
-def _refused(row: Row, plan: st.Plan, lists: object) -> None:
-    call, error, says = row
-    raises(error, says, lambda: call(plan), lists)
-
-
 _TWO_GROUPS: list[Row] = [
     # Numbers for another count of groups, or of another rule.
     (lambda p: p.sgd_step_([]), ValueError, "groups: expected the numbers of 2 groups, got 0"),
-    (lambda p: p.adam_step_([_A]), ValueError, "groups: expected the numbers of 2 groups, got 1"),
     (lambda p: p.predict_([_S] * 3, steps=1.0), ValueError, "groups: .* of 2 groups, got 3"),
-    (lambda p: p.stash_predict_([_A], steps=1.0), ValueError, "groups: .* of 2 groups, got 1"),
     (lambda p: p.sgd_step_([_S, _A]), TypeError, r"groups\[1\]: expected Sgd, got Adam"),
     (lambda p: p.adam_step_([_A, _S]), TypeError, r"groups\[1\]: expected Adam, got Sgd"),
     (lambda p: p.predict([_A, _S], steps=1.0), TypeError, r"groups\[1\]: expected Adam"),
-    (lambda p: p.stash_predict_([_S, _A], steps=1.0), TypeError, r"groups\[1\]: expected Sgd"),
     # What is no list of numbers.
     *[(lambda p, x=x: p.sgd_step_(x), TypeError, "groups") for x in (_S, 3, "sgd", [3, 4])],
-    *[(lambda p, x=x: p.adam_step_(x), TypeError, "groups") for x in (_A, 3, "sgd", [3, 4])],
-    (lambda p: p.predict_(_S, steps=1.0), TypeError, "groups"),
     # Numbers that are missing or given twice.
     (lambda p: p.sgd_step_(), TypeError, "^lr: "),
     (lambda p: p.sgd_step_(lr=0.1), TypeError, "^momentum: "),
     (lambda p: p.adam_step_(), TypeError, "^lr: adam_step_ needs it, or groups"),
     (lambda p: p.adam_step_(lr=0.1), TypeError, "^step: adam_step_ needs it, or groups"),
     (lambda p: p.predict(steps=1.0), TypeError, "^groups"),
-    (lambda p: p.predict_(None, steps=1.0), TypeError, "^groups"),
     (lambda p: p.sgd_step_([_S] * 2, lr=0.1), TypeError, "^lr: groups are given"),
-    (lambda p: p.predict([_S] * 2, steps=1.0, lr=0.1), TypeError, "^lr: groups are given"),
     (lambda p: p.stash_predict_([_S] * 2, steps=1.0, nesterov=True), TypeError, "^nesterov: gro"),
     (lambda p: p.adam_step_([_A] * 2, eps=1e-3), TypeError, "^eps: groups are given"),
     (lambda p: p.adam_step_(lr=0.1, step=1, momentum=0.9), TypeError, "unexpected.*'momentum'"),
-    (lambda p: p.adam_step_([_A] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
     (lambda p: p.sgd_step_([_S] * 2, clip=1), TypeError, "unexpected keyword argument 'clip'"),
     # Horizons and laws.
     *[
@@ -75,53 +57,43 @@ _TWO_GROUPS: list[Row] = [
     (lambda p: p.sgd_step_([_S] * 2, predict=[(1.0, -1)]), ValueError, r"predict\[0\]\[1\]"),
     (lambda p: p.predict(lr=0.1, steps=(1.0, "x")), TypeError, r"steps\[1\]"),
     (lambda p: p.predict([_S, _DECAYED], steps=_FRACTION), ValueError, "^steps: .*whole"),
-    (lambda p: p.sgd_step_([_S, _DECAYED], predict=[_FRACTION]), ValueError, "^steps: .*whole"),
-    (lambda p: p.predict_([_S, _DECAYED], steps=_SECOND), ValueError, "^steps: .*gradient"),
     (lambda p: p.predict(lr=-1.0, steps=1.0), ValueError, "^lr"),
     (lambda p: p.stash_predict_(lr=0.1, steps=math.nan), ValueError, "^steps"),
     (lambda p: p.extrapolate(steps=math.inf), ValueError, "^steps"),
-    (lambda p: p.sgd_step_(predict=[-1.0], **_NUMBERS), ValueError, "predict"),
     (lambda p: p.sgd_step_(predict=[math.nan], **_NUMBERS), ValueError, "predict"),
     (lambda p: p.sgd_step_(predict=[1.0, 1.0], **_NUMBERS), ValueError, "predict: .*1 outs, got 2"),
-    (lambda p: p.sgd_step_(predict=[1.0, None], **_NUMBERS), ValueError, "predict: .*1 outs"),
     (lambda p: p.adam_step_([_A] * 2, predict=[1.0, None]), ValueError, "predict: .*1 outs"),
     (lambda p: p.sgd_step_(first_step=[True], **_NUMBERS), ValueError, "first_step: .* 2 tensors"),
     # Momentum.
     (lambda p: p.sgd_step_([_S, _STILL]), ValueError, "^momentum: .*in all groups, or in none"),
-    (lambda p: p.predict_([_S, _STILL], steps=1.0), ValueError, "^momentum: .*momentum > 0"),
-    (lambda p: p.stash_predict_([_STILL] * 2, steps=1.0), ValueError, "^momentum: .*momentum > 0"),
-    (lambda p: p.sgd_step_([_STILL] * 2, predict=[1.0]), ValueError, "predict: .*momentum > 0"),
+    (lambda p: p.stash_predict_([_S, _STILL], steps=1.0), ValueError, "^momentum: .*momentum > 0"),
     (lambda p: p.sgd_step_(lr=0.1, momentum=0.0, predict=[1.0]), ValueError, "momentum > 0"),
+    (lambda p: p.sgd_step_([_STILL] * 2, predict=[1.0]), ValueError, "predict: .*momentum > 0"),
     # Outputs.
     *[
         (call, error, "^out: expected an index")
-        for out, error in ((1, ValueError), (-1, ValueError), (1.5, TypeError), ("0", TypeError),
-                           (True, TypeError), ([0], TypeError))
+        for out, error in ((1, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError))
         for call in (
             lambda p, out=out: p.predict(out=out, **_ONE),
-            lambda p, out=out: p.predict([_S] * 2, steps=1.0, out=out),
             lambda p, out=out: p.extrapolate(steps=1.0, out=out),
             lambda p, out=out: p.write_out(out=out),
         )
     ],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", _TWO_GROUPS, ids=lambda row: row[2])
 def test_arguments_that_cannot_be(row: Row) -> None:
-    w, g, m, u, kept, out = lists = _lists()
+    w, g, m, u, kept, out = lists = [[torch.rand(3), torch.rand(3)] for _ in range(6)]
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, stashed=kept, outs=[out], groups=[0, 1])
-    _refused(row, plan, lists)
+    call, error, says = row
+    raises(error, says, lambda: call(plan), lists)
 
 
-_NO_STASH = "stashed|momentum_buffers"
 _BARE: list[Row] = [
     (lambda p: p.predict_(**_ONE), ValueError, "momentum_buffers"),
-    (lambda p: p.predict_([_S], steps=1.0), ValueError, "momentum_buffers"),
     (lambda p: p.predict_([_A], steps=1.0), ValueError, "exp_avgs"),
-    (lambda p: p.stash_predict_(**_ONE), ValueError, _NO_STASH),
-    (lambda p: p.stash_predict_([_S], steps=1.0), ValueError, _NO_STASH),
-    (lambda p: p.sgd_step_(**_NUMBERS), ValueError, "momentum_buffers"),
+    (lambda p: p.stash_predict_(**_ONE), ValueError, "stashed|momentum_buffers"),
     (lambda p: p.sgd_step_([_S]), ValueError, "momentum_buffers"),
     (lambda p: p.adam_step_([_A]), ValueError, "exp_avgs"),
     (lambda p: p.stash(), ValueError, "stashed"),
@@ -144,8 +116,10 @@ _BARE: list[Row] = [
 
 @pytest.mark.parametrize("row", _BARE, ids=lambda row: row[2])
 def test_lists_that_are_missing(row: Row) -> None:
+    call, error, says = row
     w = torch.rand(4)
-    _refused(row, st.Plan(w, grads=torch.ones(4)), w)
+    plan = st.Plan(w, grads=torch.ones(4))
+    raises(error, says, lambda: call(plan), w)
 
 
 def test_moments_and_gradients_that_are_missing() -> None:
@@ -168,14 +142,11 @@ def test_moments_and_gradients_that_are_missing() -> None:
     ("groups", "error", "names"),
     [
         ([0], ValueError, "groups: expected one entry per tensor, 2, got 1"),
-        ([0, 0, 0], ValueError, "groups: expected one entry per tensor, 2, got 3"),
         ([], ValueError, "groups: expected one entry per tensor"),
         ([0, -1], ValueError, r"groups\[1\]"),
         ([0, 70_000], ValueError, r"groups\[1\]"),
         ([0, 1.5], TypeError, r"groups\[1\]"),
-        ([0, None], TypeError, r"groups\[1\]"),
         ([0, True], TypeError, r"groups\[1\]"),
-        ([0, "1"], TypeError, r"groups\[1\]"),
         ("01", TypeError, "groups"),
         (3, TypeError, "groups"),
     ],

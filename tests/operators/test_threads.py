@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext import _C
 
-WITHOUT_LOCK = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 THREADS = 4
 
 
@@ -57,9 +56,9 @@ KINDS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-def _mixed(begin: int, value: float, count: int = 100) -> list[Any]:
+def _mixed(begin: int, value: float) -> list[Any]:
     """No two adjacent types are equal: anything cached for one is wrong for the next."""
-    return [KINDS[(begin + i) % len(KINDS)](torch.full((3,), value)) for i in range(count)]
+    return [KINDS[(begin + i) % len(KINDS)](torch.full((3,), value)) for i in range(100)]
 
 
 def _bits(arrays: list[Any]) -> list[bytes]:
@@ -187,7 +186,7 @@ def test_types_that_come_and_go() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not WITHOUT_LOCK, reason="of a Python that has its lock")
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="has its lock")
 def test_an_import_leaves_python_without_its_lock() -> None:
     code = (
         "import sys, torch; before = sys._is_gil_enabled(); import spectrain_ext; "

@@ -160,14 +160,6 @@ def idle(n: int) -> list[nn.Module]:
     return stages
 
 
-def frozen(n: int) -> list[nn.Module]:
-    stages = plain(n)
-    stages[0][0].bias.requires_grad_(False)
-    if n > 1:
-        stages[n // 2].requires_grad_(False)
-    return stages
-
-
 class Aside(nn.Linear):
     """Does not use its parameters."""
 
@@ -175,8 +167,13 @@ class Aside(nn.Linear):
         return x
 
 
-def unused(n: int) -> list[nn.Module]:
-    return [nn.Sequential(Aside(2, 2), *stage) for stage in plain(n)]
+def frozen(n: int) -> list[nn.Module]:
+    """Return stages with unused parameters, and with some that are not trained."""
+    stages: list[nn.Module] = [nn.Sequential(*stage, Aside(2, 2)) for stage in plain(n)]
+    stages[0][0].bias.requires_grad_(False)
+    if n > 1:
+        stages[n // 2].requires_grad_(False)
+    return stages
 
 
 def words(n: int) -> list[nn.Module]:
@@ -193,7 +190,6 @@ MODELS = {
     "normed": normed,
     "idle": idle,
     "frozen": frozen,
-    "unused": unused,
     "tied ends": tied(0, -1),
     "tied throughout": tied(),
     "tied late": tied(1, -1),

@@ -24,7 +24,7 @@ def order(schedule, k, n, window, m, parts):
         return at_once(asynchronous(window, m, parts))
     if schedule == "zb-h1":
         return zero_bubble(k, n, parts)
-    return all_forward_all_backward(parts) if schedule == "gpipe" else flushing(n - k, parts)
+    return flushing(m if schedule == "gpipe" else n - k, parts)  # GPipe: all forwards first
 
 
 def asynchronous(window, m, parts):
@@ -44,16 +44,6 @@ def asynchronous(window, m, parts):
             i, j = places[q]
             if j < parts[i]:
                 yield "F", i, j
-
-
-def all_forward_all_backward(parts):
-    """GPipe: a minibatch's forwards, its backwards, its update."""
-    for i, count in enumerate(parts):
-        for j in range(count):
-            yield "F", i, j
-        for j in range(count):
-            yield "B", i, j
-        yield "U", i, None
 
 
 def flushing(window, parts):

@@ -82,11 +82,6 @@ def test_errors_are_those_of_numpy(method: str, stages: int) -> None:
             assert error.norm == pytest.approx(np.linalg.norm(off), rel=1e-8, abs=1e-13)
             size = np.sqrt(np.mean(off**2))
             assert rmse([error], errors.elements) == pytest.approx(size, rel=1e-8, abs=1e-13)
-    together = [error for error in errors.found if error[1:4] == (2, 3, "linear")]
-    assert len(together) == stages
-    offs = [by_sgd("linear", 3, noted, k, 2) - noted.weights[k][4] for k in range(stages)]
-    size = np.sqrt(np.mean(np.concatenate(offs) ** 2))
-    assert rmse(together, errors.elements) == pytest.approx(size, rel=1e-8)
 
 
 def test_all_laws_are_measured() -> None:

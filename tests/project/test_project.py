@@ -73,7 +73,7 @@ def test_the_same_pythons_and_the_oldest_torch_everywhere() -> None:
 
 def test_the_changelog_has_this_version_on_top() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## \[(.*?)\](.*)$", text, re.MULTILINE)
-    assert headings[0] == ("Unreleased", "")
-    assert headings[1][0] == PROJECT["project"]["version"] == st.__version__
-    assert re.fullmatch(r" - \d{4}-\d\d-\d\d", headings[1][1])
+    first, second, *_ = re.findall(r"^## \[(.*?)\](.*)$", text, re.MULTILINE)
+    assert first == ("Unreleased", "")
+    assert second[0] == PROJECT["project"]["version"] == st.__version__
+    assert re.fullmatch(r" - \d{4}-\d\d-\d\d", second[1])

@@ -24,6 +24,7 @@ from studies.report import describe, versions
 from studies.results import Run, RunFile, summarize, write_results
 from studies.settings import TrainSettings, settle
 
+FILES = "bench/results/FILES.md"
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
 
@@ -44,9 +45,10 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def opening(document: str, heading: str) -> str:
-    text = (ROOT / document).read_text()
-    return text.partition(f"\n## {heading}\n")[2].partition("\n| ")[0]
+def opening(heading: str) -> set[str]:
+    """Return the names in the text before a section's table."""
+    text = (ROOT / FILES).read_text()
+    return {*quoted(text.partition(f"\n## {heading}\n")[2].partition("\n| ")[0])}
 
 
 @pytest.fixture
@@ -62,11 +64,10 @@ def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
     settings = {**about, "methods": [], "seeds": [], "left_out": {}}
     write_results(path, summarize([RUN]), settings=settings, versions=versions())
     document = json.loads(path.read_text())
-    of_method, of_seed, others = tables("bench/results/FILES.md", "results.json")
+    of_method, of_seed, others = tables(FILES, "results.json")
     assert of_method == set(document["methods"][0])
     assert of_seed == set(document["methods"][0]["seeds"][0])
-    said = opening("bench/results/FILES.md", "results.json")
-    assert set(document) | set(document["versions"]) <= set(quoted(said))
+    assert set(document) | set(document["versions"]) <= opening("results.json")
     # options of the command have help texts; the others need a row
     options = {str(option.name) for option in main.commands["train"].params}
     assert others <= set(document["settings"])
@@ -80,22 +81,22 @@ def test_single_runs(tmp_path: Path, about: dict[str, object]) -> None:
     RunFile(tmp_path, "sync-seed0", about, Run).write(RUN)
     (path,) = tmp_path.glob("sync-seed0-*.json")
     document = json.loads(path.read_text())
-    (names,) = tables("bench/results/FILES.md", "Single runs")
+    (names,) = tables(FILES, "Single runs")
     assert names == set(document["run"])
-    assert set(document) <= set(quoted(opening("bench/results/FILES.md", "Single runs")))
+    assert set(document) <= opening("Single runs")
 
 
-def test_a_study(tmp_path: Path) -> None:
-    (names,) = tables("bench/results/FILES.md", "frontier.json")
+def test_a_study() -> None:
+    (names,) = tables(FILES, "frontier.json")
     assert names == {field.name for field in dataclasses.fields(frontier.Row)}
 
 
 def test_a_benchmark() -> None:
-    (names,) = tables("bench/results/FILES.md", "The JSON of the operators")
+    (names,) = tables(FILES, "The JSON of the operators")
     work = Workload("tiny", ((3,),))
     entry = contest(OPERATIONS[0], work, Settings(case_s=0.0, least=1))["Plan"].as_benchmark()
     assert names == set(entry["extra_info"]) | {"compile_s"}
-    assert set(entry) <= set(quoted(opening("bench/results/FILES.md", "The JSON of the operators")))
+    assert set(entry) <= opening("The JSON of the operators")
 
 
 def test_metrics(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         torchs: int = 4,
         load: float = 0.0,
         quota: str = "",
-        old_quota: tuple[object, int] | None = None,
+        old_quota: object = None,
         ranks: object = None,
     ) -> None:
         monkeypatch.setattr(threads, "_CGROUP", tmp_path)
@@ -36,8 +36,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
             (tmp_path / "cpu.max").write_text(f"{quota}\n")
         if old_quota is not None:
             (tmp_path / "cpu").mkdir()
-            for name, value in zip(("quota", "period"), old_quota, strict=True):
-                (tmp_path / "cpu" / f"cpu.cfs_{name}_us").write_text(f"{value}\n")
+            (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{old_quota}\n")
+            (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
         fake = SimpleNamespace(
             sched_getaffinity=lambda _: set(range(there)),
             getloadavg=lambda: (load, load, load),
@@ -54,12 +54,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     [
         ({}, 4),
         ({"quota": "max 100000"}, 4),
-        ({"quota": "200000 100000"}, 2),
         ({"quota": "150000 100000"}, 2),
         ({"quota": "50000 100000"}, 1),
-        ({"old_quota": (-1, 100000)}, 4),
-        ({"old_quota": (300000, 100000)}, 3),
-        ({"old_quota": ("", 1)}, 4),
+        ({"old_quota": -1}, 4),
+        ({"old_quota": 300000}, 3),
+        ({"old_quota": ""}, 4),
     ],
 )
 def test_a_containers_quota(machine: Machine, given: dict[str, object], expected: int) -> None:
@@ -70,14 +69,14 @@ def test_a_containers_quota(machine: Machine, given: dict[str, object], expected
 @pytest.mark.parametrize(
     ("given", "what", "remedy"),
     [
-        ({"torchs": 4}, None, ""),
+        ({}, None, ""),
         ({"there": 2, "torchs": 8}, "8 threads on 2 cores", "set_num_threads(2)"),
         ({"quota": "100000 100000"}, "4 threads on 1 core.", "OMP_NUM_THREADS=1 "),
         ({"torchs": 2, "ranks": 2}, None, ""),
         ({"torchs": 3, "ranks": 2}, "2 processes share 4 cores, and", "NUM_THREADS=2 "),
         ({"torchs": 1, "ranks": 8}, "8 processes share 4 cores.", "at most 4 of them"),
         ({"torchs": 2, "ranks": 8}, "2 threads in each", "OMP_NUM_THREADS=1 "),
-        ({"torchs": 4, "ranks": "many"}, None, ""),
+        ({"ranks": "many"}, None, ""),
     ],
 )
 def test_more_threads_than_cores(
@@ -90,14 +89,12 @@ def test_more_threads_than_cores(
 
 
 def test_other_work(machine: Machine) -> None:
-    for load, torchs in ((0.3, 4), (8.0, 1)):
+    for load, torchs, noticed in ((0.3, 4, False), (8.0, 1, False), (8.0, 4, True)):
         machine(load=load, torchs=torchs)
-        assert disturbed() is None
-    machine(load=8.0)
-    found = disturbed()
-    assert found is not None
-    assert "load 8.0 on 4" in found.what
-    assert "OMP_WAIT_POLICY=PASSIVE" in found.remedy
+        found = disturbed()
+        assert (found is not None) == noticed
+        if found is not None:
+            assert "load 8.0 on 4" in found.what and "OMP_WAIT_POLICY=PASSIVE" in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -49,4 +49,8 @@ std::set<int> contexts();
 int current();
 void set_current(int device);
 
+// CPU kernels that are found from here on are of this instruction set; 0 is the baseline.
+int instruction_sets();
+void choose_instruction_set(int number);
+
 }  // namespace stand_in
