@@ -20,6 +20,7 @@ COST = "2026-11-23-cost/cost.json"
 SLOW_LINKS = "2026-11-25-slow-links/slow-links.json"
 OPERATORS = "2026-11-23-operators/bench.json"
 ON_GPU = "2026-11-26-gpu-h200/operators.json"
+GPU_STEPS = "2026-11-26-gpu-h200/parts.json"
 FAILURES = "2026-11-25-failures/campaign.json"
 
 Figures = dict[str, list[float]]
@@ -225,3 +226,13 @@ def operators(results: Path, run: str = OPERATORS) -> str:
         for (operation, precision), line in found.items()
     ]
     return table("|".join(["operation|types", *(f">{name}" for name in workloads)]), lines)
+
+
+def gpu_steps(results: Path) -> str:
+    """Cases of each step of gpu_suite.py, by outcome; those of "tests" are files."""
+    words = ("ok", "failed", "skipped", "no time left")
+    lines = []
+    for name, part in read(results, GPU_STEPS).items():
+        outcomes = [case["status"] for case in part.values()]
+        lines.append([f"`{name}`", *(str(outcomes.count(word) or "") for word in words)])
+    return table("|".join(["step", *(f">{word}" for word in words)]), lines)

@@ -52,6 +52,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "frontier.digits": quality.digits,
     "frontier.even": races.even,
     "frontier.text": quality.text,
+    "gpu.steps": speed.gpu_steps,
     "headline": headline,
     "operators": speed.operators,
     "operators.gpu": partial(speed.operators, run=speed.ON_GPU),

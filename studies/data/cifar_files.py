@@ -250,12 +250,8 @@ def tar_files(
                     yield member.name, content.read()
             _finish(archive)
     except (
-        tarfile.TarError,
-        EOFError,
-        lzma.LZMAError,
-        zlib.error,
-        OverflowError,
-        OSError,
+        *(tarfile.TarError, EOFError, lzma.LZMAError, zlib.error, OverflowError, OSError),
+        MemoryError,  # asked for by a header, whatever follows
     ) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -100,8 +100,8 @@ def drawn(against):
 
 
 # Not drawn because torch (2.13, on a CPU) gets it wrong with channels_last: a group norm's backward
-# crashes if its input needs no gradient, and an instance norm's differs if the next layer's
-# gradient is channels_last.
+# crashes if no layer before it learns, and an instance norm's differs if the next layer's gradient
+# is channels_last.
 
 
 class Program:
@@ -254,9 +254,8 @@ class Program:
         if not any(learning):
             self.frozen = ["no"] * self.n  # the head always trains
         if self.last:
-            first = learning.index(True) if True in learning else self.n
-            for k, names in enumerate(self.blocks):
-                wrong = {"instance norm"} | ({"group norm"} if k <= first else set())
+            for names in self.blocks:
+                wrong = ("instance norm", "group norm")
                 names[:] = ["gelu" if name in wrong else name for name in names]
         places = [(k, b) for k in range(self.n) for b, name in enumerate(self.blocks[k])]
         frozen = [k for k in range(self.n) if self.frozen[k] == "all"]

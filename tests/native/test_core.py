@@ -32,7 +32,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(2000)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("sanitizers", "tests"),
     [

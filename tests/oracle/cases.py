@@ -325,7 +325,7 @@ MEANINGLESS = [
     (("method", _with(SECOND_ORDER | {"second-order"})), ("optimizer", ["dampening"])),
     (("method", ["sc"]), ("optimizer", ["no momentum"])),  # the oracle's formula is for one
     # The oracle corrects before the optimizer's hooks.
-    (("method", ["braking", "sc", "sc-lwp"]), ("optimizer", ["hooked"])),
+    (("method", ["braking", "dc-asgd", "gap-aware", "sc", "sc-lwp"]), ("optimizer", ["hooked"])),
 ]
 _FEATURES = ("optimizer", "rates", "clipping", "keeping", "model", "sizes", "runs")
 AXES = Axes(

@@ -34,7 +34,7 @@ def cases(draw):
         Profile(tuple(found), ties=ties),
         n,
         one_or(some.sampled_from([1.0, 4.0]), n - 1),
-        one_or(some.integers(0, 120), n),
+        one_or(some.integers(1, 120), n),
         draw(some.none() | some.lists(some.sampled_from([0.5, 1, 4]), min_size=n, max_size=n)),
     )
 

@@ -204,6 +204,18 @@ def test_a_parameter_without_elements_beside_a_master():
     assert stages[1].nothing.dtype == torch.bfloat16
 
 
+def test_a_first_parameter_without_elements():
+    """It has no address by which a step could tell where the weights are."""
+    alone, data = tanh_stages(2), batches(8)
+    beside = copy.deepcopy(alone)
+    beside[0].register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+    found = [
+        losses(st.Pipeline(stages, FOREIGN["AdamW"], mse, "wpipe", microbatches=2), data)
+        for stages in (alone, beside)
+    ]
+    assert found[0] == found[1]
+
+
 def test_after_release_16_bit_parameters_and_their_state_fit_together():
     stages, data = narrow(2), narrow_batches(3)
     pipe = st.Pipeline(stages, FOREIGN["AdamW"], mse, "vanilla", master_dtype=torch.float32)

@@ -18,7 +18,7 @@ namespace spectrain {
 namespace {
 
 constexpr int kSeeds = 3;
-constexpr size_t kLong = 300;  // rows that are more than a kernel's parameters hold
+constexpr size_t kLong = 140;  // rows that are more than a kernel's parameters hold
 
 // Lends memory as torch's allocator does: what is free on a stream is free for that stream's next
 // work at once, and for others' never.
