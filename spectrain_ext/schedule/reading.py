@@ -73,18 +73,18 @@ class Rules:
 
     def retains(self, microbatches: int | None) -> bool:
         """Whether a backward and its forward read different weights, each in its own buffer."""
-        if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
+        older = self.forward_reads != "newest" or self.once
+        if self.backward == "stash" or not (self.predicts or older):
             return False
         # They share one buffer, written before each use, where that is as fast: an update comes
         # between any two forwards, and the weights of both forward and backward are predicted.
-        overwrites = (
+        return not (
             microbatches == 1
             and self.backward == "predict"
             and self.backward_horizon > 0
             and self.forward_reads == "newest"
             and self.law != "second-order"
         )
-        return not overwrites
 
     @property
     def keeps_before(self) -> bool:

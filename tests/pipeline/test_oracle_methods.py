@@ -11,7 +11,7 @@ import hypothesis.strategies as some
 import pytest
 from helpers.pipeline_cases import Compared, batches, every_method, examples, mse, sgd, tanh_stages
 from helpers.random_settings import method_of
-from hypothesis import given
+from hypothesis import example, given
 from oracle.cases import AXES, FAMILY_OF, MODELS, OPTIMIZERS, RATES, REFUSED, Case
 from oracle.methods import METHODS, Definition
 from torch import nn
@@ -137,7 +137,12 @@ def choices(draw):
 WITH_MOMENTUM = ("momentum", "nesterov", "average", "decoupled", "groups", "Adam", "AdamW", "NAdam")
 
 
+# The backward computed with its forward's weights, which are older.
+UNPREDICTED = {"reads": "newest", "forward": lambda *_: 0, "once": True, "backward": "current"}
+
+
 @examples(20)
+@example({**UNPREDICTED, "law": "linear"}, 2, 2, [5], "momentum", "constant", [0, 0, 0, 1])
 @given(
     chosen=choices(),
     n=some.integers(1, 4),
