@@ -71,11 +71,7 @@ def sgd(params: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3, momentum_dtype=dtype)
 
 
-OWN = {
-    "sgd": sgd,
-    "nadam": nadam,
-    "soap": lambda p: st.optim.SOAP(p, lr=0.01),
-}
+OWN = {"sgd": sgd, "nadam": nadam, "soap": lambda p: st.optim.SOAP(p, lr=0.01)}
 ALIKE = ("Lion", "SGD", "AdamW")  # to others of these
 OTHERS = {
     "adamw": lambda p: st.optim.AdamW(p, lr=0.01),
