@@ -41,9 +41,7 @@ def test_only_plain_files_of_some_size(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        *({"seed": float("inf")}, {"losses": [10**400]}, {"losses": 3}, {"__class__": 1}, [1]),
-    ],
+    [*({"seed": float("inf")}, {"losses": [10**400]}, {"losses": 3}, {"__class__": 1}, [1])],
     ids=range(5),
 )
 def test_a_forged_run_is_no_finished_run(tmp_path, change):

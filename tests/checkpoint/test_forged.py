@@ -15,20 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoint_cases import (
-    batches,
-    body_of,
-    forge,
-    model,
-    nadam,
-    nest,
-    pipeline,
-    refused,
-    same,
-    state_of,
-    train,
-    write_body,
-)
+from helpers import checkpoint_cases as cases
 from helpers.foreign_optimizers import Whitened
 from hypothesis import given
 from hypothesis import strategies as some
@@ -62,12 +49,12 @@ def test_something_else_than_a_file(saved: Path, name: str, instead: Any, match:
     (saved / name).unlink()
     if instead is not None:
         instead(saved / name)
-    refused(saved, match)
+    cases.refused(saved, match)
 
 
 def test_a_file_that_was_cut(saved: Path) -> None:
     os.truncate(saved / MODEL, (saved / MODEL).stat().st_size - 1)
-    refused(saved, r"model\.safetensors: damaged, expected \d+ bytes, got \d+")
+    cases.refused(saved, r"model\.safetensors: damaged, expected \d+ bytes, got \d+")
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, DOCUMENT])
@@ -77,15 +64,15 @@ def test_no_changed_bit_goes_unnoticed(
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / "flipped"
     if not directory.exists():
-        save(directory, model(blocks=1), extra=[1.5, "text"])
+        save(directory, cases.model(blocks=1), extra=[1.5, "text"])
     path = directory / name
     content = path.read_bytes()
     at = int(place * len(content))
     path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
-    found = model(seed=1, blocks=1)
+    found = cases.model(seed=1, blocks=1)
     try:
         assert load(directory, found).extra == [1.5, "text"]  # white space has changed
-        same(dict(found.state_dict()), dict(model(blocks=1).state_dict()))
+        cases.same(dict(found.state_dict()), dict(cases.model(blocks=1).state_dict()))
     except CheckpointError as error:
         assert str(path) in str(error)
     finally:
@@ -103,8 +90,8 @@ class Evil:
 def test_a_pickle_in_place_of_a_file_of_tensors_is_refused(saved: Path) -> None:
     trace, path = saved.parent / "executed", saved / MODEL
     torch.save(Evil(trace), path)
-    forge(saved, lambda body: body["files"].update({path.name: path.stat().st_size}))
-    refused(saved, r"model\.safetensors: damaged, ")
+    cases.forge(saved, lambda body: body["files"].update({path.name: path.stat().st_size}))
+    cases.refused(saved, r"model\.safetensors: damaged, ")
     assert not trace.exists()
 
 
@@ -118,8 +105,8 @@ def test_something_else_than_the_tensor(saved: Path, tensor: torch.Tensor) -> No
         data = tensor.view(-1).view(torch.uint8).numpy()
         body["tensors"][f"model.{name}"]["sha256"] = hashlib.sha256(data).hexdigest()
 
-    forge(saved, change)
-    refused(saved, rf"holds something else than the tensor 'model\.{name}'")
+    cases.forge(saved, change)
+    cases.refused(saved, rf"holds something else than the tensor 'model\.{name}'")
 
 
 def grow(path: Path, name: str, size: int) -> None:
@@ -156,9 +143,9 @@ def test_a_small_file_that_claims_much_costs_little_memory(
             body["tensors"][name] = entry
             body["processes"][0]["random"]["cuda9"] = {"$tensor": name}
 
-    forge(saved, change)
+    cases.forge(saved, change)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused(saved, match)
+    cases.refused(saved, match)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < size >> 12  # KiB
 
 
@@ -182,7 +169,7 @@ DEEP = '{"sha256": "", "checkpoint": ' + 10**5 * "[" + 10**5 * "]" + "}"
 )
 def test_what_is_no_document(saved: Path, content: bytes, match: str) -> None:
     (saved / DOCUMENT).write_bytes(content)
-    refused(saved, rf"checkpoint\.json: .*{match}")
+    cases.refused(saved, rf"checkpoint\.json: .*{match}")
 
 
 WEIGHT, BIAS, COUNT = "model.0.linear.weight", "model.0.linear.bias", "0.norm.num_batches_tracked"
@@ -209,8 +196,8 @@ BAD_ENTRY = rf"tensors\['{WEIGHT}'\]: bad file, shape or order"
     ],
 )
 def test_forged_entries_of_tensors(saved: Path, key: str, change: Any, match: str) -> None:
-    forge(saved, lambda body: body["tensors"][key].update(change))
-    refused(saved, match)
+    cases.forge(saved, lambda body: body["tensors"][key].update(change))
+    cases.refused(saved, match)
 
 
 def stage(body: Body) -> Body:
@@ -252,8 +239,8 @@ def options(body: Body) -> Body:
     ],
 )
 def test_forged_documents(saved: Path, change: Callable[[Body], object], match: str) -> None:
-    forge(saved, change)
-    refused(saved, rf"checkpoint\.json: .*{match}|/c: does not fit .*{match}")
+    cases.forge(saved, change)
+    cases.refused(saved, rf"checkpoint\.json: .*{match}|/c: does not fit .*{match}")
 
 
 VALUES: list[Any] = [
@@ -275,7 +262,7 @@ VALUES: list[Any] = [
     {"$tensor": "x"},
     {"$other": []},
     {"$tuple": [], "more": 1},
-    nest(1, 101),
+    cases.nest(1, 101),
 ]
 
 
@@ -294,15 +281,15 @@ def test_values_that_no_save_writes(
     saved: Path, place: Callable[[Body], Any], sampler: ShuffledSampler | None
 ) -> None:
     """Otherwise an extra value would be noticed only after the weights have been replaced."""
-    original, pipe = (saved / DOCUMENT).read_bytes(), pipeline(2, seed=3)
+    original, pipe = (saved / DOCUMENT).read_bytes(), cases.pipeline(2, seed=3)
     for value in VALUES:
 
         def change(body: Body, value: object = value) -> None:
             container, key = place(body)
             container[key] = value
 
-        forge(saved, change)
-        refused(saved, r"checkpoint\.json: ", pipe, sampler=sampler)
+        cases.forge(saved, change)
+        cases.refused(saved, r"checkpoint\.json: ", pipe, sampler=sampler)
         (saved / DOCUMENT).write_bytes(original)
 
 
@@ -323,11 +310,11 @@ def matrices(body: Body) -> list[Body]:
 def test_forged_containers_of_tensors(
     tmp_path: Path, change: Callable[[Body], object], match: str
 ) -> None:
-    pipe = pipeline(2, optimizer=Whitened, method="vanilla")
-    train(pipe, batches(1))
+    pipe = cases.pipeline(2, optimizer=Whitened, method="vanilla")
+    cases.train(pipe, cases.batches(1))
     save(tmp_path / "c", pipe)
-    forge(tmp_path / "c", change)
-    refused(tmp_path / "c", match, pipe)
+    cases.forge(tmp_path / "c", change)
+    cases.refused(tmp_path / "c", match, pipe)
 
 
 @pytest.mark.parametrize(("device", "restored"), [("cuda9", True), ("process1", False)])
@@ -336,8 +323,8 @@ def test_generators_of_devices_that_are_not_here(saved: Path, device: str, resto
         random = body["processes"][0]["random"]
         random[device] = random["cpu"]
 
-    forge(saved, change)
-    assert load(saved, pipeline(2, seed=3)).random is restored
+    cases.forge(saved, change)
+    assert load(saved, cases.pipeline(2, seed=3)).random is restored
 
 
 # Random changes of a document, which gets a correct digest
@@ -406,29 +393,29 @@ class Forged:
 
     def __init__(self, base: Path) -> None:
         self.where, self.sampler = base / "checkpoint", ShuffledSampler(10, 3)
-        kept = pipeline(2, optimizer=nadam)
-        train(kept, batches(3))
+        kept = cases.pipeline(2, optimizer=cases.nadam)
+        cases.train(kept, cases.batches(3))
         extra = {"a": (1, 2.5), "b": [None, torch.tensor(3)]}
         save(self.where, kept, minibatches=3, sampler=self.sampler, extra=extra)
-        self.body = body_of(self.where)
+        self.body = cases.body_of(self.where)
         self.renew()
 
     def renew(self) -> None:
-        self.pipe = pipeline(2, seed=3, optimizer=nadam)
-        train(self.pipe, batches(1))
+        self.pipe = cases.pipeline(2, seed=3, optimizer=cases.nadam)
+        cases.train(self.pipe, cases.batches(1))
         self.sampler.position = 1
         self.before = self.state()
 
     def state(self) -> list[object]:
-        return [state_of(self.pipe), self.sampler.state_dict(), torch.get_rng_state()]
+        return [cases.state_of(self.pipe), self.sampler.state_dict(), torch.get_rng_state()]
 
     def case(self, rng: random.Random) -> None:
-        write_body(self.where, changed_json(rng, self.body))
+        cases.write_body(self.where, changed_json(rng, self.body))
         try:
             load(self.where, self.pipe, sampler=self.sampler)
             self.renew()
         except CheckpointError:
-            same(self.state(), self.before)
+            cases.same(self.state(), self.before)
 
 
 @pytest.fixture(scope="module")

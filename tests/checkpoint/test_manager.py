@@ -10,13 +10,7 @@ from helpers.checkpoint_cases import batches, pipeline, same, state_of, train
 from torch.utils.data import DataLoader, TensorDataset
 
 from spectrain_ext import StageError, hybrid
-from spectrain_ext.checkpoint import (
-    CheckpointError,
-    CheckpointManager,
-    ShuffledSampler,
-    load,
-    save,
-)
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, ShuffledSampler, load, save
 
 
 def names(directory):

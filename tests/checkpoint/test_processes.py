@@ -8,15 +8,7 @@ import re
 import pytest
 import torch
 from helpers import checkpoint_programs, rank_pipelines
-from helpers.checkpoint_cases import (
-    batches,
-    body_of,
-    everything,
-    model,
-    pipeline,
-    same,
-    train,
-)
+from helpers.checkpoint_cases import batches, body_of, everything, model, pipeline, same, train
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
 

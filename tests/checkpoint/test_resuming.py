@@ -9,20 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.checkpoint_cases import (
-    batches,
-    halving,
-    model,
-    nadam,
-    narrow,
-    optimizers_of,
-    pipeline,
-    same,
-    state_of,
-    strides,
-    tied,
-    train,
-)
+from helpers import checkpoint_cases as cases
 from helpers.covering import Axes
 from helpers.foreign_optimizers import FOREIGN, PECULIAR
 from torch import nn
@@ -71,11 +58,7 @@ def sgd(params: Any) -> st.optim.SGD:
     return st.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3, momentum_dtype=dtype)
 
 
-OWN = {
-    "sgd": sgd,
-    "nadam": nadam,
-    "soap": lambda p: st.optim.SOAP(p, lr=0.01),
-}
+OWN = {"sgd": sgd, "nadam": cases.nadam, "soap": lambda p: st.optim.SOAP(p, lr=0.01)}
 ALIKE = ("Lion", "SGD", "AdamW")  # to others of these
 OTHERS = {
     "adamw": lambda p: st.optim.AdamW(p, lr=0.01),
@@ -106,7 +89,7 @@ def images(seed: int) -> nn.Sequential:
 
 
 def narrow_tied(seed: int) -> nn.Sequential:
-    return tied(seed).bfloat16()
+    return cases.tied(seed).bfloat16()
 
 
 class Kind(NamedTuple):
@@ -116,10 +99,10 @@ class Kind(NamedTuple):
 
 
 MODELS = {
-    "noisy": Kind(model),
-    "tied": Kind(tied),
+    "noisy": Kind(cases.model),
+    "tied": Kind(cases.tied),
     "images": Kind(images),
-    "narrow": Kind(narrow, torch.bfloat16),
+    "narrow": Kind(cases.narrow, torch.bfloat16),
     "masters": Kind(narrow_tied, torch.bfloat16, torch.float32),
 }
 #: Where else the state goes and comes back from: stages and their method, or a module.
@@ -152,11 +135,11 @@ def test_stopped_and_continued_is_never_stopped(
     tmp_path: Path, method: str, optimizer: str, model: str, other: str, before: str
 ) -> None:
     kind, steps = MODELS[model], 1 + len(method + optimizer + model) % 4
-    first, second = batches(steps, 0, kind.dtype), batches(3, 1, kind.dtype)
-    scheduler = None if optimizer in UNSCHEDULED else halving
+    first, second = cases.batches(steps, 0, kind.dtype), cases.batches(3, 1, kind.dtype)
+    scheduler = None if optimizer in UNSCHEDULED else cases.halving
 
     def made(seed: int, n: int = 3, method: str = method) -> st.Pipeline:
-        pipe = pipeline(
+        pipe = cases.pipeline(
             n,
             seed,
             optimizer=OPTIMIZERS[optimizer],
@@ -166,20 +149,20 @@ def test_stopped_and_continued_is_never_stopped(
             master_dtype=kind.master_dtype,
         )
         if before != "fresh" and seed > 0:
-            train(pipe, batches(2, 2, kind.dtype))
+            cases.train(pipe, cases.batches(2, 2, kind.dtype))
         if before == "released" and seed > 0:
             pipe.release()
         return pipe
 
     kept = made(0)
-    train(kept, first)
+    cases.train(kept, first)
     save(tmp_path / "c", kept, minibatches=steps, extra={"best": (0.5, None)})
-    expected, number = state_of(kept), torch.rand(2)
+    expected, number = cases.state_of(kept), torch.rand(2)
     continued = made(9)
     loaded = load(tmp_path / "c", continued)
     assert (loaded.minibatches, loaded.extra, loaded.random) == (steps, {"best": (0.5, None)}, True)
-    same(torch.rand(2), number)
-    same(state_of(continued), expected)
+    cases.same(torch.rand(2), number)
+    cases.same(cases.state_of(continued), expected)
 
     # through another cut, another method or a module, and back
     if other == "module":
@@ -188,25 +171,25 @@ def test_stopped_and_continued_is_never_stopped(
         n, another = OTHER[other]
         pipe = made(5, n, another or method)
         load(tmp_path / "c", pipe)
-        same_by_name(state_of(pipe), expected)
+        same_by_name(cases.state_of(pipe), expected)
         save(tmp_path / "again", pipe)
     back = made(7)
     load(tmp_path / "again", back)
-    same_by_name(state_of(back), expected)
+    same_by_name(cases.state_of(back), expected)
     for stage, states in zip(back.random, expected["random"], strict=True):
         stage.set_states(states)
 
-    losses = train(kept, second)
+    losses = cases.train(kept, second)
     for pipe in (continued, back):
-        same(train(pipe, second), losses)
-        same(state_of(pipe), state_of(kept))
+        cases.same(cases.train(pipe, second), losses)
+        cases.same(cases.state_of(pipe), cases.state_of(kept))
 
 
 def same_by_name(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare all but the generators and what one entry of each stage has."""
     for key in ("model", "masters", "state", "options", "counts"):
-        same(found[key], expected[key], key)
-    same(found["schedulers"][:1], expected["schedulers"][:1], "scheduler")
+        cases.same(found[key], expected[key], key)
+    cases.same(found["schedulers"][:1], expected["schedulers"][:1], "scheduler")
 
 
 def through_a_module(
@@ -225,11 +208,11 @@ def through_a_module(
     names = {p: key for key, p in whole.named_parameters()}
     for key, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         wanted = expected["masters"].get(key, expected["model"][key])
-        same(tensor.data, wanted.to(tensor.dtype), key, layouts=False)
-    found = optimizers_of([optimizer], names)["state"]
-    same(found, expected["state"], layouts=False)
+        cases.same(tensor.data, wanted.to(tensor.dtype), key, layouts=False)
+    found = cases.optimizers_of([optimizer], names)["state"]
+    cases.same(found, expected["state"], layouts=False)
     for p, key in names.items():  # some kernels access raw memory
         state = [v for v in found.get(key, {}).values() if getattr(v, "shape", None) == p.shape]
-        assert all(strides(value) == strides(p) for value in state), key
+        assert all(cases.strides(value) == cases.strides(p) for value in state), key
     counts = expected["counts"][0]
     save(path / "again", whole, optimizer=optimizer, scheduler=scheduler, minibatches=counts)

@@ -46,14 +46,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "stash_predict_": ({"lr": 0.1, "steps": 2.0}, "momentum_buffers stashed"),
     "extrapolate": ({"steps": 1.0}, "stashed outs[0]"),
     "write_out": ({}, "outs[0]"),
-    "sgd_step_": (
-        {"lr": 0.1, "momentum": 0.9, "predict": [1.0]},
-        "grads momentum_buffers outs[0]",
-    ),
-    "adam_step_": (
-        {"lr": 0.1, "step": 1, "predict": [1.0]},
-        "grads exp_avgs exp_avg_sqs outs[0]",
-    ),
+    "sgd_step_": ({"lr": 0.1, "momentum": 0.9, "predict": [1.0]}, "grads momentum_buffers outs[0]"),
+    "adam_step_": ({"lr": 0.1, "step": 1, "predict": [1.0]}, "grads exp_avgs exp_avg_sqs outs[0]"),
 }
 
 

@@ -10,22 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import optim_cases as cases
 from helpers.covering import Axes, Row
-from helpers.optim_cases import (
-    BF16,
-    EVERY,
-    F16,
-    F32,
-    F64,
-    assert_bits,
-    bits,
-    buffers_for,
-    flat_views,
-    give_gradients,
-    made,
-    make_params,
-    refuses,
-)
 from oracle.corrections import Steps
 from torch import Tensor, nn
 
@@ -44,18 +30,20 @@ class Stage:
     """An optimizer with a master, whose parameters are in a buffer with other weights."""
 
     def __init__(
-        self, name: str, correction: Any, dtype: torch.dtype = F64, **options: Any
+        self, name: str, correction: Any, dtype: torch.dtype = cases.F64, **options: Any
     ) -> None:
         torch.manual_seed(0)
-        self.wide = F32 if dtype.itemsize == 2 else dtype
-        self.params = make_params(dtype)
-        self.optimizer = made(name, self.params, **{"weight_decay": 0.05, **options})
-        self.master = flat_views(self.params, self.wide, filled=True)
+        self.wide = cases.F32 if dtype.itemsize == 2 else dtype
+        self.params = cases.make_params(dtype)
+        self.optimizer = cases.made(name, self.params, **{"weight_decay": 0.05, **options})
+        self.master = cases.flat_views(self.params, self.wide, filled=True)
         self.bind(correction)
 
     def bind(self, correction: Any) -> None:
         keys = (*self.optimizer.buffer_keys, *(correction.buffers if correction else ()))
-        self.buffers = {key: flat_views(self.params, self.wide) for key in dict.fromkeys(keys)}
+        self.buffers = {
+            key: cases.flat_views(self.params, self.wide) for key in dict.fromkeys(keys)
+        }
         self.optimizer.bind(self.master, self.buffers, correction)
         self.own = {p: p.detach() for p in self.params}
         self.optimizer.read_stale(self.own)
@@ -66,16 +54,16 @@ class Stage:
 
     @property
     def weights(self) -> list[Tensor]:
-        return bits(self.master.values())
+        return cases.bits(self.master.values())
 
     def stale(self, by: float = 0.05) -> list[Tensor]:
         """Let the parameters have other weights than the true ones."""
         for p, w in self.master.items():
             p.detach().copy_(w + by * torch.randn_like(w))
-        return bits(self.params)
+        return cases.bits(self.params)
 
     def step(self, none: tuple[int, ...] = ()) -> None:
-        give_gradients(self.params, none=none)
+        cases.give_gradients(self.params, none=none)
         self.optimizer.step()
 
     def gaps(self) -> list[Any]:
@@ -89,7 +77,7 @@ CASES = Axes(
     {
         "kind": tuple(EVERY_CORRECTION),
         "name": NAMES,
-        "dtype": (F64, F32, BF16, F16),
+        "dtype": (cases.F64, cases.F32, cases.BF16, cases.F16),
         "maximize": (False, True),
         "weight_decay": (0.0, 0.05),
         "momentum": (0.9, 0.0),
@@ -99,7 +87,7 @@ CASES = Axes(
         {"momentum": [0.0], "name": NAMES[1:]},
         {"momentum": [0.0], "kind": ["gap", "braking"]},
         {"kind": ["braking"], "name": NAMES[1:]},
-        {"kind": ["braking"], "dtype": [BF16, F16]},  # scales gradients in 16 bits
+        {"kind": ["braking"], "dtype": [cases.BF16, cases.F16]},  # scales gradients in 16 bits
     ],
 ).covering()
 
@@ -113,10 +101,12 @@ def test_steps_are_the_definition(case: Row) -> None:
     stage = Stage(name, EVERY_CORRECTION[kind], case["dtype"], **options)
     optimizer, law = stage.optimizer, 2.0 if case["momentum"] else 0.0
     theirs = [nn.Parameter(w.double()) for w in stage.weights]
-    reference = getattr(torch.optim, name)(theirs, **{**EVERY[name], **options}, foreach=False)
+    reference = getattr(torch.optim, name)(
+        theirs, **{**cases.EVERY[name], **options}, foreach=False
+    )
     steps = Steps(reference, theirs, (kind, NUMBERS[kind]))
     tolerance = {"rtol": 1e-9, "atol": 1e-11}
-    if case["dtype"] != F64 or name == "NAdam":  # torch keeps its product of mu in float32
+    if case["dtype"] != cases.F64 or name == "NAdam":  # torch keeps its product of mu in float32
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
 
     def close(ours: list[Any], expected: list[Any]) -> None:
@@ -129,9 +119,9 @@ def test_steps_are_the_definition(case: Row) -> None:
         old = stage.stale()
         if t % 2:
             optimizer.write_with_next_step(stage.own, law)
-        give_gradients(stage.params, none=(1, 5) if t in (0, 3) else ())
+        cases.give_gradients(stage.params, none=(1, 5) if t in (0, 3) else ())
         for p, q in zip(stage.params, theirs, strict=True):
-            q.grad = None if p.grad is None else p.grad.to(F64, copy=True)
+            q.grad = None if p.grad is None else p.grad.to(cases.F64, copy=True)
             if p.grad is not None and case["scale"]:
                 p.grad *= case["scale"]
             if t == 5 and kind != "braking":
@@ -145,9 +135,9 @@ def test_steps_are_the_definition(case: Row) -> None:
         close(stage.weights, theirs)
         assert {w.dtype for w in stage.weights} == {stage.wide}
         if t % 2:  # as written in a separate pass
-            written = bits(stage.params)
+            written = cases.bits(stage.params)
             optimizer.write_prediction(stage.own, law)
-            assert_bits(stage.params, written)
+            cases.assert_bits(stage.params, written)
     if kind == "gap":
         buffers = stage.buffers["gap_average"].values()
         assert all(a is buffer for a, buffer in zip(stage.gaps(), buffers, strict=True))
@@ -169,12 +159,12 @@ def test_a_correction_begins_and_ends_during_training(name: str, kind: str) -> N
             each.rebind(own)
             each.stale(by)
             each.step()
-        assert_bits(stage.weights, twin.weights)
+        cases.assert_bits(stage.weights, twin.weights)
     if kind == "gap":
         assert stage.counts() == [1] * 6
-        averages = bits(stage.gaps())
+        averages = cases.bits(stage.gaps())
         stage.rebind(CORRECTIONS[kind])
-        assert_bits(stage.gaps(), averages)
+        cases.assert_bits(stage.gaps(), averages)
         copied = copy.deepcopy(stage.optimizer).state_dict()["state"]
         assert {"gap_average", "gap_step"} <= copied[0].keys()
 
@@ -183,7 +173,7 @@ def test_second_order_predictions_have_the_corrected_gradient() -> None:
     stage, plain = Stage("SGD", DelayCompensation(0.3)), Stage("SGD", None)
     for _ in range(2):
         weights, stale = stage.weights, stage.stale()
-        give_gradients(stage.params, plain.params)
+        cases.give_gradients(stage.params, plain.params)
         for p, w, s in zip(plain.params, weights, stale, strict=True):
             p.grad += 0.3 * p.grad**2 * (w - s)
         for each in (stage, plain):
@@ -197,12 +187,12 @@ def test_the_largest_rate_and_the_count_of_gap_aware() -> None:
     stage = Stage("SGD", GapAware())
     stage.stale()
     stage.step()
-    saved, before = stage.optimizer.state_dict(), bits(stage.gaps())
+    saved, before = stage.optimizer.state_dict(), cases.bits(stage.gaps())
     stage.stale()
     stage.optimizer.found_inf, stage.optimizer.grad_scale = torch.tensor(1.0), None
     stage.step()  # is skipped
     assert stage.counts() == [1] * 6
-    assert_bits(stage.gaps(), before)
+    cases.assert_bits(stage.gaps(), before)
     del saved["param_groups"][0]["gap_rate"]  # another's group
     stage.optimizer.load_state_dict(saved)
     stage.optimizer.found_inf = None
@@ -211,22 +201,22 @@ def test_the_largest_rate_and_the_count_of_gap_aware() -> None:
 
 
 def test_what_cannot_be_corrected() -> None:
-    params = make_params()
-    optimizer = made("SGD", params)
-    views = buffers_for(optimizer)
-    refuses(partial(optimizer.bind, None, views, 0.3), TypeError, "correction: expected")
-    refuses(partial(optimizer.bind, None, views, GapAware()), ValueError, "gap_average")
-    give_gradients(params)
+    params = cases.make_params()
+    optimizer = cases.made("SGD", params)
+    views = cases.buffers_for(optimizer)
+    cases.refuses(partial(optimizer.bind, None, views, 0.3), TypeError, "correction: expected")
+    cases.refuses(partial(optimizer.bind, None, views, GapAware()), ValueError, "gap_average")
+    cases.give_gradients(params)
     optimizer.step()  # nothing has changed
     assert optimizer.state[params[0]].keys() == {"momentum_buffer"}
     with pytest.raises(ValueError, match="momentum 0: GapAware"):
         Stage("SGD", GapAware(), momentum=0.0)
     stage = Stage("SGD", GapAware())
     stage.optimizer.param_groups[0]["momentum"] = 0.0
-    refuses(stage.step, ValueError, "momentum 0: GapAware", stage.master.values())
-    narrow = made("SGD", make_params(BF16))
-    bind = partial(narrow.bind, None, buffers_for(narrow), DelayCompensation(1))
-    refuses(bind, TypeError, "float32 or float64")
+    cases.refuses(stage.step, ValueError, "momentum 0: GapAware", stage.master.values())
+    narrow = cases.made("SGD", cases.make_params(cases.BF16))
+    bind = partial(narrow.bind, None, cases.buffers_for(narrow), DelayCompensation(1))
+    cases.refuses(bind, TypeError, "float32 or float64")
 
 
 @pytest.mark.parametrize(

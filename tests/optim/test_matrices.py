@@ -10,18 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.optim_cases import (
-    BF16,
-    F32,
-    F64,
-    assert_bits,
-    assert_same,
-    bits,
-    give_gradients,
-    make_matrices,
-    refuses,
-    twins,
-)
+from helpers import optim_cases as cases
 from helpers.pipeline_cases import mse
 from torch import Tensor, nn
 
@@ -57,7 +46,7 @@ class Reference:
         self.change = self.now
 
     def step(self) -> None:
-        before = bits(self.params)
+        before = cases.bits(self.params)
         moments = [self._state(p).get("exp_avg", torch.zeros(())).clone() for p in self.params]
         for part in self.parts:
             part.step()
@@ -96,32 +85,32 @@ MUON_OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MUON_OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [cases.F32, cases.F64, cases.BF16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_muon_is_torchs_two_optimizers(
     device: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    ours = [nn.Parameter(p.detach().to(device)) for p in make_matrices(dtype)]
-    theirs = twins(ours)
+    ours = [nn.Parameter(p.detach().to(device)) for p in cases.make_matrices(dtype)]
+    theirs = cases.twins(ours)
     # Without Nesterov's torch normalizes a bfloat16 momentum in place.
-    options = {**options, "nesterov": True} if dtype == BF16 else options
+    options = {**options, "nesterov": True} if dtype == cases.BF16 else options
     optimizer, reference = muon(ours, **options), Reference(theirs, **options)
     schedulers = [
         torch.optim.lr_scheduler.StepLR(each, 5, gamma=0.5)
         for each in (optimizer, *reference.parts)
     ]
     for step in range(20):
-        give_gradients(ours, theirs, none=[2, 3] if step in (0, 7) else [])
+        cases.give_gradients(ours, theirs, none=[2, 3] if step in (0, 7) else [])
         for each in (optimizer, *reference.parts, *schedulers):
             each.step()
-    assert_same(ours, theirs)
+    cases.assert_same(ours, theirs)
     for p, q in zip(ours[:3], theirs[:3], strict=True):
         theirs_of = reference.parts[0].state[q]["momentum_buffer"]
-        assert_same([optimizer.state[p]["momentum_buffer"]], [theirs_of])
+        cases.assert_same([optimizer.state[p]["momentum_buffer"]], [theirs_of])
 
 
 def test_a_group_is_of_one_kind() -> None:
-    params, convolution = make_matrices(), nn.Parameter(torch.randn(2, 2, 3, 3))
+    params, convolution = cases.make_matrices(), nn.Parameter(torch.randn(2, 2, 3, 3))
     optimizer = muon([("a", params[0]), ("b", params[3])], adjust_lr_fn="original")
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
     assert [group["param_names"] for group in optimizer.param_groups] == [["a"], ["b"]]
@@ -137,11 +126,11 @@ def test_a_group_is_of_one_kind() -> None:
     assert optimizer.param_groups[1]["lr"] == 0.3
     assert st.optim.Muon(params, 0.3).param_groups[1]["lr"] == 1e-3
     with pytest.raises(ValueError, match="both; give each a group of its own"):
-        optimizer.add_param_group({"params": [*make_matrices()], "lr": 0.1})
+        optimizer.add_param_group({"params": [*cases.make_matrices()], "lr": 0.1})
     with pytest.raises(ValueError, match=r"use_muon: expected matrices alone, .* \(2, 2, 3, 3\)"):
         optimizer.add_param_group({"params": [convolution], "use_muon": True})
     with pytest.raises(ValueError, match="more than one"):
-        optimizer.add_param_group({"params": [make_matrices()[0], params[4]]})
+        optimizer.add_param_group({"params": [cases.make_matrices()[0], params[4]]})
     assert len(optimizer.param_groups) == 2
     optimizer = st.optim.SOAP(params, 0.3, (0.5, 0.6), hidden=params[1:3], adamw={"eps": 0.1})
     assert [group["rotated"] for group in optimizer.param_groups] == [True, False]
@@ -189,11 +178,11 @@ def test_a_pipeline_refuses_hidden_matrices_that_no_stage_has(make: Any) -> None
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [cases.F64, cases.BF16], ids=str)
 def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     """State stays in the given buffers, and a step also writes the prediction."""
-    wide = F64 if dtype == F64 else F32
-    ours = make_matrices(dtype)
+    wide = cases.F64 if dtype == cases.F64 else cases.F32
+    ours = cases.make_matrices(dtype)
     master = {p: p.detach().to(wide) for p in ours}
     theirs = [nn.Parameter(w.clone()) for w in master.values()]
     optimizer, reference = make(ours), Reference(theirs, make)
@@ -205,25 +194,25 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     outs = {p: torch.full_like(p.detach(), 9) for p in ours}
 
     optimizer.write_prediction(outs, 3)
-    assert_bits(outs.values(), ours)
+    cases.assert_bits(outs.values(), ours)
 
     def step(law: Any, none: Sequence[int] = ()) -> None:
-        give_gradients(ours, none=none)
+        cases.give_gradients(ours, none=none)
         for p, q in zip(ours, theirs, strict=True):
             q.grad = None if p.grad is None else p.grad.to(wide)
             p.grad = None if p.grad is None else p.grad * 4
-        before, optimizer.grad_scale = bits(master.values()), torch.tensor(4.0)
+        before, optimizer.grad_scale = cases.bits(master.values()), torch.tensor(4.0)
         optimizer.found_inf = torch.tensor(1.0)
         optimizer.step()  # is skipped
-        assert_bits(master.values(), before)
+        cases.assert_bits(master.values(), before)
         optimizer.found_inf = None
         optimizer.write_with_next_step(outs, law)
         optimizer.step()
         reference.step()
-        assert_same(list(master.values()), theirs)
+        cases.assert_same(list(master.values()), theirs)
 
     def written(expected: Sequence[Tensor]) -> None:
-        assert_same(list(outs.values()), [w.to(dtype) for w in expected])
+        cases.assert_same(list(outs.values()), [w.to(dtype) for w in expected])
 
     step(st.laws.SecondOrder(3, 1))
     written(reference.ahead(4, 6))
@@ -235,7 +224,7 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
     decays = 1 - 0.02 * (0.01 if make is soap else 0.1)
     optimizer.write_prediction(outs, st.laws.Geometric(2))
     twice = theirs[0].detach() * decays**2 - (1 + decays) * reference.now[0]
-    assert_same([outs[ours[0]]], [twice.to(dtype)])
+    cases.assert_same([outs[ours[0]]], [twice.to(dtype)])
     updates = buffers["update_buffer"]
     assert optimizer.state[ours[0]]["update_buffer"] is updates[ours[0]]
     assert optimizer.state[ours[3]]["exp_avg"] is updates[ours[3]]
@@ -248,31 +237,31 @@ def test_bound_with_a_master(dtype: torch.dtype, make: Any) -> None:
 
 @pytest.mark.parametrize("to_torch", [False, True])
 def test_state_of_torchs_muon(to_torch: bool) -> None:
-    ours = make_matrices(F32)[:3]
-    theirs = twins(ours)
+    ours = cases.make_matrices(cases.F32)[:3]
+    theirs = cases.twins(ours)
     kinds = (st.optim.Muon, torch.optim.Muon) if to_torch else (torch.optim.Muon, st.optim.Muon)
     first, second = kinds[0](ours, lr=0.02), kinds[1](theirs, lr=0.5)
     for _ in range(3):
-        give_gradients(ours)
+        cases.give_gradients(ours)
         first.step()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for p, q in zip(ours, theirs, strict=True):
         q.data.copy_(p.detach())
     if not to_torch:
         with second.predicted(3):  # the last update is unknown
-            assert_bits(theirs, bits(ours))
+            cases.assert_bits(theirs, cases.bits(ours))
     for _ in range(3):
-        give_gradients(ours, theirs)
+        cases.give_gradients(ours, theirs)
         first.step()
         second.step()
-    assert_same(ours, theirs)
+    cases.assert_same(ours, theirs)
 
 
 def test_auto_predicts_along_its_own_update() -> None:
     place = phase_places(find_method("auto"), 4, 4)[0][0]
     expected = {muon: "second-order", soap: "second-order", torch_muon: "difference"}
     for make, law in expected.items():
-        assert rules_at(find_method("auto"), place, make(make_matrices())).law == law
+        assert rules_at(find_method("auto"), place, make(cases.make_matrices())).law == law
 
 
 def torch_muon(params: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -295,7 +284,7 @@ class SoapOracle:
         self.covariances = [c.double().clone() for c in known]
         most = self.options["max_dimension"]
         self.rotates = [n <= most for n in self.w.shape]
-        self.bases = [torch.eye(n, dtype=F64, device=self.w.device) for n in self.w.shape]
+        self.bases = [torch.eye(n, dtype=cases.F64, device=self.w.device) for n in self.w.shape]
 
     def step(self, g: Tensor) -> None:
         g, o = g.double(), self.options
@@ -325,18 +314,18 @@ SOAP_OPTIONS: list[dict[str, Any]] = [
     {"precondition_frequency": 1, "betas": (0.9, 0.8), "weight_decay": 0.0},
     {"precondition_frequency": 4, "shampoo_beta": 0.7, "eps": 1e-3, "lr": 0.02},
     {"max_dimension": 7},  # of (3, 8) the rows alone
-    {"max_dimension": 2, "lr": torch.tensor(0.05, dtype=F64)},  # Adam
+    {"max_dimension": 2, "lr": torch.tensor(0.05, dtype=cases.F64)},  # Adam
 ]
 
 
 @pytest.mark.parametrize("options", SOAP_OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [F64, F32], ids=str)
+@pytest.mark.parametrize("dtype", [cases.F64, cases.F32], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_soap_is_the_formula_for_matrices_and_adamw_for_the_rest(
     device: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    params = [nn.Parameter(p.detach().to(device)) for p in make_matrices(dtype)]
-    theirs = twins(params)[3:]
+    params = [nn.Parameter(p.detach().to(device)) for p in cases.make_matrices(dtype)]
+    theirs = cases.twins(params)[3:]
     adamw = {"lr": options.get("lr", 3e-3), "betas": options.get("betas", (0.95, 0.95))}
     optimizer, reference = st.optim.SOAP(params, **options), st.optim.AdamW(theirs, **adamw)
     oracles = []
@@ -348,15 +337,15 @@ def test_soap_is_the_formula_for_matrices_and_adamw_for_the_rest(
         optimizer.state[p].update((side, c.clone()) for side, c in sides)
         oracles.append(SoapOracle(p, known, **options))
     for _ in range(10):
-        give_gradients(params)
+        cases.give_gradients(params)
         for p, q in zip(params[3:], theirs, strict=True):
             q.grad = p.grad.clone()
         optimizer.step()
         reference.step()
         for p, oracle in zip(params, oracles, strict=False):
             oracle.step(p.grad)
-    assert_bits(params[3:], bits(theirs))
-    tight = {"rtol": 1e-9, "atol": 1e-11} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-5}
+    cases.assert_bits(params[3:], cases.bits(theirs))
+    tight = {"rtol": 1e-9, "atol": 1e-11} if dtype == cases.F64 else {"rtol": 1e-4, "atol": 1e-5}
     for p, oracle in zip(params, oracles, strict=False):
         torch.testing.assert_close(p.detach().double(), oracle.w, **tight)
         assert ("left_basis" in optimizer.state[p]) == oracle.rotates[0]
@@ -368,9 +357,9 @@ def test_soap_is_the_formula_for_matrices_and_adamw_for_the_rest(
 
 
 def test_soaps_state_is_written_in_place_and_no_narrower_than_float32() -> None:
-    params = make_matrices(BF16)
+    params = cases.make_matrices(cases.BF16)
     optimizer = st.optim.SOAP(params, max_dimension=7)
-    give_gradients(params)
+    cases.give_gradients(params)
     optimizer.step()
     entries = [dict(optimizer.state[p]) for p in params]
     for side in ("left", "right"):
@@ -378,37 +367,37 @@ def test_soaps_state_is_written_in_place_and_no_narrower_than_float32() -> None:
         values = (basis * (entries[0][side] @ basis)).sum(0)
         assert bool((values.diff() <= 1e-6).all())  # in descending order
     for _ in range(3):
-        give_gradients(params)
+        cases.give_gradients(params)
         optimizer.step()
     for p, entry in zip(params, entries, strict=True):
         assert all(optimizer.state[p][key] is entry[key] for key in entry if key != "step")
     narrow = {"update_buffer", "exp_avg"}
-    assert {k for k, t in entries[1].items() if t.dtype == BF16} == narrow
+    assert {k for k, t in entries[1].items() if t.dtype == cases.BF16} == narrow
     shapes = {k: tuple(t.shape) for k, t in entries[1].items() if k not in narrow | {"step"}}
     assert shapes == {"exp_avg_sq": (3, 8), "left": (3, 3), "left_basis": (3, 3)}
 
 
 def test_saved_state_of_soap_has_to_be_whole() -> None:
-    params = make_matrices()
+    params = cases.make_matrices()
     optimizer = st.optim.SOAP(params)
-    give_gradients(params)
+    cases.give_gradients(params)
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     state, load = optimizer.state[params[1]].values(), partial(optimizer.load_state_dict, saved)
     saved["state"][1]["right"] = torch.eye(3)
     wrong = r"1 of group 0: right must be .* \(8, 8\), got \(3, 3\)"
-    refuses(load, ValueError, wrong, state)
+    cases.refuses(load, ValueError, wrong, state)
     del saved["state"][1]["right"]
-    refuses(load, ValueError, r"right must be .* \(8, 8\), got NoneType", state)
+    cases.refuses(load, ValueError, r"right must be .* \(8, 8\), got NoneType", state)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_gradient_that_is_not_finite_is_a_matrixs_own(value: float, late: int) -> None:
-    params = make_matrices()
+    params = cases.make_matrices()
     optimizer = st.optim.SOAP(params)
     for step in range(4):
-        give_gradients(params)
+        cases.give_gradients(params)
         if step == late:
             params[0].grad[0, 0] = value
         optimizer.step()

@@ -13,20 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import optim_cases as cases
 from helpers.interrupting import Interrupts
-from helpers.optim_cases import (
-    OF_TORCH,
-    assert_bits,
-    assert_same,
-    bits,
-    every_optimizer,
-    every_rival,
-    give_gradients,
-    made,
-    make_params,
-    pair_of,
-    trained,
-)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import (
@@ -36,31 +24,31 @@ from torch.optim.optimizer import (
 
 import spectrain_ext as st
 
-FLAGS = [(name, flag) for name in OF_TORCH for flag in ("foreach", "fused")]
+FLAGS = [(name, flag) for name in cases.OF_TORCH for flag in ("foreach", "fused")]
 FLAGS.remove(("NAdam", "fused"))
 
 
-@every_rival
+@cases.every_rival
 def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
-    _, optimizer, reference = pair_of(name, make_params())
+    _, optimizer, reference = cases.pair_of(name, cases.make_params())
     assert isinstance(optimizer, getattr(torch.optim, name))
     assert isinstance(optimizer, st.optim.PredictingOptimizer)
     assert optimizer.defaults == reference.defaults
     assert optimizer.state_dict() == reference.state_dict()
     assert repr(optimizer) == repr(reference)
     model = nn.Linear(3, 2)
-    named = made(name, model.named_parameters())
+    named = cases.made(name, model.named_parameters())
     assert named.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
 
 
-@every_rival
+@cases.every_rival
 def test_a_model_of_convolutions_with_a_scheduler_of_rate_and_momentum(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
     model = model.to(memory_format=torch.channels_last)
     nets, runs, key = (model, copy.deepcopy(model)), [], "momentum" if name == "SGD" else "betas"
     for net, module in zip(nets, (st.optim, torch.optim), strict=True):
         # as a tensor, which schedulers fill
-        options = {**OF_TORCH[name], "lr": torch.tensor(0.1, dtype=torch.float64)}
+        options = {**cases.OF_TORCH[name], "lr": torch.tensor(0.1, dtype=torch.float64)}
         optimizer = getattr(module, name)(net.parameters(), **options)
         runs.append((net, optimizer, OneCycleLR(optimizer, max_lr=0.2, total_steps=15)))
     for step in range(8):
@@ -73,15 +61,15 @@ def test_a_model_of_convolutions_with_a_scheduler_of_rate_and_momentum(name: str
         ours, theirs = (optimizer.param_groups[0] for _, optimizer, _ in runs)
         assert (ours["lr"], ours[key]) == (theirs["lr"], theirs[key])
     assert ours[key] != runs[0][1].defaults[key]
-    assert_same(nets[0].parameters(), nets[1].parameters())
+    cases.assert_same(nets[0].parameters(), nets[1].parameters())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str) -> None:
     p = nn.Parameter(torch.linspace(-1, 1, 8, device=device))
-    (q,), _, reference = pair_of(name, [p])
-    optimizer = made(name, [p], **{flag: True})
+    (q,), _, reference = cases.pair_of(name, [p])
+    optimizer = cases.made(name, [p], **{flag: True})
     scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2) for _ in "12"]
     for step in range(8):
         factor = float("inf") if step in (0, 4) else 1.0 + step
@@ -94,14 +82,14 @@ def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str, device: str)
             scaler.step(opt)
             scaler.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
-    assert_same([p], [q])
+    cases.assert_same([p], [q])
     assert name == "SGD" or optimizer.state[p]["step"] == 6
 
 
-@every_rival
+@cases.every_rival
 def test_hooks_and_closures(name: str) -> None:
     p = nn.Parameter(torch.ones(3).double())
-    (q,), *optimizers = pair_of(name, [p])
+    (q,), *optimizers = cases.pair_of(name, [p])
 
     def closure(param: nn.Parameter, opt: torch.optim.Optimizer) -> Tensor:
         opt.zero_grad()
@@ -113,7 +101,7 @@ def test_hooks_and_closures(name: str) -> None:
         with torch.no_grad():
             pairs = zip((p, q), optimizers, strict=True)
             losses = [opt.step(partial(closure, each, opt)) for each, opt in pairs]
-        assert_same(losses[:1], losses[1:])
+        cases.assert_same(losses[:1], losses[1:])
 
     ours, calls = optimizers[0], list[Any]()
     for register in (
@@ -132,13 +120,13 @@ def test_hooks_and_closures(name: str) -> None:
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(halve)
         optimizer.step()
-    assert_same([p], [q])
+    cases.assert_same([p], [q])
 
 
-@every_optimizer
+@cases.every_optimizer
 def test_memory_is_freed_without_the_collector(name: str) -> None:
-    params, optimizer = trained(name)
-    give_gradients(params)
+    params, optimizer = cases.trained(name)
+    cases.give_gradients(params)
     grad = weakref.ref(params[0].grad)
     optimizer.step()
     optimizer.zero_grad()
@@ -155,15 +143,15 @@ def test_memory_is_freed_without_the_collector(name: str) -> None:
         gc.enable()
 
 
-@every_rival
+@cases.every_rival
 def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
     """Each made the other's anew, nine times as slow for 50 small parameters."""
-    params, optimizer = trained(name)
+    params, optimizer = cases.trained(name)
     seen = []
     for _ in range(4):
         with optimizer.predicted(1):
             pass
-        give_gradients(params)
+        cases.give_gradients(params)
         optimizer.step()
         seen.append(list(optimizer._launches._known.values()))
     assert all(a is b for a, b in zip(seen[2], seen[3], strict=True))
@@ -175,7 +163,7 @@ def test_steps_and_predictions_in_place_reuse_their_launches(name: str) -> None:
 @pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), (0,)], ids=str)
 def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> None:
     """Nothing is restored either: a graph of the weights survives the block."""
-    params, optimizer = trained(dtype=torch.float32)
+    params, optimizer = cases.trained(dtype=torch.float32)
     with optimizer.predicted(steps):
         loss = torch.stack([(p * p).sum() for p in params]).sum()
         inside = [p._version for p in params]
@@ -189,7 +177,7 @@ def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None
     optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    kept = bits(model.parameters())
+    kept = cases.bits(model.parameters())
     saves = (
         lambda: model.state_dict(),
         lambda: model[2].state_dict(),
@@ -203,7 +191,7 @@ def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None
         assert model[0].weight.detach().sum() == model[0].weight.sum()
         if ends == "raised":
             raise ZeroDivisionError
-    assert_bits(model.parameters(), kept)
+    cases.assert_bits(model.parameters(), kept)
     for save in saves:
         save()
     assert all(not vars(p) for p in model.parameters())
@@ -237,13 +225,13 @@ def test_a_backward_across_predict_or_restore_raises() -> None:
 
 
 def test_restore_reaches_parameters_that_moved_meanwhile() -> None:
-    params, optimizer = trained()
-    kept = bits(params)
+    params, optimizer = cases.trained()
+    kept = cases.bits(params)
     optimizer.predict_(2)
     for p in params:
         p.data = p.data.clone()
     optimizer.restore_()
-    assert_bits(params, kept)
+    cases.assert_bits(params, kept)
 
 
 def _interrupted_at(n: int, work: Callable[[], None]) -> bool:
@@ -268,9 +256,9 @@ def _is_predicted(optimizer: Any) -> bool:
 def test_an_interrupt_at_any_line_leaves_the_true_weights_or_says_so(twice: bool) -> None:
     params = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3).double())]
     optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
-    give_gradients(params)
+    cases.give_gradients(params)
     optimizer.step()
-    true = bits(params)
+    true = cases.bits(params)
 
     def work() -> None:
         with optimizer.predicted(2.0):
@@ -285,7 +273,7 @@ def test_an_interrupt_at_any_line_leaves_the_true_weights_or_says_so(twice: bool
             with pytest.raises(RuntimeError, match="restore_"):
                 optimizer.step()
             optimizer.restore_()
-        assert_bits(params, true)
+        cases.assert_bits(params, true)
         n += 1
-    assert_bits(params, true)
+    cases.assert_bits(params, true)
     assert n > 50

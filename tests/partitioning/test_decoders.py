@@ -374,9 +374,7 @@ def test_columns_are_dropped_by_the_models_signature():
     kept = {"input_ids", "attention_mask", "labels", "importance"}
     assert seen.count(kept) == 5  # the last minibatch has one sample
     del data[0]["input_ids"]
-    with pytest.raises(
-        TypeError, match=r"batches\[1\]: expected 'input_ids', .*; got 'attention_m"
-    ):
+    with pytest.raises(TypeError, match=r"batches\[1\]: expected 'input_ids', .*; got 'attention_"):
         list(pipe.run([data[1], data[0]]))
 
 

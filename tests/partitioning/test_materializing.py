@@ -99,9 +99,7 @@ def test_files_of_the_model_without_its_head(tmp_path):
     parts = st.partition(model, 2)
     wanted = st.partition(real, 2, profile=parts.profile)
     st.materialize(parts.stages[0], tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"has no 'lm_head.weight', expected of shape \[61, 16"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no 'lm_head.weight', expected of shape \[61, "):
         st.materialize(parts.stages[1], tmp_path)
     assert all(p.is_meta for p in parts.stages[1].parameters())
     st.materialize(parts.stages[1], tmp_path, init=model._init_weights)
@@ -236,9 +234,7 @@ def test_modules_initialize_themselves_or_are_initialized(form):
         return st.partition(around, 2, torch.randn(3, 8), split_points=["inner.2"])
 
     stages = parts()
-    with pytest.raises(
-        ValueError, match=r"stage 1: parameter '.*weight' is on the meta device, and"
-    ):
+    with pytest.raises(ValueError, match=r"stage 1: parameter '.*weight' is on the meta device, "):
         st.materialize(stages)
     assert all(t.is_meta for s in stages for t in s.parameters())
 
@@ -269,10 +265,7 @@ def _two():
         ({"1.bias": None}, r"has no '1.bias', expected of shape \[4\]"),
         ({"1.bias": torch.ones(5)}, r"'1.bias' has shape \[5\], expected \[4\] for stage 1: param"),
         ({"1.bias": torch.ones(4, dtype=torch.int64)}, "'1.bias' is integer, expected floating"),
-        (
-            {"2.bias": torch.ones(5)},
-            r"has '2.bias' of shape \[5\], which the model has not \(1 such",
-        ),
+        ({"2.bias": torch.ones(5)}, r"has '2.bias' of shape \[5\], which the model has not \(1 su"),
     ],
 )
 def test_files_that_do_not_fit(change, message, tmp_path):
@@ -313,15 +306,11 @@ def test_what_is_left_on_the_meta_device():
             module.mask = torch.ones(4)
 
     parts = st.partition(on_meta(lambda: nn.Sequential(Masks(), Masks())), 2)
-    with pytest.raises(
-        ValueError, match=r"stage 0: buffer '0.mask' is on the meta device, and noth"
-    ):
+    with pytest.raises(ValueError, match=r"stage 0: buffer '0.mask' is on the meta device, and no"):
         st.materialize(parts)
     st.materialize(parts.stages[0], init=init)
     assert parts.stages[0][0].mask.tolist() == [1, 1, 1, 1]
-    with pytest.raises(
-        ValueError, match=r"stages\[1\]: parameter '0.weight' is on the meta device"
-    ):
+    with pytest.raises(ValueError, match=r"stages\[1\]: parameter '0.weight' is on the meta devic"):
         st.Pipeline(parts, model_programs.sgd, nn.functional.mse_loss)
 
 

@@ -266,18 +266,8 @@ class Number(Two):
         (Two(), {"example_input": (EXAMPLE, 3), "split_points": ["last"]}, TypeError, "a int at 1"),
         (Two(), {"split_points": ["tail"]}, ValueError, "split_points: .* has no submodule 'tail'"),
         (torch.compile(Two()), {}, TypeError, "it is compiled by torch.compile; cut"),
-        (
-            torch.compile(layers(4, 4)),
-            {},
-            TypeError,
-            "it is compiled by torch.compile; cut",
-        ),
-        (
-            Two(torch.compile(nn.Linear(4, 4))),
-            {},
-            TypeError,
-            "its module 'middle' is compiled",
-        ),
+        (torch.compile(layers(4, 4)), {}, TypeError, "it is compiled by torch.compile; cut"),
+        (Two(torch.compile(nn.Linear(4, 4))), {}, TypeError, "its module 'middle' is compiled"),
     ],
 )
 def test_models_and_examples(model: Any, more: dict[str, Any], error: Any, why: str) -> None:

@@ -122,8 +122,7 @@ def test_a_plan_is_code_and_json(tmp_path):
 
 
 TWO = Layers(
-    (4, 8),
-    tuple(Profile(p.blocks[:2], (), (Tie(0, 1, "a weight"),)) for p in SOME.profiles),
+    (4, 8), tuple(Profile(p.blocks[:2], (), (Tie(0, 1, "a weight"),)) for p in SOME.profiles)
 )
 CURRENT = replace(find_method("dc-asgd"), backward="current")
 

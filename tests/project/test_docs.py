@@ -294,8 +294,7 @@ def test_there_is_a_size_for_every_example() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "started"),
-    [(name, how) for name in TINY for how in _started(name)],
+    ("name", "started"), [(name, how) for name in TINY for how in _started(name)]
 )
 def test_an_example_runs(name: str, started: str, tmp_path: Path) -> None:
     text = (FOLDER / name).read_text()

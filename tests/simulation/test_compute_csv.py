@@ -106,10 +106,7 @@ def test_backwards_in_halves_are_exchanged_with_torch(tmp_path):
     ]
     write(tmp_path / "written.csv", streams("zb-h1", [2, 2], 3), microbatches=3, minibatches=1)
     text = (tmp_path / "written.csv").read_text().split()
-    assert text == [
-        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2",
-        "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2",
-    ]
+    assert text == ["0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2", "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"]
 
 
 @pytest.mark.parametrize(
