@@ -27,10 +27,7 @@ pytestmark = pytest.mark.processes
 
 ELASTIC, SPARSE = st.averaging.Elastic(0.3), st.averaging.Sparse(0.25, 2, 0.6)
 CASES = {
-    2: [
-        ([2], "vanilla", ELASTIC, {"microbatches": 4}),
-        ([2], "sync", SPARSE, {"microbatches": 2}),
-    ],
+    2: [([2], "vanilla", ELASTIC, {"microbatches": 4}), ([2], "sync", SPARSE, {"microbatches": 2})],
     3: [([3], "sync", ELASTIC, {"microbatches": 6}), ([3], "vanilla", SPARSE, {"microbatches": 3})],
     4: [
         ([2, 2], "spectrain", ELASTIC, {"microbatches": 4}),
