@@ -6,17 +6,7 @@ import pytest
 import torch
 from helpers.rank_cases import same
 from helpers.ranks import run_ranks
-from helpers.replica_programs import (
-    RUNS,
-    data,
-    make,
-    mse,
-    row,
-    sgd,
-    stage_and_replica,
-    stages,
-    steps,
-)
+from helpers.replica_programs import RUNS, data, make, row, sgd, stage_and_replica, stages, steps
 from helpers.side_by_side import SideBySide
 from helpers.ways import travelling
 from torch import nn
@@ -27,10 +17,7 @@ pytestmark = pytest.mark.processes
 
 ELASTIC, SPARSE = st.averaging.Elastic(0.3), st.averaging.Sparse(0.25, 2, 0.6)
 CASES = {
-    2: [
-        ([2], "vanilla", ELASTIC, {"microbatches": 4}),
-        ([2], "sync", SPARSE, {"microbatches": 2}),
-    ],
+    2: [([2], "vanilla", ELASTIC, {"microbatches": 4}), ([2], "sync", SPARSE, {"microbatches": 2})],
     3: [([3], "sync", ELASTIC, {"microbatches": 6}), ([3], "vanilla", SPARSE, {"microbatches": 3})],
     4: [
         ([2, 2], "spectrain", ELASTIC, {"microbatches": 4}),
@@ -92,6 +79,7 @@ def test_over_processes_the_bits_are_those_of_one(ranks, way, tmp_path):
         r, n = counts[0], len(counts)
         kept = {**settings, "microbatches": settings["microbatches"] // r, "scheduler": steps}
         torch.manual_seed(0)
+        mse = nn.functional.mse_loss
         pipes = [st.Pipeline(stages(n), sgd, mse, method, **kept) for _ in range(r)]
         side = SideBySide(pipes, averaging)
         losses = [[[e.loss.item() for e in each] for each in side.run(data(*k))] for k in RUNS]

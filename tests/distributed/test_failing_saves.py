@@ -38,8 +38,7 @@ def checkpoint_trial(seed):
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(150)],
+    "seed", [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(150)]
 )
 def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
     count, what = checkpoint_trial(seed)

@@ -81,12 +81,16 @@ def alike(build, *args, **given):
     return lambda rank: build(rank, *args, **given)
 
 
+CLIPPED = {"clip_scope": "global", "clip_norm": 1.0}
 CUT = "is tied to '{}' of stages[0], which there is not"
 REPLICAS = "stage: the replicas of stage {} must start from the same weights and options; "
 HORIZONS = [
     replace(st.spectrain(), forward_horizon=lambda place, rank=rank: place.stage + rank)
     for rank in (0, 1)
 ]
+LAWS = [st.spectrain(law=law) for law in ("linear", "geometric")]
+RATES = [st.hybrid("sync", st.pipemare(updates=n)) for n in (10, 11)]
+CODECS = [st.codecs.Int8(block=n) for n in (64, 65)]
 #: Calls by number of ranks, and what an error says; nothing: there is none.
 ROWS = {
     1: [(lambda r: in_chunks(r, stages(2)), "stage: got 2 for the only rank")],
@@ -96,14 +100,8 @@ ROWS = {
             differ(method=HORIZONS),
             "method: forward_horizon of 'spectrain': rank 1 has [1, 2] and rank 0 has [0, 1]; all",
         ),
-        (
-            differ(method=[st.spectrain(law=law) for law in ("linear", "geometric")]),
-            "law of 'spectrain': rank 0 has ['linear', 'linear']",
-        ),
-        (
-            differ(in_chunks, method=[st.hybrid("sync", st.pipemare(updates=n)) for n in (10, 11)]),
-            "method: rates of 'pipemare', phase 1: rank 0 has [0.33",
-        ),
+        (differ(method=LAWS), "law of 'spectrain': rank 0 has ['linear', 'linear']"),
+        (differ(in_chunks, method=RATES), "method: rates of 'pipemare', phase 1: rank 0 has [0.33"),
         (
             differ(method=[replace(st.hybrid(gap=gap), name="hybrid") for gap in (0.1, 1.1)]),
             "method: then of 'hybrid': rank 0 has [1000, 0.1] and rank 1 has [1000, 1.1]; all",
@@ -111,27 +109,18 @@ ROWS = {
         (differ(method=[st.second_order(clip=c) for c in (recipe_clip, lambda _: 1)]), "[0.403"),
         (differ(microbatches=(1, 2)), "rank 1 has 2 and rank 0 has 1"),
         (differ(count=(len, None)), "count: rank 0 has 'given' and rank 1 has 'none'; all must"),
-        (
-            differ(codec=[st.codecs.Int8(block=n) for n in (64, 65)]),
-            "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64,",
-        ),
+        (differ(codec=CODECS), "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64,"),
         (
             differ(optimizer=(sgd, lambda params: None)),
             "first cause: rank 1, meeting: TypeError: optimizer: for stages[1] it made a",
         ),
         (lambda r: hidden(r, stages(2), stages(2)), "stages train 0 of the 2 matrices in hidden"),
         (lambda r: hidden(r, whole := stages(2), whole), ""),
-        (
-            lambda r: make(r, stages(2)[r].requires_grad_(False)),
-            "stages: none has a trainable parameter",
-        ),
+        (lambda r: make(r, stages(2)[r].requires_grad_(False)), "none has a trainable parameter"),
         (lambda r: make(r, stages(2)[r].requires_grad_(r == 0)), ""),
         (alike(make, timeout=0.0), "timeout: expected a positive number of seconds, got 0.0"),
         # Several stages on a rank
-        (
-            alike(in_chunks, replicas=2),
-            "replicas: with 2 stages on every rank expected one of each, got 2",
-        ),
+        (alike(in_chunks, replicas=2), "with 2 stages on every rank expected one of each, got 2"),
         (lambda r: in_chunks(r, stages(4)[r :: 2 + r]), "rank 1 has '1 stages' and rank 0 has '2"),
         (alike(in_chunks, []), "expected at least one module"),
         (lambda r: in_chunks(r, stages(1) * 2), "the very same module"),
@@ -145,10 +134,7 @@ ROWS = {
         (alike(tied_to, "bias"), "[[5, 5], 'float32', True] here and [[5], 'float32', True] there"),
         # Averaging
         (alike(averages, 1), "averaging: needs the same number of replicas of every stage"),
-        (
-            alike(averages, method="sync", clip_scope="global", clip_norm=1.0),
-            "averaging: clip_scope='global'",
-        ),
+        (alike(averages, method="sync", **CLIPPED), "averaging: clip_scope='global'"),
         (differ(averages, averaging=[st.averaging.Elastic(s) for s in (0.1, 0.2)]), "averaging: r"),
         (alike(averages, count=len), "count: with averaging every replica has a minibatch"),
     ],
@@ -157,10 +143,7 @@ ROWS = {
         (alike(replicas, 3), "replicas: 3 for every stage do not divide 4 ranks"),
         (alike(replicas, [4, 0]), "replicas[1]: expected at least 1, got 0"),
         (alike(replicas, "22"), "TypeError: replicas: expected a number, or one per stage"),
-        (
-            alike(replicas, [1, 3]),
-            "replicas: stage 1 has 3, which must divide the 4 microbatches of a minibatch",
-        ),
+        (alike(replicas, [1, 3]), "replicas: stage 1 has 3, which must divide the 4 microbatches"),
         (
             alike(replicas, [1, 3], window=2, microbatches=3),
             "stage 1 of 2, 2 microbatches on each of its 3 replicas",

@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 import torch
 from helpers import replica_programs
+from helpers.random_modules import Scale
 from helpers.rank_cases import Case, same
 from helpers.ranks import run_ranks
 from torch import nn
@@ -122,28 +123,15 @@ LATER = [
 ]
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale
-
-
 def grow(rank, ranks, chunks):
     """Return for each later batch the error, if any, without and with dynamic shapes."""
     found = []
     for later, _ in LATER:
         for dynamic in (False, True):
             parts = [Scale() for _ in range(chunks)]
-            pipe = st.DistributedPipeline(
-                parts if chunks > 1 else parts[0],
-                *(replica_programs.sgd, mse, "vanilla"),
-                microbatches=2,
-                dynamic_shapes=dynamic,
-                timeout=30.0,
-            )
+            stage, sgd = parts if chunks > 1 else parts[0], replica_programs.sgd
+            more = {"microbatches": 2, "dynamic_shapes": dynamic, "timeout": 30.0}
+            pipe = st.DistributedPipeline(stage, sgd, mse, "vanilla", **more)
             try:
                 list(pipe.run([(FIRST, FIRST), (later, later)]))
                 found.append("")

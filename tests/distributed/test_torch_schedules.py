@@ -7,13 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.pipeline_cases import (
-    batches,
-    close,
-    float64,  # noqa: F401  # a fixture
-    mse,
-    tanh_stages,
-)
+from helpers.pipeline_cases import batches, close, float64, mse, tanh_stages  # noqa: F401
 from helpers.ranks import run_ranks
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 from helpers import rank_pipelines
+from helpers.pipeline_cases import sgd
 from helpers.random_modules import Function
 from helpers.ranks import run_ranks
 from torch import nn
@@ -22,11 +23,7 @@ COMPARED = ["spectrain", "pipedream", "vanilla", "gpipe", "second-order", "piped
 def pipeline(method="spectrain", n=3, **settings):
     torch.manual_seed(2)
     stages = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1)) for _ in range(n)]
-    return st.Pipeline(stages, sgd, nn.functional.mse_loss, method, **settings)
-
-
-def sgd(params):
-    return st.optim.SGD(params, lr=0.05, momentum=0.9)
+    return st.Pipeline(stages, sgd(), nn.functional.mse_loss, method, **settings)
 
 
 def batches(count, size=6):
@@ -102,7 +99,7 @@ def test_samples_are_not_the_rows_of_a_table(tmp_path, parts):
         first = Function(lambda v, linear: (v[0], linear(v[1])), nn.Linear(5, 5))
         last = Function(lambda v, linear: linear(v[1]) + v[0][: len(v[1])], nn.Linear(5, 5))
         more = {"microbatches": parts, "split_dim": split_dim}
-        pipe = st.Pipeline([first, last], sgd, nn.functional.mse_loss, "vanilla", **more)
+        pipe = st.Pipeline([first, last], sgd(), nn.functional.mse_loss, "vanilla", **more)
         for record in measured(pipe, tmp_path / f"{n}", given, every=6):
             assert round(record["samples_per_second"] * record["seconds"]) == 6 * samples
 
@@ -159,7 +156,7 @@ def flat(tensors):
 
 def test_a_stage_without_parameters_has_records_too_and_what_is_not_finite_is_null(tmp_path):
     stages = [nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)]
-    pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, "vanilla")
+    pipe = st.Pipeline(stages, sgd(), nn.functional.mse_loss, "vanilla")
     data = [(x, torch.inf * y) for x, y in batches(4)]
     found = measured(pipe, tmp_path / "m", data, every=4)
     assert [record["minibatches"] for record in found] == [4] * 3

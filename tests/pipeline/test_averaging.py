@@ -24,8 +24,6 @@ WAYS = {
     "elastic": (st.averaging.Elastic(0.3), lambda: (ElasticOracle, 0.3)),
     "sparse": (st.averaging.Sparse(0.25, 2, 0.6), lambda: (SparseOracle, 0.25, 2, 0.6)),
 }
-
-
 RUNS = ((6, 12, 5), (4, 12, None))
 
 
@@ -47,17 +45,9 @@ OPTIMIZERS = {
 }
 
 
-def group(averaging, method, replicas=2, n=2, microbatches=4, optimizer=sgd, made=stages, **more):
-    pipes = [
-        st.Pipeline(
-            made(n),
-            *(optimizer, mse, method),
-            microbatches=microbatches // replicas,
-            scheduler=steps,
-            **more,
-        )
-        for _ in range(replicas)
-    ]
+def group(averaging, method, replicas=2, microbatches=4, optimizer=sgd, made=stages, **more):
+    more |= {"microbatches": microbatches // replicas, "scheduler": steps}
+    pipes = [st.Pipeline(made(2), optimizer, mse, method, **more) for _ in range(replicas)]
     return SideBySide(pipes, averaging)
 
 

@@ -9,16 +9,9 @@ from collections import OrderedDict, UserDict
 import numpy as np
 import pytest
 import torch
+from helpers import value_programs
 from helpers.pipeline_cases import Compared, batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture  # noqa: F401
 from helpers.random_modules import Function
-from helpers.value_programs import (
-    NESTED_DIM,
-    nested_batches,
-    nested_data,
-    nested_loss,
-    nested_stages,
-    uncut_nested,
-)
 from torch import nn
 
 import spectrain_ext as st
@@ -31,23 +24,23 @@ def flushing(first, loss_fn, microbatches=2, **more):
 
 
 def nested(microbatches=2, n=2, method="gpipe", **more):
-    stages = [stage.double() for stage in nested_stages(n)]
-    more |= {"microbatches": microbatches, "split_dim": NESTED_DIM}
-    return st.Pipeline(stages, sgd(), nested_loss, method, **more)
+    stages = [stage.double() for stage in value_programs.nested_stages(n)]
+    more |= {"microbatches": microbatches, "split_dim": value_programs.NESTED_DIM}
+    return st.Pipeline(stages, sgd(), value_programs.nested_loss, method, **more)
 
 
 @pytest.mark.parametrize(
     ("n", "method", "recompute"), [(1, "sync", False), (3, "gpipe", True), (3, "1f1b", False)]
 )
 def test_nested_values_and_microbatches_train_as_the_uncut_model(n, method, recompute):
-    made = nested_batches(torch.float64)
-    expected, whole = uncut_nested(n, made)
+    made = value_programs.nested_batches(torch.float64)
+    expected, whole = value_programs.uncut_nested(n, made)
     pipe = nested(4, n, method, recompute=recompute)
     torch.testing.assert_close(losses(pipe, made), expected)
     torch.testing.assert_close(dict(pipe.state_dict()), dict(whole.state_dict()))
     parts = [part for batch in made for part in (batch if isinstance(batch, list) else [batch])]
     with torch.no_grad():
-        each = [nested_loss(whole(part), part).item() for part in parts]
+        each = [value_programs.nested_loss(whole(part), part).item() for part in parts]
     wanted = np.average(each, weights=[len(part["x"]) for part in parts])
     assert pipe.evaluate(made)["loss"] == pytest.approx(wanted)
 
@@ -158,7 +151,7 @@ def test_a_list_of_two_is_a_pair():
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_two_mappings_that_may_be_either_are_refused(microbatches):
-    made = nested_data([4, 4], torch.float64)
+    made = value_programs.nested_data([4, 4], torch.float64)
     made[1]["more"] = None
     pipe = nested(microbatches)
     for call in (pipe.fit, pipe.evaluate):

@@ -14,17 +14,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext import corrections
-from spectrain_ext.method import (
-    Method,
-    check,
-    find_method,
-    in_words,
-    pipemare,
-    places_of,
-    recipe_clip,
-    rules_at,
-    second_order,
-)
+from spectrain_ext.method import check, find_method, in_words, places_of, recipe_clip, rules_at
 from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Place
 
@@ -86,7 +76,7 @@ _DELAY, _GAP = (everywhere(c) for c in (corrections.DelayCompensation(0.1), corr
     ],
 )
 def test_methods_that_contradict_themselves(changed, kind, said):
-    own = Method("own", "", **changed)
+    own = st.Method("own", "", **changed)
     with pytest.raises(kind, match=said):
         rules_at(own, Place(0, 3, 3, 1))
 
@@ -102,13 +92,14 @@ def test_a_correction_of_ones_own():
 
     found, stages, data = [], tanh_stages(3), batches(8)
     for made in (corrections.SpikeCompensation(2), OwnSpike()):
-        own = Method("own", "", backward="stash", correction=everywhere(made))
+        own = st.Method("own", "", backward="stash", correction=everywhere(made))
         found.append(losses(st.Pipeline(copy.deepcopy(stages), sgd(), mse, own), data))
     assert found[0] == found[1]
     assert in_words(own, places_of(own, 3, 1)).endswith("; steps have own spike")
     said = "rates begin with 0.333 of their own at the least; backwards look back"
-    assert in_words(pipemare(), places_of(pipemare(), 4, 1)).endswith(said)
-    assert pipemare() == find_method("pipemare") != pipemare(updates=7)
+    pipemare = st.pipemare()
+    assert in_words(pipemare, places_of(pipemare, 4, 1)).endswith(said)
+    assert pipemare == find_method("pipemare") != st.pipemare(updates=7)
     OwnSpike.sgd = lambda self, numbers: [numbers.term()]
     with pytest.raises(TypeError, match=r"stages\[0\] under .*'own': parameter group 0: .* a Term"):
         st.Pipeline(stages, sgd(), mse, own)
@@ -117,7 +108,7 @@ def test_a_correction_of_ones_own():
 def test_braking_of_16_bits_has_its_angle_in_32():
     """No angle; along; against; and nearly at a right angle."""
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    method = Method("own", "", correction=lambda place: corrections.AdaptiveBraking(0.5))
+    method = st.Method("own", "", correction=lambda place: corrections.AdaptiveBraking(0.5))
     stage = nn.Module()
     stage.weight, stage.forward = weight, lambda x: (x * weight).sum(-1)
     more = {"method": method, "microbatches": 1}
@@ -176,7 +167,7 @@ def test_each_phase_has_its_own_scope_which_is_logged(caplog):
 
 
 def test_a_method_may_clip():
-    method = second_order(clip=recipe_clip)
+    method = st.second_order(clip=recipe_clip)
     norms = []
     pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.5), lambda a, b: 50 * mse(a, b), method)
 

@@ -15,13 +15,7 @@ import torch
 from helpers.pipeline_cases import batches, every_method, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext.pipeline import loops
@@ -52,7 +46,7 @@ def test_fit_goes_through_the_batches_anew():
     assert not torch.equal(torch.cat(given[:3]), torch.cat(given[3:]))
 
 
-class Shard(IterableDataset):  # as in Accelerate and transformers
+class Shard(torch.utils.data.IterableDataset):  # as in Accelerate and transformers
     num_processes, process_index = 3, 0
 
     def __iter__(self):

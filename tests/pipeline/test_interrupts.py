@@ -154,10 +154,6 @@ def test_interrupts_while_a_pipeline_is_made(name, first, then):
     assert n > 5 * first
 
 
-def released(pipe):
-    pipe.release()
-
-
 def switched(pipe):
     pipe.eval()
     pipe.train()
@@ -182,7 +178,7 @@ def loaded(pipe):
 @pytest.mark.parametrize(
     ("do", "step", "then"),
     [
-        (released, 23, None),
+        (st.Pipeline.release, 23, None),
         (switched, 23, None),
         (evaluated, 131, None),
         (evaluated, 331, 61),

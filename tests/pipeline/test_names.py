@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers.pipeline_cases import sgd
 from torch import nn
 
 import spectrain_ext as st
@@ -16,10 +17,6 @@ from spectrain_ext.partitioning import cut_at
 
 LOSS = nn.functional.mse_loss
 MATCHED = "<All keys matched successfully>"
-
-
-def sgd(params):
-    return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def named():
@@ -76,7 +73,7 @@ def same(found, expected):
 def test_either_loads_what_the_other_has(case):
     make, cut = CASES[case]
     model, other, wide = make(), make(), make().double()
-    pipe = st.Pipeline(cut(model), sgd, LOSS, method="spectrain")
+    pipe = st.Pipeline(cut(model), sgd(), LOSS, method="spectrain")
     list(pipe.run(data(4)))
     same(pipe.state_dict(), model.state_dict())
     other.load_state_dict(pipe.state_dict())
@@ -110,7 +107,7 @@ def test_compiled_stages_have_them_too(case):
     make, cut = CASES[case]
     model, other = make(), make()
     stages = [torch.compile(stage, backend="eager") for stage in cut(model)]
-    pipe = st.Pipeline(stages, sgd, LOSS, method="spectrain")
+    pipe = st.Pipeline(stages, sgd(), LOSS, method="spectrain")
     list(pipe.run(data(2)))
     same(pipe.state_dict(), model.state_dict())
     pipe.load_state_dict(other.state_dict())
@@ -134,7 +131,7 @@ SAVES = {
 def test_a_model_is_not_saved_in_a_run(case, method):
     make, cut = CASES[case]
     model = make()
-    pipe = st.Pipeline(cut(model), sgd, LOSS, method, microbatches=2)
+    pipe = st.Pipeline(cut(model), sgd(), LOSS, method, microbatches=2)
 
     def refused(run):
         next(run)
@@ -168,7 +165,7 @@ def test_what_refuses_to_be_saved_is_not_compiled_again():
         torch.manual_seed(0)
         batches = [(torch.randn(6, 3), torch.randn(6, 3)) for _ in range(4)]
         stages = [wrap(nn.Linear(3, 3)) for _ in range(2)]
-        pipe = st.Pipeline(stages, sgd, LOSS)
+        pipe = st.Pipeline(stages, sgd(), LOSS)
         found = [r.loss for r in pipe.run(batches)]
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(2):
@@ -182,7 +179,7 @@ def test_what_refuses_to_be_saved_is_not_compiled_again():
 
 
 def test_messages_have_the_models_names():
-    pipe = st.Pipeline(sliced(named()), sgd, LOSS)
+    pipe = st.Pipeline(sliced(named()), sgd(), LOSS)
     state = pipe.state_dict()
     wrong = {k: v for k, v in state.items() if k != "middle.0.bias"}
     wrong.update({"last.weight": torch.zeros(1, 1), "0.0.weight": state["first.weight"]})
@@ -209,7 +206,7 @@ def test_two_names_of_one_tensor():
         return model
 
     model, fresh = made(), made().state_dict()
-    pipe = st.Pipeline(cut_at(model, [2, 3]), sgd, LOSS)
+    pipe = st.Pipeline(cut_at(model, [2, 3]), sgd(), LOSS)
     assert set(pipe.state_dict()) == set(model.state_dict())
     pipe.load_state_dict(fresh)
     assert torch.equal(pipe.state_dict()["1.weight"], fresh["0.weight"])
@@ -223,5 +220,5 @@ def test_stages_of_nobodys_model_have_the_keys_of_a_sequence():
         [*cut_at(nn.Sequential(*map(copy.deepcopy, plain)), [2]), nn.Linear(3, 3)],
         [cut_at(nn.Sequential(nn.Linear(3, 3)), [1])[0] for _ in range(2)],
     ):
-        found = st.Pipeline(stages, sgd, LOSS).state_dict()
+        found = st.Pipeline(stages, sgd(), LOSS).state_dict()
         assert list(found) == list(nn.Sequential(*stages).state_dict())

@@ -26,14 +26,10 @@ ROWS = AXES.covering()
 
 def compare(case: Case) -> None:
     """Compare beyond warm-up, over a drain and a restart."""
-    compared = Compared(
-        MODELS[case.model](case.stages),
-        method_of(case.method),
-        definition=case.definition,
-        loss_fn=nn.functional.cross_entropy if case.model == "words" else mse,
-        optimizer=OPTIMIZERS[case.optimizer],
-        **case.options,
-    )
+    stages, method = MODELS[case.model](case.stages), method_of(case.method)
+    loss_fn = nn.functional.cross_entropy if case.model == "words" else mse
+    more = {"definition": case.definition, "optimizer": OPTIMIZERS[case.optimizer]}
+    compared = Compared(stages, method, loss_fn=loss_fn, **more, **case.options)
     until_steady = -(-max(case.windows) // case.m)
     for count in (1, 0, 3) if case.runs == "short" else (until_steady + 2, 2):
         compared.run(case.batches(count))
@@ -90,14 +86,9 @@ def test_a_long_run(method):
 def test_pairs_that_do_not_exist_are_refused(one, other, message):
     for x, y in itertools.product(one[1], other[1]):
         case = Case(**{"stages": 1 if x == "xgrad" else 2, one[0]: x, other[0]: y})
+        stages, optimizer = MODELS["plain"](case.stages), OPTIMIZERS[case.optimizer][0]
         with pytest.raises(ValueError, match=message):
-            st.Pipeline(
-                MODELS["plain"](case.stages),
-                OPTIMIZERS[case.optimizer][0],
-                mse,
-                method_of(case.method),
-                **case.options,
-            )
+            st.Pipeline(stages, optimizer, mse, method_of(case.method), **case.options)
 
 
 # Unregistered methods: any consistent one
@@ -157,14 +148,9 @@ def test_any_method(chosen, n, m, counts, optimizer, rates, steps):
     windows = [1 + sum(steps[k:]) for k in range(n)]
     if chosen["reads"] == "previous":
         windows = [min(w, m + 1) for w in windows]
-    compared = Compared(
-        tanh_stages(n, width=4, layers=1),
-        method_of_choices(chosen),
-        definition=Definition(**chosen),
-        optimizer=OPTIMIZERS[optimizer],
-        scheduler=RATES[rates],
-        microbatches=m,
-        window=windows,
-    )
+    stages, method = tanh_stages(n, width=4, layers=1), method_of_choices(chosen)
+    more = {"optimizer": OPTIMIZERS[optimizer], "scheduler": RATES[rates], "window": windows}
+    more |= {"definition": Definition(**chosen), "microbatches": m}
+    compared = Compared(stages, method, **more)
     for count in counts:
         compared.run(batches(count, size=m + 1, width=4, last=max(1, m - 1) if count else None))

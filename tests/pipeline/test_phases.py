@@ -9,16 +9,7 @@ import copy
 import json
 
 import pytest
-from helpers.pipeline_cases import (
-    Compared,
-    batches,
-    close,
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import Compared, batches, close, mse, sgd, tanh_stages, torch_sgd
 from oracle.definition import Oracle
 from oracle.methods import hybrid as defined
 from torch import nn
@@ -107,16 +98,11 @@ def test_arguments_of_both_phases():
     pipe = make(stages, "pipedream+1f1b@3", microbatches="auto")
     assert {place.microbatches for place in pipe.places} == {3}
     inner = st.hybrid("pipedream", st.hybrid("1f1b", "pipemare", after=4), after=None, gap=0.1)
-    idle = [nn.Tanh(), nn.Linear(5, 5)]
+    idle, late = [nn.Tanh(), nn.Linear(5, 5)], st.hybrid("vanilla", after=None, gap=0.1)
     for made, method, more, match in (
         (stages, "gpipe+sync@4", {"window": "wide"}, "there is no window to choose"),
         (stages, inner, {}, "rates are counted from changes that are known before"),
-        (
-            idle,
-            st.hybrid("vanilla", after=None, gap=0.1),
-            {},
-            r"a gap of stages\[0\], which has no",
-        ),
+        (idle, late, {}, r"a gap of stages\[0\], which has no"),
     ):
         with pytest.raises(ValueError, match=match):
             make(made, method, **more)
@@ -126,7 +112,7 @@ def test_arguments_of_both_phases():
 
 def test_failures_count_what_was_begun_and_evaluations_nothing():
     pipe, data = make(tanh_stages(3), "pipedream+sync@6"), batches(5)
-    losses(pipe, data[:2])
+    list(pipe.run(data[:2]))
 
     def broken():
         yield from data[:3]
@@ -171,7 +157,7 @@ def test_an_interrupt_in_the_change(stage, where, monkeypatch):
     for module, expected in zip(pipe.children(), oracle.stages, strict=True):
         close(module.state_dict(), expected.state_dict())
     assert (pipe.minibatches, pipe.phase) == (4, 1)
-    close(losses(pipe, data[4:]), oracle.run(data[4:]))
+    close([result.loss for result in pipe.run(data[4:])], oracle.run(data[4:]))
     assert pipe.weight_version_bytes == make(stages, "sync").weight_version_bytes
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.random_modules import Function
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,8 +21,6 @@ from studies.models.vision import resnet
 
 CPU = torch.device("cpu")
 sgd = partial(st.optim.SGD, lr=1e-3, momentum=0.9)
-
-
 BATCH = torch.ones(4, 8), torch.zeros(4, 8)
 
 
@@ -35,15 +34,9 @@ def losses(pipe, minibatches=40):
     return [result.loss.item() for result in pipe.run(BATCH for _ in range(minibatches))]
 
 
-class Checkpointed(nn.Module):
+def checkpointed(p):
     """Its backward temporarily restores its forward's state in the default generator."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x):
-        return checkpoint(self.drop, x, use_reentrant=False)
+    return Function(lambda x, drop: checkpoint(drop, x, use_reentrant=False), nn.Dropout(p))
 
 
 class Noting(nn.Dropout):
@@ -98,7 +91,7 @@ def together(*calls):
 
 @pytest.mark.parametrize(
     ("middle", "options"),
-    [(nn.Dropout, {}), (nn.Dropout, {"recompute": True}), (Checkpointed, {})],
+    [(nn.Dropout, {}), (nn.Dropout, {"recompute": True}), (checkpointed, {})],
     ids=["dropout", "recompute", "checkpoint"],
 )
 def test_pipelines_in_two_threads_draw_what_each_draws_alone(middle, options, busy):

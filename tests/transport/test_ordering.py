@@ -8,12 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.checked_streams import (
-    CheckedEvent,
-    CheckedStream,
-    OrderingError,
-    another_caller,
-)
+from helpers.checked_streams import CheckedEvent, CheckedStream, OrderingError, another_caller
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR

@@ -10,16 +10,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.pipeline_cases import (  # noqa: F401
-    Compared,
-    batches,
-    float64,
-    losses,
-    mse,
-    sgd,
-    tanh_stages,
-    torch_sgd,
-)
+from helpers.pipeline_cases import Compared, batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from helpers.random_modules import Function
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.lr_scheduler import StepLR
@@ -89,29 +81,17 @@ def test_parameters_are_views_of_flat_buffers_until_their_release():
 # What a backward finds, whatever else a stage saves
 
 
-class Checkpointed(nn.Module):
-    """A module whose forward runs again in its backward."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return checkpoint(self.module, x, use_reentrant=False)
+def run_again(x, module):
+    """A forward that runs again in its backward."""
+    return checkpoint(module, x, use_reentrant=False)
 
 
-class Modified(nn.Module):
+def modified(x, layer):
     """Changes a saved tensor in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x):
-        y = self.layer(x).exp()
-        found = y * 2
-        y.add_(1)
-        return found
+    y = layer(x).exp()
+    found = y * 2
+    y.add_(1)
+    return found
 
 
 def trained(stages, data, method="spectrain"):
@@ -129,7 +109,7 @@ def test_a_part_that_runs_again_meets_the_backwards_weights(method):
     """
     stages, data = [nn.Linear(5, 5) for _ in range(4)], batches(8, size=4)
     plain = trained(copy.deepcopy(stages), data, method)
-    again = trained([Checkpointed(stage) for stage in stages], data, method)
+    again = trained([Function(run_again, stage) for stage in stages], data, method)
     assert all(map(torch.equal, plain, again))
 
 
@@ -156,7 +136,7 @@ def test_hooks_around_the_run_see_all_that_is_no_weight():
 def test_what_is_changed_in_place_after_it_was_saved_is_refused(method):
     """With hooks autograd does not check; the package raises the same error."""
     with pytest.raises(st.StageError, match="modified by an inplace operation") as raised:
-        trained([Modified(), *tanh_stages(2)], batches(4, size=4), method)
+        trained([Function(modified, nn.Linear(5, 5)), *tanh_stages(2)], batches(4, size=4), method)
     assert (raised.value.stage, raised.value.action) == (0, "backward")
 
 
@@ -244,12 +224,12 @@ def test_a_failed_step_leaves_no_order_behind():
 
 
 def test_a_hook_that_changes_the_learning_rate_in_a_step():
-    def hooked(params, make):
-        optimizer = make(params)
+    def hooked(params, kind):
+        optimizer = kind(params, lr=0.05, momentum=0.9)
         optimizer.register_step_post_hook(halve)
         return optimizer
 
-    makes = [partial(hooked, make=make) for make in (sgd(), torch_sgd())]
+    makes = [partial(hooked, kind=kind) for kind in (st.optim.SGD, torch.optim.SGD)]
     Compared(tanh_stages(3), "spectrain", optimizer=makes).run(batches(8))
 
 
