@@ -28,9 +28,7 @@ def pipeline(method="spectrain", n=3, **settings):
 
 def batches(count, size=6):
     g = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(size, 5, generator=g), torch.randn(size, 5, generator=g)) for _ in range(count)
-    ]
+    return [tuple(torch.randn(2, size, 5, generator=g)) for _ in range(count)]
 
 
 def lines(path):

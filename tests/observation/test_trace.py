@@ -68,8 +68,7 @@ def test_times_are_in_order():
 
 
 def test_a_trace_holds_the_last_run():
-    pipe = st.Pipeline(tanh_stages(2), optimizer=sgd(), loss_fn=mse, method="vanilla")
-    trace = st.Trace()
+    pipe, trace = st.Pipeline(tanh_stages(2), sgd(), mse, "vanilla"), st.Trace()
     for count in (5, 2):
         list(pipe.run(batches(count), trace=trace))
     assert {s.minibatch for s in trace.spans()} == {0, 1}

@@ -92,11 +92,6 @@ def test_errors_are_half_a_step_to_nearest_and_less_than_one_otherwise(backward)
     assert ((found - values).abs() <= values.abs() * 2**-8).all()
 
 
-def test_ties_go_to_even():
-    values = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
-    assert there_and_back(Int8(), values).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
-
-
 @every_codec
 @both_ways
 def test_zeros_stay_and_what_is_tiny_or_huge_is_no_harm(codec, backward):
@@ -141,7 +136,9 @@ def test_gradients_are_right_in_the_mean_and_drawn_by_their_key(codec):
     assert torch.equal(*forward)
 
 
-def test_the_hadamard_matrix_spreads_outliers():
+def test_ties_go_to_even_and_the_hadamard_matrix_spreads_outliers():
+    values = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    assert there_and_back(Int8(), values).tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
     values = torch.randn(256)
     values[::64] = 50.0
     errors = [(there_and_back(c, values) - values).norm() for c in (Int4(), TURNED)]

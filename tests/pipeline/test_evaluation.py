@@ -54,8 +54,7 @@ class Together:
     """A metric with a state: keeps its arguments."""
 
     def __init__(self):
-        self.resets = 0
-        self.given = []
+        self.resets, self.given = 0, []
 
     def reset(self):
         self.resets += 1
@@ -81,9 +80,8 @@ def test_an_evaluation_measures_the_true_weights(method, device):
         biggest = Together()
         found = pipe.evaluate(test, {"mse": mse, "biggest": biggest, "mean": nn.L1Loss()})
         assert list(found) == ["mse", "biggest", "mean"]
-        assert [found["mse"], found["mean"]] == pytest.approx(
-            expected(pipe, test, mse, nn.L1Loss()), rel=1e-12
-        )
+        wanted = pytest.approx(expected(pipe, test, mse, nn.L1Loss()), rel=1e-12)
+        assert [found["mse"], found["mean"]] == wanted
         assert biggest.resets == 1
         assert found["biggest"] == max((a - b).abs().max().item() for a, b in biggest.given)
         for (_, kept), (_, target) in zip(biggest.given, test, strict=True):
@@ -183,9 +181,8 @@ def test_metrics_may_keep_what_they_are_given():
     kept = []
     stages = [nn.Linear(5, 5), Function(lambda x: Passed(2 * x, [x]))]
     pipe = st.Pipeline(stages, sgd(), lambda out, y: mse(out.output, y))
-    assert pipe.evaluate(batches(5), {"mine": lambda out, _: kept.append(out) or 1.0}) == {
-        "mine": 1
-    }
+    metrics = {"mine": lambda out, _: kept.append(out) or 1.0}
+    assert pipe.evaluate(batches(5), metrics) == {"mine": 1}
     assert len(kept) == 5
     for found in kept:
         assert torch.equal(found.output, 2 * found.inside[0])

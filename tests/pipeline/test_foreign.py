@@ -88,9 +88,8 @@ def test_refusals():
 @pytest.mark.parametrize("kind", ["sync", "vanilla", "lwp-w"])
 def test_a_wrapper_that_has_nothing_of_torchs(kind):
     def of_torchs(p):
-        return Together(
-            torch.optim.SGD(p[:1], lr=0.05, momentum=0.9), torch.optim.RMSprop(p[1:], lr=0.01)
-        )
+        first = torch.optim.SGD(p[:1], lr=0.05, momentum=0.9)
+        return Together(first, torch.optim.RMSprop(p[1:], lr=0.01))
 
     stages, data, found = tanh_stages(3), batches(7), []
     for optimizer in (Bare, of_torchs):
@@ -167,9 +166,8 @@ def test_masters_do_not_drift(method, name):
     if "foreign" in name:
         assert seen == {(torch.float32, torch.float32)}
     near = {"rtol": 0.03, "atol": 0.02}
-    torch.testing.assert_close(
-        torch.stack(found).float(), torch.stack(expected).float(), rtol=0.02, atol=0.01
-    )
+    found, expected = (torch.stack(each).float() for each in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
     for theirs, mine in zip(oracle.stages, pipe.children(), strict=True):
         torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **near)
     masters, state = pipe.masters(), pipe.state_dict()

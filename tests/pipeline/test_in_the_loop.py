@@ -132,6 +132,7 @@ def test_a_gradient_that_the_caller_makes_ends_the_run(make):
 def test_what_a_suspended_run_forbids():
     pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
     state = copy.deepcopy(pipe.state_dict())
+    match = r"a run of this pipeline has not ended.*close\(\)"
     with closing(pipe.run(batches(8))) as results:
         next(results)
         for forbidden in (
@@ -141,9 +142,7 @@ def test_what_a_suspended_run_forbids():
             lambda: pipe.run(batches(1)),
             pipe.release,
         ):
-            with pytest.raises(
-                RuntimeError, match=r"a run of this pipeline has not ended.*close\(\)"
-            ):
+            with pytest.raises(RuntimeError, match=match):
                 forbidden()
     pipe.load_state_dict(state)
     same(pipe.state_dict(), state)
@@ -213,6 +212,3 @@ def test_a_tied_weight_is_refused_where_it_is_trained():
             losses(pipe, batches(1))
         stages[k][0].weight.requires_grad_(True)
     losses(pipe, batches(2))
-
-
-# Numbers of parameter groups. oracle/cases.py changes rates by hand, with every family of methods.

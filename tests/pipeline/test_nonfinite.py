@@ -197,8 +197,7 @@ def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(betwe
     pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")
     losses(pipe, [poisoned(batch, "input", 1e6) for batch in batches(1)])
     assert pipe.skipped == (1, 1, 0)
-    said = "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 skip"
-    assert said in caplog.text
+    assert "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 skip" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

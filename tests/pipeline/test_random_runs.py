@@ -141,14 +141,10 @@ def test_the_definition(seed):
     program = Program(seed, "definition")
     print(program)
     pipe = program.pipeline()
-    oracle = Oracle(
-        drawing(program, pipe),
-        program.optimizer.theirs,
-        program.loss_fn,
-        definition_of(program.method, program.optimizer.has_momentum),
-        program.optimizer.make_scheduler,
-        **program.options,
-    )
+    stages, optimizer = drawing(program, pipe), program.optimizer
+    method = definition_of(program.method, optimizer.has_momentum)
+    rest = {"scheduler": optimizer.make_scheduler, **program.options}
+    oracle = Oracle(stages, optimizer.theirs, program.loss_fn, method, **rest)
     data = program.batches(program.sizes)
     for part in (data[:4], data[4:]):
         found = [result.loss for result in pipe.run(part)]

@@ -36,19 +36,11 @@ class Centred(nn.Module):
 
 def normed(layers=2):
     """Return a stage of blocks with random numbers and all kinds of module buffers."""
-    return nn.Sequential(
-        *(
-            nn.Sequential(
-                old_spectral_norm(nn.Linear(5, 5)),
-                nn.Dropout(0.3),
-                Centred(),
-                spectral_norm(nn.Linear(5, 5)),
-                nn.BatchNorm1d(5),
-            )
-            for _ in range(layers)
-        ),
-        old_spectral_norm(nn.Linear(5, 5)),  # its hook makes its weight
-    )
+    blocks = []
+    for _ in range(layers):
+        first, last = old_spectral_norm(nn.Linear(5, 5)), spectral_norm(nn.Linear(5, 5))
+        blocks.append(nn.Sequential(first, nn.Dropout(0.3), Centred(), last, nn.BatchNorm1d(5)))
+    return nn.Sequential(*blocks, old_spectral_norm(nn.Linear(5, 5)))  # its hook makes its weight
 
 
 def trained(stages, method, recompute, data=None, loss_fn=mse, **more):
