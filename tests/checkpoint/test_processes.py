@@ -7,11 +7,23 @@ import re
 
 import pytest
 import torch
-from helpers import checkpoint_programs, rank_pipelines
-from helpers.checkpoint_cases import batches, body_of, everything, model, pipeline, same, train
+from helpers import checkpoint_programs
+from helpers.checkpoint_cases import (
+    LOSS,
+    batches,
+    body_of,
+    everything,
+    model,
+    pipeline,
+    same,
+    sgd,
+    train,
+)
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file
+from torch import nn
 
+import spectrain_ext as st
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, ShuffledSampler, load
 
 pytestmark = pytest.mark.processes
@@ -113,11 +125,88 @@ def test_replicas_save_once_and_all_load(tmp_path):
     assert {key for _, _, (_, found) in made for key in found} == set(expected)
 
 
+# Ties
+
+WIDTH = 6
+
+
+def data(count):
+    drawn = torch.randn(count, 2, 8, WIDTH, generator=torch.Generator().manual_seed(11))
+    return [(x, y) for x, y in drawn]
+
+
+def pipeline_of(rank, ranks, parts):
+    if ranks == 1:
+        return st.Pipeline(parts, sgd, LOSS)
+    return st.DistributedPipeline(list(parts)[rank], sgd, LOSS, timeout=30.0)
+
+
+class Twice(nn.Module):
+    """Not a sequence; uses one module twice, another one's weight, and a buffer in each stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.middle.weight
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, x):
+        for layer in (self.first, self.middle, self.last):
+            x = torch.tanh(layer(x)) * self.scale
+        return self.first(x)
+
+
+def _tied(name):
+    torch.manual_seed(3)
+    if name == "traced":
+        return st.partition(Twice(), 3, torch.zeros(2, WIDTH), split_points=["middle", "last"])
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers[3].weight = layers[2].weight = layers[0].weight
+    return st.partitioning.cut_at(layers, [1, 3, 4])
+
+
+def _state(pipe):
+    for stage in pipe.children():
+        for key, value in stage.state_dict().items():
+            yield stage.full_name(key), value.clone()
+
+
+def tied_and_cut(rank, ranks, folder):
+    """Return two models' losses, and their states after training and resuming, by name."""
+    found = {}
+    for name in ("sequence", "traced"):
+        pipe = pipeline_of(rank, ranks, _tied(name))
+        losses = [result.loss.item() for result in pipe.run(data(5)) if rank == ranks - 1]
+        st.checkpoint.save(f"{folder}/{name}", pipe)
+        trained = dict(_state(pipe))
+        other = pipeline_of(rank, ranks, _tied(name))
+        for _ in other.run(data(2)):
+            pass
+        for buffer in other.buffers():
+            buffer.zero_()
+        st.checkpoint.load(f"{folder}/{name}", other)
+        loaded = dict(_state(other))
+        for _ in other.run(data(3)):
+            pass
+        found[name] = losses, trained, loaded, dict(_state(other))
+        if name == "sequence":
+            untied = {**dict(_state(other)), "0.weight": torch.zeros(WIDTH, WIDTH)}
+            try:
+                other.load_state_dict(untied)
+            except ValueError as error:
+                assert "'0.weight' and '" in str(error), error
+            else:  # this rank sees one of the names only
+                assert rank == 0 < ranks - 1
+    return found
+
+
 def test_tied_weights(tmp_path):
     """Every rank makes the whole model and cuts it, without naming the ties."""
-    found = run_ranks(rank_pipelines.tied_and_cut, 3, str(tmp_path))
+    found = run_ranks(tied_and_cut, 3, str(tmp_path))
     torch.set_num_threads(1)
-    for name, expected in rank_pipelines.tied_and_cut(0, 1, str(tmp_path / "alone")).items():
+    for name, expected in tied_and_cut(0, 1, str(tmp_path / "alone")).items():
         losses, *states = zip(*(rank[name] for rank in found), strict=True)
         assert losses[-1] == expected[0], name
         for when, of_ranks in enumerate(states):

@@ -25,10 +25,9 @@ Batches = list[tuple[Tensor, Tensor]]
 class Noisy(nn.Module):
     """Has a buffer that changes, and draws random numbers."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:

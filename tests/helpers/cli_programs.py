@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 import click
 import numpy as np
+import torch.distributed as dist
 from click.testing import CliRunner, Result
-from helpers.ranks import run_main
+from helpers.ranks import run_ranks
 
 from spectrain_ext.cli.__main__ import main as spectrain
 
@@ -39,10 +40,11 @@ def measured_briefly(
     main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any
 ) -> None:
     """Replace torch's spawn of the ranks that measure a link, for a few messages instead of 200."""
-    run_main(_briefly, (main, *arguments), nprocs)
+    run_ranks(_briefly, nprocs, main, arguments)
 
 
-def _briefly(rank: int, main: Callable[..., None], *arguments: Any) -> None:
+def _briefly(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    dist.destroy_process_group()  # the test's group: the command makes its own
     vars(sys.modules[main.__module__]).update(_TIMES=8, _WARM=2, _ROUNDS=1)
     main(rank, *arguments)
 

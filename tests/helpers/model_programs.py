@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 
 import torch
+from helpers.cut_models import sgd
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,10 +26,6 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
-
-
-def sgd(params):
-    return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def named():

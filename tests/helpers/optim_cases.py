@@ -85,12 +85,12 @@ def give_gradients(*lists: Sequence[nn.Parameter], none: Sequence[int] = ()) -> 
 
 
 def trained(
-    name: str = "SGD", dtype: torch.dtype = F64, steps: int = 3, **options: Any
+    name: str = "SGD", dtype: torch.dtype = F64, **options: Any
 ) -> tuple[list[nn.Parameter], Any]:
     """Return parameters and their optimizer after some steps."""
     params = make_params(dtype)
     optimizer = made(name, params, **options)
-    for _ in range(steps):
+    for _ in range(3):
         give_gradients(params)
         optimizer.step()
     return params, optimizer

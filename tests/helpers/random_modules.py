@@ -87,28 +87,8 @@ def transposed(layer):
     return layer
 
 
-def bare_tanh(x, layer):
-    return layer(x).tanh()
-
-
 def again(x, layer):
-    return checkpoint(bare_tanh, x, layer, use_reentrant=False)
-
-
-def residual(x, layer):
-    return x + layer(x)
-
-
-def first_of(x, layer):
-    return layer(x)[0]
-
-
-def twice(x, layer):
-    return layer(layer(x).tanh())
-
-
-def aside(x, layer):
-    return x
+    return checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
 
 
 def plain(domain):
@@ -127,9 +107,9 @@ ANYWHERE = {
     "scale": lambda d: Scale(),
     "nothing": lambda d: Nothing(),
     "moving": lambda d: Moving(),
-    "residual": lambda d: Function(residual, plain(d)),
-    "twice": lambda d: Function(twice, plain(d)),
-    "aside": lambda d: Function(aside, plain(d)),  # gets no gradient
+    "residual": lambda d: Function(lambda x, layer: x + layer(x), plain(d)),
+    "twice": lambda d: Function(lambda x, layer: layer(layer(x).tanh()), plain(d)),
+    "aside": lambda d: Function(lambda x, layer: x, plain(d)),  # gets no gradient
     "checkpointed": lambda d: Function(again, plain(d)),
     "checkpointed dropout": lambda d: Function(again, nn.Sequential(plain(d), nn.Dropout(0.2))),
     "hooked": lambda d: Hooked(plain(d)),
@@ -158,8 +138,8 @@ BLOCKS = {
     },
     "time": {
         **ANYWHERE,
-        "lstm": lambda d: Function(first_of, nn.LSTM(WIDTH, WIDTH)),
-        "gru": lambda d: Function(first_of, nn.GRU(WIDTH, WIDTH)),
+        "lstm": lambda d: Function(lambda x, layer: layer(x)[0], nn.LSTM(WIDTH, WIDTH)),
+        "gru": lambda d: Function(lambda x, layer: layer(x)[0], nn.GRU(WIDTH, WIDTH)),
         "attention": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0),
         "attention dropout": lambda d: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1),
         "layer norm": lambda d: nn.LayerNorm(WIDTH),
@@ -192,22 +172,15 @@ class Entry(nn.Module):
         return (x if self.table is None else self.table(x)) * gate
 
 
-class Pack(nn.Module):
-    """Returns several tensors: a trained one, numbers, and one that no stage reads."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.form = form
-
-    def forward(self, x):
-        more = (x.tanh() * 0.5, x.detach() > 0, x * 2)
-        return (x, *more) if self.form == "tuple" else dict(zip("xymz", (x, *more), strict=True))
+def packed(form, x):
+    """Return several tensors: a trained one, numbers, and one that no stage reads."""
+    all_four = (x, x.tanh() * 0.5, x.detach() > 0, x * 2)
+    return all_four if form == "tuple" else dict(zip("xymz", all_four, strict=True))
 
 
-class Unpack(nn.Module):
-    def forward(self, value):
-        x, y, m, _ = value.values() if isinstance(value, dict) else value
-        return torch.where(m, x + y, x)
+def unpacked(value):
+    x, y, m, _ = value.values() if isinstance(value, dict) else value
+    return torch.where(m, x + y, x)
 
 
 class Head(nn.Module):
@@ -241,15 +214,10 @@ class Output:
     logits: Tensor
 
 
-class Exit(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.form = form
-
-    def forward(self, x):
-        if self.form == "object":
-            return Output(x)
-        return (x, x.detach()) if self.form == "tuple" else {"logits": x}
+def output_as(form, x):
+    if form == "object":
+        return Output(x)
+    return (x, x.detach()) if form == "tuple" else {"logits": x}
 
 
 class Loss:

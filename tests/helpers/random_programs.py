@@ -348,12 +348,12 @@ class Program:
         for k, row in enumerate(made):
             first = entry if k == 0 else nn.Identity()
             if k and self.forms[k - 1] != "tensor":
-                first = modules.Unpack()
+                first = modules.Function(modules.unpacked)
             ending = [] if k < self.n - 1 else [head]
             if k < self.n - 1 and self.forms[k] != "tensor":
-                ending = [modules.Pack(self.forms[k])]
+                ending = [modules.Function(partial(modules.packed, self.forms[k]))]
             if k == self.n - 1 and self.out != "tensor":
-                ending.append(modules.Exit(self.out))
+                ending.append(modules.Function(partial(modules.output_as, self.out)))
             every.append([first, *row, *ending])
         for k, row in enumerate(every):
             for module in row:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from helpers.covering import Axes
 from helpers.random_settings import FLUSHING
+from helpers.replica_programs import steps
 from helpers.ways import WAYS, travelling
 from torch import Tensor, nn
 
@@ -191,7 +192,7 @@ class Case:
         """Return the pipeline of one rank, or that of one process."""
         stages = self.stages()
         torch.manual_seed(5)
-        given = {"scheduler": halving, **self.settings}
+        given = {"scheduler": steps, **self.settings}
         if rank is None:
             return st.Pipeline(stages, self.make_optimizer, loss_fn, **given)
         given |= {"share_loss": self.losses == "shared", "dynamic_shapes": self.sizes == "growing"}
@@ -393,10 +394,6 @@ def on_ranks(rank: int, ranks: int, cases: Sequence[Case]) -> list[dict[Any, Any
             error.add_note(f"in {case}")
             raise
     return found
-
-
-def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
 
 
 def same(found: Any, expected: Any, where: str) -> None:

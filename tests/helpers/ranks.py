@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -25,6 +26,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from operator import attrgetter
 from pathlib import Path
+from queue import Queue
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -213,16 +215,6 @@ def _pytest(rank: int, ranks: int, folder: str, arguments: list[str]) -> tuple[i
     return int(code), printed.getvalue()
 
 
-def run_main(main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any) -> None:
-    """Replace ``torch``'s spawn to start the ranks of a command of the package."""
-    run_ranks(_main_of, nprocs, main, arguments)
-
-
-def _main_of(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    dist.destroy_process_group()  # the test's group: the command makes its own
-    main(rank, *arguments)
-
-
 def run_said(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
     """Replace ``bench_distributed.spawned``; return one rank's result."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -233,14 +225,11 @@ def run_said(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
 def _said(
     rank: int, ranks: int, main: Callable[..., None], port: int, arguments: tuple[Any, ...]
 ) -> list[Any]:
-    said = _Said()
+    dist.destroy_process_group()  # the test's group: the command makes its own
+    said = Queue[Any]()
     *before, options = arguments
-    _main_of(rank, ranks, main, (ranks, port, *before, said, options))
-    return list(said)
-
-
-class _Said(list[Any]):
-    put = list.append
+    main(rank, ranks, port, *before, said, options)
+    return list(said.queue)
 
 
 def free_port() -> int:
@@ -250,3 +239,10 @@ def free_port() -> int:
         with socket.socket() as listening, suppress(OSError):
             listening.bind(("127.0.0.1", port))
             return port
+
+
+def hangs(rank: int, ranks: int, scale: object, culprit: int) -> str:
+    """Hang in one rank; the launcher of the GPU suite imports this in each."""
+    if rank == culprit:
+        time.sleep(1000)
+    return f"rank {rank} of {ranks}"

@@ -6,6 +6,7 @@ from collections import UserDict
 from dataclasses import dataclass
 
 import torch
+from helpers.cut_models import sgd
 from helpers.replica_programs import stage_and_replica
 from torch import nn
 
@@ -70,10 +71,6 @@ def loss_fn(form):
         return (mse(output, y, reduction="none") * mask[:, None]).mean()
 
     return loss
-
-
-def sgd(params):
-    return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def together(n, sizes, form, dtype=torch.float32, **settings):

@@ -9,9 +9,9 @@ import types
 
 import pytest
 import torch
-from helpers import rank_pipelines
 from helpers.pipeline_cases import sgd
 from helpers.random_modules import Function
+from helpers.rank_cases import Case
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -232,9 +232,17 @@ def test_bad_arguments(tmp_path):
             st.Metrics(pipeline(), **{"path": tmp_path / "m", **more})
 
 
+def measured_on_ranks(rank, ranks, path):
+    case = Case("vanilla", (ranks, 1))
+    pipe = case.pipeline(rank)
+    with st.Metrics(pipe, path, every=4) as metrics:
+        for _ in pipe.run(case.batches([8] * 9), trace=metrics):
+            pass
+
+
 @pytest.mark.processes
 def test_every_rank_writes_its_own_file(tmp_path):
-    run_ranks(rank_pipelines.measured, 2, str(tmp_path / "m.jsonl"))
+    run_ranks(measured_on_ranks, 2, str(tmp_path / "m.jsonl"))
     assert {path.name for path in tmp_path.iterdir()} == {"m-rank0.jsonl", "m-rank1.jsonl"}
     for rank in range(2):
         found = lines(tmp_path / f"m-rank{rank}.jsonl")

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from helpers import model_programs
-from helpers.cut_models import Calls, run
+from helpers.cut_models import Calls, run, sgd
 from helpers.model_programs import LLAMA
 from helpers.ranks import run_ranks
 from safetensors.torch import save_file
@@ -167,7 +167,7 @@ def test_over_ranks_and_back(tmp_path):
     args = str(tmp_path / "given"), str(tmp_path / "trained")
     found = run_ranks(model_programs.trained_from_files, 2, *args)
     parts = st.partition(real, 2, profile=st.partition(on_meta(model_programs.gpt2), 2).profile)
-    pipe = st.Pipeline(parts, model_programs.sgd, parts.loss_fn)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn)
     torch.manual_seed(7)
     losses = [result.loss.item() for result in pipe.run(list(model_programs.batches())[:2])]
     for rank, (its, never) in enumerate(found):
@@ -311,7 +311,7 @@ def test_what_is_left_on_the_meta_device():
     st.materialize(parts.stages[0], init=init)
     assert parts.stages[0][0].mask.tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"stages\[1\]: parameter '0.weight' is on the meta devic"):
-        st.Pipeline(parts, model_programs.sgd, nn.functional.mse_loss)
+        st.Pipeline(parts, sgd, nn.functional.mse_loss)
 
 
 # Cut without values

@@ -22,7 +22,7 @@ from gpu.overlap import overlap, spans
 from gpu.results import FILES
 from gpu.scale import FULL, REHEARSAL
 from gpu.steps import Step, run_group
-from helpers import suite_programs
+from helpers.ranks import hangs
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -291,7 +291,7 @@ def test_what_only_gpus_run(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.processes
 def test_a_rank_that_hangs_is_ended_and_says_where() -> None:
-    done, hung = launch(suite_programs.hangs, 2, REHEARSAL, 1, limit_s=10.0)
+    done, hung = launch(hangs, 2, REHEARSAL, 1, limit_s=10.0)
     assert done.value == "rank 0 of 2", done
     assert hung.code is None and "in hangs" in hung.said, hung
 
