@@ -310,7 +310,7 @@ def test_what_is_left_on_the_meta_device():
         st.materialize(parts)
     st.materialize(parts.stages[0], init=init)
     assert parts.stages[0][0].mask.tolist() == [1, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"stages\[1\]: parameter '0.weight' is on the meta devic"):
+    with pytest.raises(ValueError, match=r"stages\[1\]: parameter '0.weight' is on the meta"):
         st.Pipeline(parts, sgd, nn.functional.mse_loss)
 
 
