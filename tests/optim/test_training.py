@@ -41,6 +41,26 @@ def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
     assert named.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("lr", (0.25, 0.5, 1, 2, 0.5)),
+        ("weight_decay", (1, 2, 0, 0.5)),
+        ("maximize", (False, True, 0, 1)),
+    ],
+)
+def test_numbers_of_a_group_may_change_between_steps(name: str, numbers: tuple[float, ...]) -> None:
+    params = cases.make_params()
+    theirs, optimizer, reference = cases.pair_of("SGD", params)
+    for number in numbers:
+        for each in (optimizer, reference):
+            each.param_groups[0][name] = number
+        cases.give_gradients(params, theirs)
+        optimizer.step()
+        reference.step()
+        cases.assert_same(params, theirs)
+
+
 @cases.every_rival
 def test_a_model_of_convolutions_with_a_scheduler_of_rate_and_momentum(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).double()
