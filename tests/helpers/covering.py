@@ -19,6 +19,7 @@ class Axes:
         excluded: combinations that no row has: for each axis named, some of its values.
         groups: each further axis with its source, and a group for every value of that.
         required: which pairs of axes and groups have to be covered; otherwise all pairs of axes.
+        sensible: whether a whole row exists, beyond ``excluded``.
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class Axes:
         excluded: Iterable[Mapping[str, Iterable[Any]]] = (),
         groups: Mapping[str, tuple[str, Mapping[Any, Any]]] | None = None,
         required: Iterable[tuple[str, str]] | None = None,
+        sensible: Callable[[Row], bool] = lambda row: True,
     ) -> None:
         self.values = {axis: tuple(options) for axis, options in values.items()}
-        self.groups = groups or {}
+        self.groups, self.sensible = groups or {}, sensible
         self._excluded = [
             {axis: frozenset(some) for axis, some in combination.items()}
             for combination in excluded
@@ -103,7 +105,8 @@ class Axes:
                 )
 
             row |= [max(options, key=gain)]
-        return {axis: row[axis] for axis in self.values}
+        row = {axis: row[axis] for axis in self.values}
+        return row if self.sensible(row) else None
 
     def _starts(self, one: Value, other: Value) -> Iterable[tuple[Value, Value]]:
         return itertools.product(self._below(one), self._below(other))
