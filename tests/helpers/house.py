@@ -34,7 +34,7 @@ CEILINGS = {
     "csrc, lines": 5174,
     "bench, lines": 7287,
     "studies, lines": 4995,
-    "tests, lines": 36330,
+    "tests, lines": 36311,
     "tests that import inner modules": 15,
     "manual, words": 25556,
     "arguments of Pipeline": 17,

@@ -500,7 +500,7 @@ TEST(Cuda, AnyRuntimeCallMayFail) {
       if (n == kLong && (!operation.repeats || !operation.may_be_long)) continue;
       SCOPED_TRACE(operation.name);
       for (int call = 0;; ++call) {
-        Twins twins(call, n, 2);  // a device that no other test uses: it is asked for its size
+        Twins twins(call, n, 2);
         stand_in::set_current(1);
         stand_in::fail_call(call);
         for (int use = 0; use < 3; ++use) {

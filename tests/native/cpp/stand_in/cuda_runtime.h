@@ -34,13 +34,11 @@ enum cudaError_t {
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 constexpr unsigned long long cudaEnableDefault = 0;
 
 cudaError_t cudaGetDeviceCount(int*);
 cudaError_t cudaSetDevice(int);
-cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int device);
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t);
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*);
@@ -52,15 +50,9 @@ namespace stand_in {
 using Kernel = void (*)();
 // Calls a kernel of one argument, which is copied when the kernel is launched, not when it runs.
 using Caller = void (*)(Kernel, const void* argument);
-cudaError_t occupancy(int* blocks);
 cudaError_t launch(Caller, Kernel, const void* argument, size_t bytes, dim3 grid, dim3 block,
                    size_t shared, cudaStream_t);
 }  // namespace stand_in
-
-template <class F>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F*, int, size_t) {
-  return stand_in::occupancy(blocks);
-}
 
 template <class Argument>
 cudaError_t cudaLaunchKernel(void (*kernel)(Argument), dim3 grid, dim3 block, void** arguments,

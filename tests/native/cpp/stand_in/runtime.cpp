@@ -348,13 +348,6 @@ void set_current(int device) {
   if (device >= 0) state.contexts.insert(device);
 }
 
-cudaError_t occupancy(int* blocks) {
-  if (const cudaError_t error = call()) return error;
-  use_context();
-  *blocks = 1;
-  return cudaSuccess;
-}
-
 cudaError_t launch(Caller caller, Kernel kernel, const void* argument, size_t bytes, dim3 grid,
                    dim3 block, size_t shared, cudaStream_t given) {
   if (const cudaError_t error = call()) return error;
@@ -393,10 +386,6 @@ cudaError_t cudaSetDevice(int device) {
   state.current = state.selected = device;
   stand_in::use_context();
   return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device) {
-  *value = device + 1;
-  return stand_in::call();
 }
 cudaError_t cudaGetLastError() {
   const cudaError_t error = state.last_error;
