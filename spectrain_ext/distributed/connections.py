@@ -24,7 +24,7 @@ from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy, look_of
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, name_of
 from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver
 
@@ -44,6 +44,7 @@ from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_gr
 class RankConnections(Connections):
     """The edges and collectives of one rank's stages."""
 
+    receives_block = True
     links: Links
     _receivers: list[RemoteReceiver]
     _senders: list[RemoteSender]
@@ -196,16 +197,6 @@ class RankConnections(Connections):
 
     # Instructions of a stage
 
-    def duties(self, stage: Stage) -> Duties:
-        first = self._stages[0]
-        found = super().duties(stage)
-        return found._replace(
-            pulls=stage is first and self._source is not None,
-            blocks=True,
-            sums=self._total is not None,
-            reports=(stage is first and self._losses is None) or stage.index in self._shared,
-        )
-
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
         total, shared = self._total, self._shared.get(stage.index)
 
@@ -219,7 +210,10 @@ class RankConnections(Connections):
             if stage is self._stages[0] and self._losses is None:
                 self.results.append(Result(i, told))
 
-        found = {**super().handlers(stage), Kind.REPORT: report}
+        found = super().handlers(stage)
+        reports = shared is not None or (stage is self._stages[0] and self._losses is None)
+        if reports and not self.evaluates:
+            found[Kind.REPORT] = report
         if total is not None:
             found[Kind.EXPECT_SUM] = partial(self._expect_last, stage, total)
             found[Kind.SUM_GRADIENTS] = partial(self._sum_up, stage, total, shared)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, put_off_by
-from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver
 
 from .arguments import check_hidden, hidden_use
@@ -50,6 +50,7 @@ class Connections:
     measure: Callable[[Any, Any], object]  # receives the output and the target of every batch
     count: Callable[[Any], float | Tensor] | None = None  # of a target: what losses are divided by
     codecs: Codecs = (None, None)
+    receives_block = False  # a stage then loads weights before it receives
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
     _source: Source | None
@@ -211,28 +212,16 @@ class Connections:
 
     # The instructions of a stage.
 
-    def duties(self, stage: Stage) -> Duties:
-        k = stage.index
-        return Duties(
-            evaluates=self.evaluates,
-            recomputes=stage.recomputes,
-            lends=bool(self._ties.lenders[k]),
-            borrows=bool(self._ties.borrowers[k]),
-            divides=True,  # only a computed loss shows whether it is a sum
-            clips=stage.max_norm is not None,
-            checks=stage.on_nonfinite is not None,
-            tells_norm=stage.global_norm is not None,
-            averages=k in self.averaged,
-        )
-
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
+        """Return what a stage does in this run: its instructions consist of these steps."""
         found = {**stage.handlers(), **self._ties.handlers(stage.index)}
-        if self._source is not None:
+        if self._source is not None and stage is self._stages[0]:
             found[Kind.PULL] = self._source.pull
-        if self._losses is not None:
-            found[Kind.LOSS] = self._losses.loss
-        if self.evaluates:
-            found[Kind.MEASURE] = lambda i, j: stage.measure(i, j, self.measure)
+        if self.edges[stage.index].targets:
+            if self.evaluates:
+                found[Kind.MEASURE] = lambda i, j: stage.measure(i, j, self.measure)
+            elif self._losses is not None:
+                found[Kind.LOSS] = self._losses.loss
         averaged = self.averaged.get(stage.index)
         if averaged is not None:
             found[Kind.SEND_WEIGHTS], found[Kind.AVERAGE] = averaged.send, averaged.average_in
@@ -371,14 +360,16 @@ class Ties:
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
         lend, borrow = self.lenders[stage], self.borrowers[stage]
-        return {
-            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
-            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
-            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
-            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
-            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
-            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
-        }
+        found: dict[Kind, Handler] = {}
+        if lend:
+            found[Kind.SEND_TIED_WEIGHTS] = _each([end.send_weights for end in lend])
+            found[Kind.ADD_TIED_GRADIENTS] = _each([end.add_gradients for end in lend])
+        if borrow:
+            found[Kind.RECEIVE_TIED_WEIGHTS] = _each([end.receive_weights for end in borrow])
+            found[Kind.LOAD_TIED_WEIGHTS] = _each([end.load_weights for end in borrow])
+            found[Kind.FREE_TIED_WEIGHTS] = _each([end.free_weights for end in borrow])
+            found[Kind.SEND_TIED_GRADIENTS] = _each([end.send_gradients for end in borrow])
+        return found
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients; a copy may put off those of its weights."""

@@ -99,9 +99,47 @@ class Stage(Checks):
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
-        """Return the methods that have the names of instructions."""
-        named = {kind: getattr(self, kind.name.lower(), None) for kind in Kind}
-        return {kind: handler for kind, handler in named.items() if handler is not None}
+        """Return what the stage does in this run, by the steps of its instructions."""
+        edges = self.edges
+        found: dict[Kind, Handler] = {
+            Kind.RECEIVE_ACTIVATION: self.receive_activation,
+            Kind.FORWARD: self.forward,
+        }
+        if edges.to_next:
+            found[Kind.SEND_ACTIVATION] = self.send_activation
+        if self._mode is not Mode.TRAIN:
+            if edges.gradients:
+                found[Kind.RECEIVE_WORD] = self.receive_word
+            if edges.to_previous:
+                found[Kind.SEND_WORD] = self.send_word
+            return found
+        found |= {
+            Kind.LOAD_FORWARD: self.load_forward,
+            Kind.LOAD_BACKWARD: self.load_backward,
+            Kind.LOAD_BACKWARD_INPUT: self.load_backward_input,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHTS: self.backward_weights,
+            Kind.DIVIDE: self.divide,  # only a computed loss shows whether it is a sum
+            Kind.UPDATE: self.update,
+        }
+        if edges.gradients:
+            found[Kind.RECEIVE_GRADIENT] = self.receive_gradient
+        if edges.to_previous:
+            found[Kind.SEND_GRADIENT] = self.send_gradient
+        if self.recomputes:
+            found[Kind.RECOMPUTE] = self.recompute
+        if self.global_norm is not None:
+            found[Kind.SEND_NORM] = self.send_norm
+        if self.max_norm is not None:
+            found[Kind.CLIP] = self.clip
+        if self.on_nonfinite is not None:
+            found[Kind.CHECK_FINITE] = self.check_finite
+            if self.global_norm is not None:
+                found[Kind.AGREE] = self.agree
+            elif edges.to_previous:
+                found[Kind.CHECK_GRADIENT] = self.check_gradient
+        return found
 
     # A run.
 

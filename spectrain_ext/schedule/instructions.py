@@ -57,7 +57,7 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-#: The kinds that schedules consist of; ``tables`` add the rest.
+#: The kinds that schedules consist of; ``lowering.ORDER`` adds the rest.
 COMPUTE = frozenset(
     (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
 )
