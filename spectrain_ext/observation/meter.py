@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from spectrain_ext.operators import distance
-from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, Rules
 

@@ -20,16 +20,14 @@ from spectrain_ext.transport import Edge, Microbatches, Receiver
 from .arguments import check_hidden, hidden_use
 from .batch import SplitDim, is_pair, microbatches_in
 from .edges import Source, StageEdges, Traffic
-from .loads import GlobalNorm, Handler
+from .loads import GlobalNorm
 from .losses import Keep, Losses, LossFn, Result
+from .passes import Handler
 from .phases import widest
 from .stage import Mode, Stage
 from .ties import Copy, TiedStages, ties_of
 
 if TYPE_CHECKING:
-    from spectrain_ext.codecs import Codecs
-
-    from .averaging import Averaged
     from .tie_ends import Borrower, Lender
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +47,6 @@ class Connections:
     edges: dict[int, StageEdges]  # by stage
     measure: Callable[[Any, Any], object]  # receives the output and the target of every batch
     count: Callable[[Any], float | Tensor] | None = None  # of a target: what losses are divided by
-    codecs: Codecs = (None, None)
     receives_block = False  # a stage then loads weights before it receives
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
@@ -64,7 +61,6 @@ class Connections:
         # The replicas of all stages, and the index of the one here.
         self.replicas, self.replica = Replicas((1,) * stages), 0
         self.split_dim = split_dim
-        self.averaged: Mapping[int, Averaged] = {}  # by stage
         self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase needs it
         self.results: deque[Result] = deque()  # waiting for the caller
         self.mode = Mode.TRAIN
@@ -192,7 +188,7 @@ class Connections:
         """Return connections of the same stages for evaluations, with edges of their own."""
         made = copy(self)
         made.mode, made.own_minibatches = Mode.EVALUATE, False
-        made.norm, made.averaged = None, {}
+        made.norm = None
         made._losses, made.results = None, deque()
         made._only_forward()
         made._join(places, [1] * len(places))  # parts are whole batches of any size
@@ -214,7 +210,9 @@ class Connections:
 
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
         """Return what a stage does in this run: its instructions consist of these steps."""
-        found = {**stage.handlers(), **self._ties.handlers(stage.index)}
+        found = stage.handlers()
+        if not self.evaluates:
+            found |= self._ties.handlers(stage.index)
         if self._source is not None and stage is self._stages[0]:
             found[Kind.PULL] = self._source.pull
         if self.edges[stage.index].targets:
@@ -222,9 +220,6 @@ class Connections:
                 found[Kind.MEASURE] = lambda i, j: stage.measure(i, j, self.measure)
             elif self._losses is not None:
                 found[Kind.LOSS] = self._losses.loss
-        averaged = self.averaged.get(stage.index)
-        if averaged is not None:
-            found[Kind.SEND_WEIGHTS], found[Kind.AVERAGE] = averaged.send, averaged.average_in
         return found
 
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
@@ -240,6 +235,14 @@ class Connections:
             norm = stage.global_norm
             found[Kind.CLIP] = found[Kind.AGREE] = lambda i, j: norm.complete(i)
         return found
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers that a stage's replicas give."""
+        return number
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send a message to a stage's replicas; the call waits for theirs, in order."""
+        return lambda: [message]
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
         """Return what is called with each instruction that begins."""
@@ -271,8 +274,6 @@ class Connections:
             self._losses.begin(keep)
         if not self.evaluates:
             self._ties.begin(*self._phase)
-        for averaged in self.averaged.values():
-            averaged.begin()
 
     @property
     def columns(self) -> Any:

@@ -18,9 +18,9 @@ from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .connections import Connections, Ready
 from .edges import Cursor
-from .loads import Handler
 from .losses import Keep, Result
 from .observer import Observer, with_observers
+from .passes import Handler
 from .stage import Stage
 
 

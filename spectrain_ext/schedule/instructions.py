@@ -45,6 +45,7 @@ class Kind(Enum):
     SEND_NORM = "send norm"
     AGREE = "agree whether to update"
     CLIP = "clip"
+    CHANGE_GRADIENTS = "change gradients"  # of a pass of yours
     SEND_WEIGHTS = "send weights to replicas"
     UPDATE = "update"
     AVERAGE = "average weights over replicas"

@@ -64,6 +64,7 @@ ORDER: Mapping[Kind, tuple[Kind, ...]] = {
         Kind.SEND_NORM,
         Kind.AGREE,
         Kind.CLIP,
+        Kind.CHANGE_GRADIENTS,
         Kind.SEND_WEIGHTS,
         Kind.UPDATE,
         Kind.AVERAGE,

@@ -143,8 +143,8 @@ def test_what_belongs_to_an_instruction_comes_in_order():
     assert words(Kind.UPDATE) == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
         *("divide gradients by the count", "check for non-finite numbers", "send norm"),
-        *("agree whether to update", "clip", "send weights to replicas", "update"),
-        *("average weights over replicas", "report to the caller"),
+        *("agree whether to update", "clip", "change gradients", "send weights to replicas"),
+        *("update", "average weights over replicas", "report to the caller"),
     ]
     assert "recompute" in words(Kind.BACKWARD_INPUT)
     assert "recompute" not in words(Kind.BACKWARD_WEIGHTS)
