@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.method import rules_at
 from spectrain_ext.pipeline.passes import Handler
-from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind
 from spectrain_ext.simulation import streams, validate
 from spectrain_ext.weights.storage import ALIGNMENT
@@ -120,9 +120,9 @@ def memory(pipe: st.Pipeline, width: int) -> list[dict[str, int]]:
         # those that an update has just read, while streams are checked
         *(
             gradient
-            for stage in pipe._executor.stages
-            if stage._gradients_read is not None
-            for gradient in stage._gradients_read[1]
+            for run in pipe._executor._now.stages
+            if run._updates._gradients_read is not None
+            for gradient in run._updates._gradients_read[1]
             if gradient is not None
         ),
     ]
@@ -169,7 +169,8 @@ class Moved(st.Observer):
         self.minibatches: Counter[int] = Counter()
         self._optimizer, self._full = optimizer, full
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        stage = run.stage
         assert stage.weights is not None and stage.weights.storage is not None
         weights, storage, k = stage.weights, stage.weights.storage, stage.index
         words = self.words[k] = Counter()
@@ -246,7 +247,7 @@ class Timed(st.Observer):
     def close(self) -> None:
         self._run.close()
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         seconds: dict[str, float] = dict.fromkeys(_NAMES.values(), 0.0)
 
         def around(kind: Kind, handler: Handler) -> Handler:
@@ -257,7 +258,7 @@ class Timed(st.Observer):
                 handler(i, j)
                 seconds[name] += time.perf_counter() - began
                 if kind is Kind.UPDATE:
-                    self.turns[-1][stage.index].append(dict(seconds))
+                    self.turns[-1][run.stage.index].append(dict(seconds))
                     seconds.update(dict.fromkeys(seconds, 0.0))
 
             return timed

@@ -29,7 +29,7 @@ import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.passes import Handler
-from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
 from studies.builtin import maker_of
@@ -88,7 +88,8 @@ class Errors(st.Observer):
         self.losses: list[float] = []
         self._horizons, self._every = horizons, every
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        stage = run.stage
         if stage.weights is None:
             return handlers
         weights, update = stage.weights, handlers[Kind.UPDATE]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -28,7 +28,9 @@ class _State:
         self.before: Any = None  # the caller's handler when this one was installed
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.depth and self.pending is None and not self.waits:
+        # A context that is being left calls the handler itself, in the next line or two.
+        leaves = self.pending is not None and _runs(deferred.__exit__.__code__, frame)
+        if self.depth and (self.pending is None or leaves) and not self.waits:
             self.pending = number, frame
             return
         self.pending = None
@@ -128,6 +130,13 @@ class waiting:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             STATE.waits = self._before
+
+
+def _runs(code: CodeType, frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it, runs this code."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_main_thread() -> bool:

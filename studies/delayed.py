@@ -32,7 +32,7 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, taken_apart
 from spectrain_ext.passes.compress import packed_message, unpacked_message
-from spectrain_ext.pipeline.loads import gradient_norm
+from spectrain_ext.pipeline.updates import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
 from spectrain_ext.transport.message import TENSOR
@@ -84,9 +84,8 @@ class DelayedStage:
         self._met: dict[tuple[Kind, int, int], Content] = {}  # for the forwards and backwards ahead
         if weights is None:
             return
-        weights.minibatches = minibatches
         weights.bind()
-        weights.begin()
+        weights.begin(minibatches)
         self._actions: Iterator[Instruction] = find_generator(schedule)(place)
         self._peeked: tuple[Instruction, ...] = ()
         self._storage, self._versions = weights._bound, weights.versions

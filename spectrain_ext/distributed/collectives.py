@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from spectrain_ext.operators.averaging import Exchange
-from spectrain_ext.pipeline.loads import GlobalNorm
+from spectrain_ext.pipeline.updates import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.transport.message import LEAST_BYTES, MOST_BYTES, PIECES
@@ -228,11 +228,9 @@ def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
 class DistributedNorm(GlobalNorm):
     """Gathers the gradient norms of all stages over gloo; the CPU waits."""
 
-    rank_group: RankGroup  # of all ranks
-
-    def __init__(self, replicas: Replicas, board: Board) -> None:
+    def __init__(self, replicas: Replicas, board: Board, all_ranks: RankGroup) -> None:
         super().__init__(replicas.stages)
-        self._replicas, self._board = replicas, board
+        self._replicas, self._board, self._all_ranks = replicas, board, all_ranks
         self._mine = replicas.stages_on(board.rank)
         self._own = torch.zeros(replicas.stages, 2, dtype=torch.float64)
 
@@ -243,7 +241,7 @@ class DistributedNorm(GlobalNorm):
             self._own[stage] = norm.to("cpu", torch.float64)
         if not self.has(self._mine):  # this rank's last stage gathers for all of them
             return
-        rank_group = self.rank_group
+        rank_group = self._all_ranks
         found = [torch.empty_like(self._own) for _ in rank_group.ranks]
         _Collective(
             rank_group, self._board, _NORMS, rank_group.host, dist.all_gather, found, self._own

@@ -281,7 +281,7 @@ class RemoteSender(_End):
             for slot in self._ring:
                 slot.memory = packed
         self._jobs: deque[tuple[_Framed, _Pieces, bool]] | None = None
-        self._sent = self._last_bytes = 0
+        self._sent = self._last_bytes = self.sent_bytes = 0
         self._kinds: dict[object, tuple[Layout, int, int]] = {}  # announced layouts
         self._first: Layout | None = None
 
@@ -296,6 +296,7 @@ class RemoteSender(_End):
         (layout, number, nbytes), text = self._kind_of(message)
         link, copy, slot = self.link, self.stream, self._next_slot()
         self._last_bytes = nbytes
+        self.sent_bytes += message.nbytes
         for event in ready:
             copy.wait(event)
         with copy.using(reads=(source,), writes=() if link.staged else (slot.buffer,)):

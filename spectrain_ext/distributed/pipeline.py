@@ -26,7 +26,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
 from .board import Board
-from .connections import RankConnections
+from .ranks import Ranks
 from .store import Peers
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class DistributedPipeline(Pipeline):
         >>> torch.distributed.destroy_process_group()
     """
 
-    _connections: RankConnections
+    _processes: Ranks
 
     def __init__(
         self,
@@ -148,11 +148,13 @@ class DistributedPipeline(Pipeline):
                         "loss_fn return a pair (sum, count)"
                     )
                 clip_scope = "stage"
-            self._connections = around = RankConnections(
-                *(group, board, all_replicas, dynamic_shapes),
-                *(clip_norm, clip_scope, own_passes, split_dim),
-            )
-            self.replicas, self.replica = all_replicas.counts, around.replica
+            settings = {
+                "dynamic_shapes": dynamic_shapes,
+                "clip_scope": clip_scope,
+                "split_dim": repr(split_dim),
+            }
+            self._processes = Ranks(group, board, all_replicas, own_passes, clip_norm, settings)
+            self.replicas, self.replica = all_replicas.counts, self._processes.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices),
@@ -202,7 +204,7 @@ class DistributedPipeline(Pipeline):
 
         The pipeline cannot run again after a failure.
         """
-        elsewhere = sorted(set(range(len(self.replicas))).difference(self._connections.indices))
+        elsewhere = sorted(set(range(len(self.replicas))).difference(self._processes.indices))
         noted = (getattr(stage, "uncut", None) for stage in self.children() if elsewhere)
         for uncut in filter(None, noted):
             uncut.trained_elsewhere(elsewhere)
@@ -221,7 +223,7 @@ class DistributedPipeline(Pipeline):
 
     def _gather_from_ranks(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
-            hosts = self._connections.all_ranks().host
+            hosts = self._processes.all_ranks().host
             self._board.set_action(doing)
             with Peers(hosts, self._board.busy).attempt(doing) as found:
                 found.append(make())
@@ -250,8 +252,7 @@ class DistributedPipeline(Pipeline):
             yield
 
     def _forward_all(self, *given: Any, **more: Any) -> None:
-        averages = any(each.own_minibatches for each in self._passes)
-        with self.averaged() if averages else nullcontext():
+        with self.averaged() if self._processes.own_minibatches else nullcontext():
             super()._forward_all(*given, **more)
 
     def together(self, what: str) -> AbstractContextManager[None]:
@@ -285,17 +286,17 @@ class DistributedPipeline(Pipeline):
             RankError, StageError: as for ``run``.
         """
         self.check_drained("calling the pipeline")
-        around, nothing = self._connections, torch.zeros(1)
+        replicas, nothing = self._processes.replicas, torch.zeros(1)
         if self.rank == 0 and value is None:
             raise ValueError("value: rank 0 needs the input, got None")
         # The ``split_dim`` of a mapping is that of an input and target in one.
-        whole = isinstance(around.split_dim, Mapping)
+        whole = isinstance(self._batches.split_dim, Mapping)
         batch = value if whole else (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
         # Batches are dealt to replicas in turn, so repeat this one until each replica has it.
-        batches = minibatches([batch] * lcm(*around.replicas.counts), around.replicas, alone=False)
+        batches = minibatches([batch] * lcm(*replicas.counts), replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
-        return outputs[0] if self.places[-1].stage == around.replicas.stages - 1 else None
+        return outputs[0] if self.places[-1].stage == replicas.stages - 1 else None
 
 
 def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:

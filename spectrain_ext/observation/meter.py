@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from torch.nn.utils import get_total_norm
 from spectrain_ext.operators import distance
 from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind, Rules
+from spectrain_ext.transport import Sender
 
 from .trace import WORK, Mark, Record, marked, seconds_between
 
@@ -102,8 +104,9 @@ class Meter:
         self._done = start
         self._ended = ended
         self._records: list[Record] = []
-        if stage.sent is None:
-            stage.sent = [0, 0]
+        self.is_last = False  # whether it has the losses
+        self._sent = [0, 0]  # bytes at the end of the window before
+        self._senders: Sequence[Iterable[Sender]] = ((), ())  # to the next and previous stage
         self.begin()
 
     def begin(self) -> None:
@@ -116,11 +119,17 @@ class Meter:
         if self.window.minibatches:
             self._close()
 
-    def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
-        timed = marked(self.stage, given, self._records)
+    def handlers(
+        self, run: StageRun, given: dict[Kind, Handler], probe: Probe | None
+    ) -> dict[Kind, Handler]:
+        timed = marked(run, given, self._records)
+        self.is_last = bool(run.edges.targets)
+        if not any(self._senders):
+            self._senders = set(run.edges.to_next), set(run.edges.to_previous)
+            self._sent = self._sent_bytes()
 
         def forward(i: int, j: int) -> None:
-            self.window.samples += self.stage.samples
+            self.window.samples += run.samples
             self._read_at[i, j] = self._updates
             timed[Kind.FORWARD](i, j)
             if probe is not None:
@@ -148,10 +157,12 @@ class Meter:
         window = self.window
         window.ended, window.done, window.work = time.time(), self._done, self._records[:]
         self._records.clear()
-        assert self.stage.sent is not None
-        window.sent = [b - a for a, b in zip(self._sent, self.stage.sent, strict=True)]
+        window.sent = [b - a for a, b in zip(self._sent, self._sent_bytes(), strict=True)]
         self.full.append(window)
         self._open(window.ended)
 
     def _open(self, began: float) -> None:
-        self.window, self._sent = Window(began), list(self.stage.sent or ())
+        self.window, self._sent = Window(began), self._sent_bytes()
+
+    def _sent_bytes(self) -> list[int]:
+        return [sum(sender.sent_bytes for sender in senders) for senders in self._senders]

@@ -17,6 +17,7 @@ from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage_run import StageRun
 from spectrain_ext.schedule import Kind, Place, Rules, flushes
 from spectrain_ext.weights import rates_of
 
@@ -102,7 +103,8 @@ class Metrics(Observer):
         for meter in self._meters.values():
             meter.begin()
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        stage = run.stage
         meter = self._meters.get(stage.index)
         if meter is None:
             late = int(stage.device.type == "cuda")
@@ -112,11 +114,11 @@ class Metrics(Observer):
         if stage.weights is not None and self._errors_every and not flushes(schedule):
             delay = delay_under(schedule, self._place_of(stage))
             probe = Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
-        return meter.handlers(handlers, probe)
+        return meter.handlers(run, handlers, probe)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
-            if meter.stage.edges.targets:
+            if meter.is_last:
                 meter.window.losses.append(result.loss)
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Le
 from spectrain_ext.transport import CudaStream, Stream
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 Mark = float | torch.cuda.Event
 #: Stage, kind, minibatch, microbatch, start and end of an action.
@@ -79,10 +79,11 @@ class Trace(Observer):
     def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
         self._phases.append(_Phase(rules, minibatches))
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         phase = self._phases[-1]
-        phase.entry[stage.index] = None if stage.weights is None else stage.weights.entry
-        return marked(stage, handlers, phase.records)
+        weights = run.stage.weights
+        phase.entry[run.stage.index] = None if weights is None else weights.entry
+        return marked(run, handlers, phase.records)
 
     def spans(self) -> list[Span]:
         """Return the recorded actions, in order per stage, in seconds from the first one's start.
@@ -131,16 +132,16 @@ class Trace(Observer):
 
 
 def marked(
-    stage: Stage, handlers: dict[Kind, Handler], records: list[Record]
+    run: StageRun, handlers: dict[Kind, Handler], records: list[Record]
 ) -> dict[Kind, Handler]:
     return {
-        kind: _marked(stage, kind, handler, records) if kind in WORK else handler
+        kind: _marked(run, kind, handler, records) if kind in WORK else handler
         for kind, handler in handlers.items()
     }
 
 
-def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
-    edges = stage.edges
+def _marked(of: StageRun, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
+    stage, edges = of.stage, of.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
     loads = WORK[kind] in ("predict", "update")
     own = stage.predict if loads else stage.compute

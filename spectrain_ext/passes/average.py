@@ -17,8 +17,9 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.processes import Processes
     from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 
 class AverageWeights(Pass):
@@ -53,11 +54,11 @@ class AverageWeights(Pass):
                 "the course of training, and replicas are averaged under one alone"
             )
 
-    def on(self, stage: Stage, connections: Connections) -> Self:
-        made = super().on(stage, connections)
+    def on(self, stage: Stage, processes: Processes) -> Self:
+        made = super().on(stage, processes)
         # ``exchange`` is never called while the thread holds the lock for random numbers: another
         # replica may be a thread that waits for it.
-        made._exchange = connections.exchange
+        made._exchange = processes.exchange
         made._averager = None  # from the first run on
         return made
 
@@ -75,8 +76,9 @@ class AverageWeights(Pass):
 
     # During a run.
 
-    def begin(self) -> Mapping[Kind, Handler]:
-        if self.stage.weights is None:
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+        self._run = run
+        if self.stage.weights is None or not run.trains:
             return {}
         if self._averager is None:
             with self.stage.predict.using(reads=self.stage.memory):
@@ -86,7 +88,7 @@ class AverageWeights(Pass):
     @property
     def _left_out(self) -> bool:
         """Whether all replicas skip this update."""
-        return self.stage.skips and self.stage.global_norm is not None
+        return self.stage.skips and self._run.norm is not None
 
     def _send(self, i: int, j: int) -> None:
         """Before an update: send what the other replicas need of these weights."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache, reduce
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.codecs import Codec, Codecs, codecs_of, is_coded
-from spectrain_ext.pipeline.passes import Pass
+from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.tape import Entry
 from spectrain_ext.rng import mixed_seed
+from spectrain_ext.schedule import Kind
 from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 # Marks the form of a message with packed tensors; a note of what each was comes next.
 _CODED = "coded"
@@ -48,6 +53,10 @@ class Compress(Pass):
     def __repr__(self) -> str:
         return f"Compress({', '.join(map(_described, self._codecs))})"
 
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+        self._run = run
+        return {}
+
     def sends_activation(self, i: int, j: int, message: Message) -> Message:
         return self._packed(i, j, message, False)
 
@@ -65,12 +74,12 @@ class Compress(Pass):
         return value if codec is None or not k else crossed(codec, value, False, False, k - 1, 0, 0)
 
     def _packed(self, i: int, j: int, message: Message, backward: bool) -> Message:
-        codec, stage = self._codecs[backward], self.stage
+        codec, run = self._codecs[backward], self._run
         if codec is None:
             return message
-        edges, where = stage.edges, (backward, stage.trains, stage.index)
-        microbatch = edges.replica + j * edges.count
-        return packed_message(codec, message, backward, *where, stage.number_of(i), microbatch)
+        where = backward, run.trains, self.stage.index
+        microbatch = run.edges.replica + j * run.edges.count
+        return packed_message(codec, message, backward, *where, run.number_of(i), microbatch)
 
     def _unpacked(self, message: Message, backward: bool) -> Message:
         codec = self._codecs[backward]

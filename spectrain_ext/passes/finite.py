@@ -18,8 +18,9 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Message
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.processes import Processes
     from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 _logger = logging.getLogger(__name__)
 
@@ -57,12 +58,13 @@ class CheckFinite(Pass):
             raise ValueError(f"then: expected 'raise' or 'skip', got {then!r}")
         self.then = then
 
-    def on(self, stage: Stage, connections: Connections) -> Self:
-        made = super().on(stage, connections)
-        made._largest = connections.largest
+    def on(self, stage: Stage, processes: Processes) -> Self:
+        made = super().on(stage, processes)
+        made._largest = processes.largest
         return made
 
-    def begin(self) -> Mapping[Kind, Handler]:
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
+        self._run = run
         # The source of this minibatch's first non-finite number: k + 1 for a gradient of stage k,
         # inf for the loss, 0 for none. Of two sources the larger one comes first in time.
         self._origin, self.skips = 0.0, False
@@ -70,12 +72,12 @@ class CheckFinite(Pass):
         # By minibatch in flight: what must be as before if it is skipped.
         self._kept: dict[int, tuple[States, list[ModuleBuffers]]] = {}
         # Whether all stages decide together: no later minibatch has begun then.
-        self._agrees = self.stage.global_norm is not None
+        self._agrees = run.norm is not None
         if self._agrees:
             return {Kind.CHECK_FINITE: self._check, Kind.AGREE: self._agree}
         # Without a flush this stage updates first, and its gradient tells the previous one.
         found: dict[Kind, Handler] = {Kind.CHECK_FINITE: self._check}
-        if self.stage.edges.to_previous:
+        if run.edges.to_previous:
             found[Kind.CHECK_GRADIENT] = self._check_gradient
         return found
 
@@ -111,8 +113,8 @@ class CheckFinite(Pass):
     def _check_gradient(self, i: int, j: int) -> None:
         """Before a gradient is sent: note whether it, and at last the weights', are finite."""
         stage = self.stage
-        gradients, outgoing = stage.input_gradients()
-        if j == len(stage.cursor.shares[i]) - 1:
+        gradients, outgoing = self._run.input_gradients()
+        if j == len(self._run.cursor.shares[i]) - 1:
             gradients.extend(self._gradients().values())
         with stage.computing(reads=(stage.weight_gradients,), writes=(outgoing,)):
             self._note(i, self._origin_in(gradients))
@@ -148,8 +150,9 @@ class CheckFinite(Pass):
         predict.wait(stage.computed)
         with predict.using(reads=(stage.weight_gradients,)):
             self._note(i, self._origin_in(self._gradients().values()))
-            if stage.divisor is not None:  # the mean of nothing is nan
-                self._note(i, torch.where(stage.divisor == 0, inf, 0.0))
+            divisor = self._run.divisor
+            if divisor is not None:  # the mean of nothing is nan
+                self._note(i, torch.where(divisor == 0, inf, 0.0))
             self._origin = self._largest(float(self._origins.pop(i)))
             if self.then == "raise" and self._origin:
                 raise FloatingPointError(self._describe_origin())
@@ -161,9 +164,9 @@ class CheckFinite(Pass):
 
     def _agree(self, i: int, j: int) -> None:
         """With a schedule that flushes: decide by the origins of all stages."""
-        stage = self.stage
-        assert stage.global_norm is not None
-        self._origin = stage.global_norm.told(i, stage.predict, stage.device)
+        stage, norm = self.stage, self._run.norm
+        assert norm is not None
+        self._origin = norm.told(i, stage.predict, stage.device)
         with stage.predict.using(reads=(stage.weight_gradients,)):
             self._decide(i)
 
@@ -173,7 +176,7 @@ class CheckFinite(Pass):
             self._kept.pop(i, None)
             return
         self.skipped += 1
-        stage, is_last = self.stage, bool(self.stage.edges.targets)
+        stage, is_last = self.stage, bool(self._run.edges.targets)
         if self._origin == stage.index + 1.0 or (self._origin == inf and is_last):
             alone = not self._agrees and not is_last
             who = f"stages 0 to {stage.index} skip" if alone else "all stages skip"

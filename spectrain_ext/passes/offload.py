@@ -18,8 +18,9 @@ from spectrain_ext.transport import Message
 from spectrain_ext.weights.storage import unchanged, unpacked
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.processes import Processes
     from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 _MIN_BYTES = 1024  # copying less is not worth it
 
@@ -43,15 +44,15 @@ class OffloadActivations(Pass):
         >>> pipe.release()
     """
 
-    def on(self, stage: Stage, connections: Connections) -> Self:
+    def on(self, stage: Stage, processes: Processes) -> Self:
         if stage.recomputes:
             raise ValueError(
                 "OffloadActivations: with recompute=True, which keeps no activations, there are "
                 "none to move; give recompute a policy"
             )
-        return super().on(stage, connections)
+        return super().on(stage, processes)
 
-    def begin(self) -> Mapping[Kind, Handler]:
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
         self._left: set[int] = set()  # addresses of storages that are not copied
         # As long as the weak references exist, no other storage has the address of one of these.
         self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}

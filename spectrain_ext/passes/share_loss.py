@@ -12,8 +12,9 @@ from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.schedule import Kind
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.processes import Processes
     from spectrain_ext.pipeline.stage import Stage
+    from spectrain_ext.pipeline.stage_run import StageRun
 
 
 class ShareLoss(Pass):
@@ -26,16 +27,16 @@ class ShareLoss(Pass):
         ShareLoss()
     """
 
-    def on(self, stage: Stage, connections: Connections) -> Self:
-        made = super().on(stage, connections)
+    def on(self, stage: Stage, processes: Processes) -> Self:
+        made = super().on(stage, processes)
         # Where stages have replicas, a minibatch's last gradient does not carry the whole loss:
         # every gradient carries its own microbatch's part, which replicas then add up.
-        made.in_parts = connections.replicas.dealt
+        made.in_parts = processes.replicas.dealt
         return made
 
     in_parts: bool
 
-    def begin(self) -> Mapping[Kind, Handler]:
+    def begin(self, run: StageRun) -> Mapping[Kind, Handler]:
         self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known
         self._parts: dict[tuple[int, int], float] = {}
         return {}

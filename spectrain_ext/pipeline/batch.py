@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from spectrain_ext.transport.message import (
     refused,
     tensors_in,
 )
+
+_logger = logging.getLogger(__name__)
 
 #: The dimension of the samples: of all tensors of a batch, or of each part of it; None: not split.
 SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -291,3 +294,20 @@ def send_batch(edge: Sender, message: Message, batch: Buffer, header: Header = N
     for device, caller in callers.items():
         if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
             caller.wait(read)
+
+
+def without_dropped_columns(columns: Any, several: bool, batch: Any, i: int) -> Any:
+    """Return a batch, or a tuple of batches, without the columns that are dropped."""
+    if several:
+        numbered = enumerate(batch, i * len(batch))
+        return tuple(without_dropped_columns(columns, False, one, n) for n, one in numbered)
+    if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
+        return Microbatches(without_dropped_columns(columns, False, one, i) for one in cut)
+    if isinstance(batch, Mapping):
+        kept = columns.kept(batch, f"batches[{i}]")
+        if i == 0 and (dropped := [name for name in batch if name not in kept]):
+            _logger.info("columns that the model does not take are dropped: %s", dropped)
+        return kept
+    if is_pair(batch) and isinstance(batch[0], Mapping):
+        return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
+    return batch

@@ -79,7 +79,7 @@ class Cursor:
         # By minibatch in flight: each microbatch's share of the samples, 0 before it has arrived.
         self.shares: dict[int, list[float]] = {}
         self.current: Instruction | None = None  # the one that is running
-        self.step = 0  # how many of its steps are done
+        self.step = 0  # at which of its steps it goes on
         self.finished = False  # whether the stage has nothing left to do
 
     def add(self, microbatches: int) -> None:
@@ -117,6 +117,12 @@ class Cursor:
 _NONE = object()  # no batch is left
 
 
+@dataclass(frozen=True)
+class SourceSettings:
+    split_dim: SplitDim  # the dimension of the samples
+    count: Callable[[Any], float | Tensor] | None  # of a target: what its loss is divided by
+
+
 class Source:
     """Takes the caller's batches, splits them, and sends inputs and targets to their stages."""
 
@@ -125,13 +131,12 @@ class Source:
         inputs: Sequence[Sender],
         targets: Sequence[Sender],
         replicas: Replicas,
-        split_dim: SplitDim,
+        settings: SourceSettings,
         whole: bool,
         own_minibatches: bool,
-        count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
-        self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
-        self._count = count  # of a batch's target: what its loss is divided by
+        self._inputs, self._replicas, self._split_dim = inputs, replicas, settings.split_dim
+        self._count = settings.count
         self._whole = whole  # each is a tuple of batches, which are not split
         # How many replicas train on a minibatch of their own.
         self._trained_apart = replicas.counts[0] if own_minibatches else 1

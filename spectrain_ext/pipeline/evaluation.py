@@ -15,28 +15,30 @@ from spectrain_ext.errors import placed
 from spectrain_ext.schedule import Place, Replicas
 
 from .batch import SplitDim, microbatches_in, samples_in, sides_of
+from .edges import SourceSettings
 from .executor import Executor
+from .wires import Wires
 
 
 def evaluated(
     pipe: Any, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None
 ) -> dict[str, float]:
     """Do what ``Loops.evaluate`` of a pipeline says."""
-    around = pipe._executor.connections
-    chosen = {"loss": around.loss_fn} if metrics is None else metrics
-    measures = _Measures(chosen, around.replicas.total > len(pipe.devices), around.split_dim)
+    replicas, split_dim = pipe._executor.processes.replicas, pipe._batches.split_dim
+    chosen = {"loss": pipe._loss_fn} if metrics is None else metrics
+    measures = _Measures(chosen, replicas.total > len(pipe.devices), split_dim)
     own_batches = pipe._own_batches(batches)
     alone = _one_replica_works(pipe, measures.stateful)
     # A loader draws random numbers when its iterator is made.
     with torch.random.fork_rng({device for device in pipe.devices if device.type == "cuda"}):
-        pipe._forward_all(minibatches(own_batches, around.replicas, alone), measures)
+        pipe._forward_all(minibatches(own_batches, replicas, alone), measures)
     of_ranks = pipe._gather_from_ranks(measures.measured, "sharing the metrics of an evaluation")
     return _means_of(chosen, of_ranks)
 
 
 def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     """Whether the first replica of every stage evaluates alone."""
-    stages, replicas = pipe._executor.stages, pipe._executor.connections.replicas
+    stages, replicas = pipe._executor.stages, pipe._executor.processes.replicas
     if not replicas.dealt:
         return False
 
@@ -54,9 +56,9 @@ def _one_replica_works(pipe: Any, stateful: bool) -> bool:
     return differ or (replicas.counts[-1] > 1 and any(one for one, _ in of_ranks))
 
 
-def evaluator_of(executor: Executor) -> Executor:
+def evaluator_of(executor: Executor, batches: SourceSettings) -> tuple[Executor, list[Place]]:
     """Return an executor that runs forwards of a pipeline's stages, on edges of its own."""
-    replicas = executor.connections.replicas
+    replicas = executor.processes.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
     # The window limits how far a stage gets ahead of the last one; notices that a batch is finished
     # come back. A window of two more than the next stage's hides the way there and back. A replica
@@ -65,9 +67,12 @@ def evaluator_of(executor: Executor) -> Executor:
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
-    made = Executor(executor.stages, executor.connections.evaluating(places))
-    made.change(places, "1f1b-async")
-    return made
+    # Without ties: in evaluations, copies in this process have the true weights. Parts are whole
+    # batches of any size.
+    wires = Wires(
+        executor.stages, places, [1] * len(places), executor.processes, batches, evaluates=True
+    )
+    return Executor(executor.stages, wires, executor.processes), places
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import islice
 from math import isfinite, nan
 from typing import Any
@@ -16,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.errors import check_int
+from spectrain_ext.schedule import Place, find_generator
 
+from .batch import without_dropped_columns
+from .compute import Mode
+from .edges import SourceSettings
 from .executor import Executor
 from .losses import Keep, Result
 from .observer import Observer
-from .stage import Mode
+from .run import Work
 
 _logger = logging.getLogger(__name__)
 
@@ -35,9 +41,18 @@ class Loops(nn.Module):
 
     _executor: Executor
     _evaluator: Executor | None = None  # made by the first evaluation; its edges are kept
+    _batches: SourceSettings
+    _places_of_evaluations: list[Place]
     devices: tuple[torch.device, ...]
     run: Callable[..., Any]
     check_drained: Callable[[str], None]
+
+    def _with_columns(self, batches: Iterator[object], several: bool) -> Iterator[object]:
+        """Drop the columns of batches that the first stage's model does not take."""
+        columns = getattr(self._executor.stages[0].module, "batch_columns", None)
+        if columns is None or not self._executor.processes.takes_batches:
+            return batches
+        return map(partial(without_dropped_columns, columns, several), batches, itertools.count())
 
     # Overridden by a pipeline over several processes.
 
@@ -94,15 +109,12 @@ class Loops(nn.Module):
         if self._evaluator is None:
             from .evaluation import evaluator_of
 
-            self._evaluator = evaluator_of(self._executor)
-        connections = self._evaluator.connections
-        connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
-        connections.measure = measure
-        try:
-            for _ in self._evaluator.run(batches):
-                pass
-        finally:
-            del connections.measure
+            made = evaluator_of(self._executor, self._batches)
+            self._evaluator, self._places_of_evaluations = made
+        mode = Mode.EVALUATE if evaluates else Mode.CALL
+        work = Work(mode, self._places_of_evaluations, find_generator("1f1b-async"), measure)
+        for _ in self._evaluator.run(self._with_columns(batches, several=True), work):
+            pass
 
     # Training.
 

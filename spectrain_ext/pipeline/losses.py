@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, callers_stream
 
-from .stage import Stage
+from .passes import hooks
+from .stage_run import StageRun
 
 #: ``(output, target) -> loss``, or a pair (sum, count).
 LossFn = Callable[..., Tensor | tuple[Tensor, Tensor | float]]
@@ -77,33 +78,33 @@ class Result:
 
 
 class Losses:
-    """Computes the losses on the last stage, and queues the results for the caller."""
+    """Computes the losses of one run on the last stage, and queues the results for the caller."""
 
     _sum: Tensor  # of the parts so far
     _count: Any  # what the sum is divided by, a tensor; None: nothing
 
     def __init__(
         self,
-        last: Stage,
+        last: StageRun,
         loss_fn: LossFn,
+        keep: Keep | None,
         results: deque[Result],
-        held: bool = False,  # whether the results wait for other replicas
+        counted: bool,  # whether ``count`` gives the divisors of the losses in advance
+        held: bool,  # whether the results wait for other replicas
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
-        self._held = held
-        self.begin()
-
-    def begin(self, keep: Keep | None = None) -> None:
+        self._counted, self._held = counted, held
+        self._finished = hooks(last.stage.passes, "finished")
+        self._keep = None if keep is None else partial(_kept, keep)
         # By minibatch, until the other replicas' arrive: loss, count and kept values.
         self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
-        self._keep = None if keep is None else partial(_kept, keep)
         self._parts: list[Any] = []  # of the minibatch: what is kept
         self._samples: list[int] = []  # of the minibatch
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; the last one of a minibatch completes its result."""
         last, shares = self._last, self._last.cursor.shares[i]
-        part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
+        part, count, kept = last.compute.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
         self._samples.append(last.samples)
         if j == 0:
@@ -114,20 +115,20 @@ class Losses:
                 "for none"
             )
         ends = j == len(shares) - 1
-        with last.computing():
+        with last.stage.computing():
             self._sum = part if j == 0 else self._sum + part
             if count is not None:
                 self._count = count if j == 0 else self._count + count
             mean = self._sum if count is None else mean_of(self._sum, self._count)
             if ends:
-                for note in last.finished:
+                for note in self._finished:
                     note(i, mean)
         if ends:
-            self._append_result(i, self._samples if last.divided else shares, mean)
+            self._append_result(i, self._samples if self._counted else shares, mean)
 
     def _append_result(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
         """Make a result that work on the caller's stream may use."""
-        last, buffer, parts = self._last, Buffer("result"), self._parts
+        last, buffer, parts = self._last.stage, Buffer("result"), self._parts
         self._parts, self._samples = [], []
         with last.computing(writes=(buffer,)):
             loss = (self._sum if self._held else mean).clone()  # the graph may need the original

@@ -16,7 +16,7 @@ from spectrain_ext.schedule import Kind, Rules
 if TYPE_CHECKING:
     from .losses import Result
     from .passes import Handler
-    from .stage import Stage
+    from .stage_run import StageRun
 
 #: The actions that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for
 #: microbatch 1; on CUDA they mark CPU time, and the kernels in them show the device's. Then their
@@ -77,8 +77,13 @@ class Observer:
             minibatches: in this run so far; actions count from 0 again.
         """
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """Return the handlers that run a stage's actions, in place of the given ones."""
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        """Return the handlers that run a stage's actions, in place of the given ones.
+
+        Args:
+            run: one stage in this run; ``run.stage`` is the stage.
+            handlers: functions of a minibatch and a microbatch, by the step that they run.
+        """
         return handlers
 
     def result(self, result: Result) -> None:
@@ -125,11 +130,11 @@ def observing(
 
 
 def with_observers(
-    observers: Sequence[Observer], stage: Stage, handlers: dict[Kind, Handler]
+    observers: Sequence[Observer], run: StageRun, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
     """Return a stage's handlers, wrapped if observers or the profiler watch the run."""
     for observer in observers:
-        handlers = observer.watch(stage, handlers)
+        handlers = observer.watch(run, handlers)
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):
         return handlers
     return {

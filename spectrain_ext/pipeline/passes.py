@@ -44,7 +44,7 @@ class Pass:
         ...     def __init__(self, deviation):
         ...         self.deviation = deviation
         ...
-        ...     def begin(self):
+        ...     def begin(self, run):
         ...         return {st.passes.Kind.CHANGE_GRADIENTS: self.add}
         ...
         ...     def add(self, i, j):
@@ -76,17 +76,25 @@ class Pass:
     def check(self, method: Method) -> None:
         """Raise ValueError if this pass does not work with a method."""
 
-    def on(self, stage: Any, connections: Any) -> Self:
-        """Return a copy for one stage; ValueError if the stage does not allow it."""
+    def on(self, stage: Any, processes: Any) -> Self:
+        """Return a copy for one stage; ValueError if the stage does not allow it.
+
+        Args:
+            stage: a ``Stage``.
+            processes: the ``Processes`` that the pipeline spans.
+        """
         made = copy(self)
         made.stage = stage
         return made
 
-    def begin(self) -> Mapping[Kind, Handler]:
+    def begin(self, run: Any) -> Mapping[Kind, Handler]:
         """Begin a run, without anything that an earlier one left; return the steps of this one.
 
         Where a step has a handler already, both run: that of the stage, then those of its passes in
-        the order in which the pipeline got them.
+        the order in which the pipeline got them. In an evaluation, no steps of passes run.
+
+        Args:
+            run: the stage's ``StageRun``.
         """
         return {}
 
@@ -142,6 +150,14 @@ def hooks(passes: Sequence[Pass], name: str) -> list[Any]:
     """Return a hook of those passes that define it."""
     base = getattr(Pass, name)
     return [getattr(each, name) for each in passes if getattr(type(each), name) is not base]
+
+
+def in_turn(*handlers: Handler) -> Handler:
+    def run(i: int, j: int) -> None:
+        for handler in handlers:
+            handler(i, j)
+
+    return run
 
 
 def checked_passes(passes: object, method: Method) -> list[Pass]:

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.interrupts import deferred
-from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
+from spectrain_ext.method import (
+    Method,
+    Window,
+    find_method,
+    in_words,
+    phase_places,
+    phases_of,
+    put_off_by,
+)
 from spectrain_ext.optim.state import refuse_call
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules, flushes
+from spectrain_ext.schedule import Place, Rules, find_generator, flushes
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream
 from spectrain_ext.transport.message import each
@@ -38,17 +46,21 @@ from .arguments import (
     evaluating_part,
 )
 from .batch import SplitDim, sides_of
-from .connections import Connections
+from .compute import Mode
+from .edges import SourceSettings
 from .executor import Executor
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .observer import Observer, observers_of, observing
 from .passes import Pass, checked_passes, hooks
-from .phases import TrainingPhase, set_up
+from .phases import TrainingPhase, set_up, widest
+from .processes import Alone, Processes
+from .run import Work
 from .stage import Stage
 from .tape import ModuleModes
 from .ties import Copy, copies_in, copies_of
+from .wires import Wires
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -104,7 +116,8 @@ class Pipeline(Loops):
         >>> pipe.release()  # until then, change parameters only in place
     """
 
-    _connections: Connections | None = None  # of the stages; None: all stages are in this process
+    _processes: Processes | None = None  # that the pipeline spans; None: only this one
+    _loss_fn: LossFn
     _warned = False  # that a stage is in evaluation mode
 
     def __init__(
@@ -130,14 +143,13 @@ class Pipeline(Loops):
             # Check everything before moving anything.
             modules = checked_stages(stages)
             chosen = find_method(method)
-            connections = self._connections or Connections(len(modules), split_dim)
-            connections.count = count
+            processes: Processes = self._processes or Alone(len(modules))
             own_passes = checked_passes(passes, chosen)
-            replicas = connections.replicas
-            here = dict(zip(connections.indices, modules, strict=True))
+            replicas = processes.replicas
+            here = dict(zip(processes.indices, modules, strict=True))
             if len(here) == replicas.stages:
                 check_order([cut_place(module) for module in modules])
-            self._copies, self._clip_scope = copies_of(modules, connections.indices), clip_scope
+            self._copies = copies_of(modules, processes.indices)
             where = (
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
@@ -158,19 +170,16 @@ class Pipeline(Loops):
                 *(chosen, of_phases, here, self._copies, optimizer, scheduler, master_dtype),
                 *(clip_norm, clip_scope),
             )
-            if not any(map(self._exchanges_norms, self._phases)):
-                connections.norm = None
             self.method, self.devices = chosen, tuple(where)
             self.minibatches, self.phase = 0, 0
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
-            more = connections, own_passes, recompute is True
+            more = processes, processes.replica, own_passes, recompute is True
             own = [
                 Stage(k, module, device, weights, *more, blocks.get(k))
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
-            own[-1].divided = count is not None
-            self._executor = Executor(own, connections)
+            self._made, self._entered = made, self._phases[0]
             try:
                 for copy in self._copies:
                     copy.bind()
@@ -180,10 +189,20 @@ class Pipeline(Loops):
                     if stage.weights is not None:
                         stage.weights.bind()
                     self.add_module(str(stage.index), stage.module)
-                self._train_by(self._phases[0])
                 self._log(clip_norm)
-                # Not earlier: a loss function that is a module must not become part of the model.
-                connections.connect(own, of_phases, chosen, loss_fn, self._copies)
+                exchanges_norms = any(map(self._exchanges_norms, self._phases))
+                about = own, of_phases, chosen, self._copies
+                ties = processes.connect(*about, count is not None, exchanges_norms)
+                self._batches = SourceSettings(split_dim, count)
+                places = widest(of_phases)
+                counted = any(phase.forward_horizon == "counted" for phase in phases_of(chosen))
+                wires = Wires(
+                    *(own, places, put_off_by(chosen, places), processes, self._batches),
+                    *(ties, self._copies, counted),
+                )
+                self._executor = Executor(own, wires, processes)
+                # Not by a plain assignment: a loss that is a module is no part of the model.
+                object.__setattr__(self, "_loss_fn", loss_fn)
                 self._executor.follow_caller()
             except BaseException:
                 self._unbind()
@@ -311,8 +330,14 @@ class Pipeline(Loops):
     def _counted(
         self, batches: Iterable[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
+        phase = self._entered
+        work = Work(
+            *(Mode.TRAIN, phase.places, find_generator(phase.method.schedule), self._loss_fn),
+            *(self._batches.count is not None, self.minibatches, phase),
+            *(self._exchanges_norms(phase), keep, observers),
+        )
         # Held here: an interrupt between two results must not end it while the stack unwinds.
-        run = self._executor.run(iter(batches), observers, keep)
+        run = self._executor.run(self._with_columns(iter(batches), several=False), work)
         try:
             yield from run
         finally:
@@ -360,19 +385,18 @@ class Pipeline(Loops):
             now = self._phases[self.phase]
             changes = now is not self._entered
             for stage in self._executor.stages:
-                stage.before, weights = self.minibatches, stage.weights
+                weights = stage.weights
                 if weights is None:
                     continue
                 if changes:
                     callers_stream(stage.device).lend(weights.buffers())
                     weights.follow(*now.followed_by(stage.index, weights.optimizer))
-                weights.minibatches = self.minibatches
                 if not weights.bound:
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
             if changes:
-                self._train_by(now)
+                self._entered = now
                 _logger.info("minibatch %d: method is now %s", self.minibatches, now.method.name)
 
     def _refuse_changed_flags(self) -> None:
@@ -380,25 +404,16 @@ class Pipeline(Loops):
             for stage in self._executor.stages:
                 stage.check_flags()
         except RuntimeError:
-            with self._executor.connections.run():  # tells the other processes
+            # The other processes learn of it.
+            with self._executor.processes.during(self._executor.wires):
                 raise
-
-    def _train_by(self, phase: TrainingPhase) -> None:
-        """Use a phase, whose weights are bound, from the next run on."""
-        executor, connections = self._executor, self._executor.connections
-        executor.change(phase.places, phase.method.schedule)
-        connections.change(phase.method, phase.places)
-        norm = connections.norm if self._exchanges_norms(phase) else None
-        for stage, max_norm in zip(executor.stages, phase.max_norms, strict=True):
-            stage.train_by(max_norm, phase.globally, norm)
-        self._entered = phase
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
         tells = any(each.tells_all for each in self._passes)
         return phase.globally or (tells and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
-        of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
+        of, here = f"of {len(self._entered.places)}", [place.stage for place in self.places]
         first, last = here[0], here[-1]
         if len(here) == 1:
             return f"stage {first} {of}"
@@ -433,7 +448,7 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
-        columns = self._executor.connections.columns
+        columns = getattr(self._executor.stages[0].module, "batch_columns", None)
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
         with self._executor.callers_turn():
@@ -494,11 +509,11 @@ class Pipeline(Loops):
 
     @property
     def _weights(self) -> list[StageWeights | None]:
-        return [stage.weights for stage in self._executor.stages]
+        return self._made
 
     @property
     def _trained(self) -> list[StageWeights]:
-        return [weights for weights in self._weights if weights is not None]
+        return [weights for weights in self._made if weights is not None]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -598,7 +613,7 @@ class Pipeline(Loops):
             self._unbind()
             for executor in (self._executor, self._evaluator):
                 if executor is not None:
-                    for edge in executor.connections.local_edges:
+                    for edge in executor.wires.local_edges:
                         edge.free_storage()
             self._executor.follow_caller()
 

@@ -20,7 +20,7 @@ from .observer import Observer
 if TYPE_CHECKING:
     from .losses import Result
     from .passes import Handler
-    from .stage import Stage
+    from .stage_run import StageRun
 
 
 class Segment:
@@ -92,8 +92,8 @@ class Until(Observer):
             most is not None and self._largest > most
         )
 
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        weights = stage.weights
+    def watch(self, run: StageRun, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        stage, weights = run.stage, run.stage.weights
         if self._phase is None or self._phase.gap is None or stage.index or weights is None:
             return handlers
         given = handlers[Kind.FORWARD], handlers[Kind.UPDATE]

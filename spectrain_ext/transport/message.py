@@ -183,6 +183,10 @@ class Message(NamedTuple):
     differentiable: tuple[bool, ...] = ()  # whether a gradient of each is needed
     form: Form = FLAT  # of the value that contains them
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
     def with_gradient(self, wanted: bool) -> Message:
         """Return it with gradients needed for all tensors that can have one, or for none."""
         flags = (

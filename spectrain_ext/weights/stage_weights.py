@@ -202,9 +202,12 @@ class StageWeights:
 
     # A run.
 
-    def begin(self, moves: bool = False) -> None:
-        """Take what the parameters hold as version 0; ``moves``: ``move`` may follow an update."""
-        self.moves = moves
+    def begin(self, minibatches: int, moves: bool = False) -> None:
+        """Take what the parameters hold as version 0.
+
+        ``minibatches``: of training so far; ``moves``: whether ``move`` may follow an update.
+        """
+        self.minibatches, self.moves = minibatches, moves
         storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
         storage.begin()
         self._scale_rates()

@@ -26,8 +26,8 @@ class Echoed(AverageWeights):
         super().__init__(averaging)
         self._exchange_of = exchange_of
 
-    def on(self, stage: Any, connections: Any) -> Self:
-        made = super().on(stage, connections)
+    def on(self, stage: Any, processes: Any) -> Self:
+        made = super().on(stage, processes)
         made._exchange = self._exchange_of(stage.index)
         return made
 
@@ -91,7 +91,7 @@ class SideBySide:
     def _dealt(self, batch: object) -> list[Microbatches]:
         """Return each replica's microbatches."""
         microbatches = sum(pipe.places[0].microbatches for pipe in self.pipes)
-        split_dim = self.pipes[0]._executor.connections.split_dim
+        split_dim = self.pipes[0]._batches.split_dim
         parts = [
             value if value is target else (value, target)
             for value, target, _ in cut(batch, microbatches, split_dim)

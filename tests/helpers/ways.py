@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from spectrain_ext.distributed import board, connections, ends, links
+from spectrain_ext.distributed import board, ends, links, ranks
 
 WAYS = ("direct", "staged", "apart", "few layouts")
 
@@ -33,10 +33,10 @@ def travelling(way: str) -> Iterator[None]:
     real, group = links.open_links, dist.new_group
     with ExitStack() as changed:
         if way == "staged":
-            changed.enter_context(patch.object(connections, "open_links", staged))
+            changed.enter_context(patch.object(ranks, "open_links", staged))
         if way == "apart":
             changed.enter_context(patch.object(dist, "new_group", new_group))
-            changed.enter_context(patch.object(connections, "backend_of_bodies", lambda *_: "nccl"))
+            changed.enter_context(patch.object(ranks, "backend_of_bodies", lambda *_: "nccl"))
         if way == "few layouts":
             changed.enter_context(patch.object(ends, "_KINDS", 2))
         yield

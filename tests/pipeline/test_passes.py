@@ -20,12 +20,12 @@ class Scales(Pass):
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def on(self, stage: Any, connections: Any) -> Scales:
-        made = super().on(stage, connections)
+    def on(self, stage: Any, processes: Any) -> Scales:
+        made = super().on(stage, processes)
         made.seen = []
         return made
 
-    def begin(self) -> Any:
+    def begin(self, run: Any) -> Any:
         self.seen.append("begin")
         return {Kind.CHANGE_GRADIENTS: self._scale, Kind.UPDATE: self._updated}
 

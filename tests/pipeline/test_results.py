@@ -32,13 +32,13 @@ class Seen(st.Observer):
     def begin(self, rules, devices):
         self.note("begin")
 
-    def watch(self, stage, handlers):
-        def run(kind, handler, i, j):
+    def watch(self, run, handlers):
+        def noted(kind, handler, i, j):
             self.note(kind)
             handler(i, j)
 
-        self.note(stage.index)
-        return {kind: partial(run, kind, handler) for kind, handler in handlers.items()}
+        self.note(run.stage.index)
+        return {kind: partial(noted, kind, handler) for kind, handler in handlers.items()}
 
     def result(self, result):
         self.note("result")

@@ -27,7 +27,8 @@ class Noted(st.Observer):
         self.weights: dict[int, list[np.ndarray]] = {}
         self.state: dict[int, list[dict[str, np.ndarray]]] = {}
 
-    def watch(self, stage: Any, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def watch(self, run: Any, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        stage = run.stage
         k, update = stage.index, handlers[Kind.UPDATE]
         weights, state = self.weights.setdefault(k, []), self.state.setdefault(k, [])
 

@@ -1,0 +1,314 @@
+"""Defines ``Ranks``: what the processes of a pipeline do for one another, seen from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from math import nan
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spectrain_ext.method import Method, check_replicas, phases_of
+from spectrain_ext.operators.averaging import Exchange
+from spectrain_ext.passes import ShareLoss
+from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
+from spectrain_ext.pipeline.edges import TIED, Traffic
+from spectrain_ext.pipeline.losses import Losses, Result, mean_of
+from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.pipeline.phases import widest
+from spectrain_ext.pipeline.processes import Depth, Ends
+from spectrain_ext.pipeline.run import Run
+from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage_run import StageRun
+from spectrain_ext.pipeline.ties import Copy, TiedStages, look_of
+from spectrain_ext.pipeline.wires import Wires
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, name_of
+from spectrain_ext.schedule.order import device_order
+
+from .agreement import (
+    agreed_ties,
+    check_cut,
+    check_equal_start,
+    compare_settings,
+    rules_to_compare,
+)
+from .board import Board
+from .collectives import DistributedNorm, GradientSum, weight_exchange
+from .ends import RemoteReceiver, RemoteSender
+from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_group
+
+
+class Ranks:
+    """The ranks of a process group, each with some stages or one replica of a stage."""
+
+    indices: Sequence[int]
+    receives_block = True
+    _links: Links
+    _all_ranks: RankGroup | None = None
+    _total: GradientSum | None = None  # over the stage's replicas
+    _exchange: Exchange | None = None  # with the stage's other replicas
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        board: Board,
+        replicas: Replicas,
+        passes: Sequence[Pass],
+        clip_norm: float | None,
+        settings: Mapping[str, Any],  # others that all ranks must share
+    ) -> None:
+        self.replicas, self._passes = replicas, passes
+        self.indices = replicas.stages_on(board.rank)
+        self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
+        self.own_minibatches = any(each.own_minibatches for each in passes)
+        self.replica = replicas.stage_and_replica(board.rank)[1]
+        self._group, self._board = group, board
+        self._clip_norm, self._settings = clip_norm, settings
+
+    def connect(
+        self,
+        stages: Sequence[Stage],
+        of_phases: Sequence[list[Place]],
+        method: Method,
+        copies: Sequence[Copy],
+        counted: bool,
+        exchanges_norms: bool,
+    ) -> Sequence[TiedStages]:
+        """Compare settings with the other ranks and open links; every rank calls this."""
+        board, replicas, first = self._board, self.replicas, stages[0]
+        if len({stage.device for stage in stages}) > 1:
+            where = ", ".join(str(stage.device) for stage in stages)
+            raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
+        places = widest(of_phases)
+        if not self.own_minibatches:
+            check_replicas(method, of_phases, replicas)
+        of_ranks = compare_settings(
+            board,
+            {
+                "stage": f"{len(stages)} stages",
+                "replicas": list(replicas.counts),
+                "method": method.name,
+                "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
+                "microbatches": places[0].microbatches * replicas.counts[0],
+                "window": [each.window for each in places],
+                **rules_to_compare(method, of_phases),
+                "device": first.device.type,
+                "count": "given" if counted else "none",
+                "clip_norm": self._clip_norm if exchanges_norms else None,
+                "passes": repr(self._passes),
+                **self._settings,
+            },
+            {
+                "copies": [[*copy.member, look_of(copy.held)] for copy in copies],
+                "cut": [[s.index, cut_place(s.module)] for s in stages],
+                "hidden": hidden_use(s.weights for s in stages),
+                "trains": any(stage.weights is not None for stage in stages),
+            },
+        )
+        check_cut(of_ranks, replicas)
+        check_trains(rank["trains"] for rank in of_ranks)
+        firsts = (replicas.ranks_of(k)[0] for k in range(replicas.stages))
+        check_hidden([rank["hidden"] for rank in of_ranks], firsts)
+        modules = {stage.index: stage.module for stage in stages}
+        ties = agreed_ties(board, replicas, modules, copies, of_ranks)
+        if replicas.dealt:
+            optimizer = None if first.weights is None else first.weights.optimizer
+            check_equal_start(board, replicas, first.module, optimizer)
+        bodies = backend_of_bodies(board, first.device)
+        grows = len(of_phases) > 1 and any(each.resizes for each in self._passes)
+        dynamic = bool(self._settings["dynamic_shapes"] or grows)
+        self._links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
+        if exchanges_norms:
+            self.all_ranks()
+        rank_group, weights = self._links.rank_group, first.weights
+        if rank_group is not None and not self.own_minibatches:
+            params = [] if weights is None else weights.params
+            self._total = GradientSum(
+                params, rank_group, board, first.compute, first.weight_gradients
+            )
+        elif rank_group is not None:
+            self._exchange = weight_exchange(rank_group, board)
+        return ties
+
+    def all_ranks(self) -> RankGroup:
+        """Return a CPU group of all ranks, which is connected on first use."""
+        if self._all_ranks is None:
+            self._all_ranks = open_rank_group(self._group, self._board)
+        return self._all_ranks
+
+    def remote_ends(
+        self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
+    ) -> dict[Ends, Any]:
+        board, made = self._board, {}
+        links = self._links.evaluating() if evaluates else self._links
+        for link in links.edges:
+            what, sends, (a, b) = link.what, link.sender == board.rank, link.stages
+            stage = stages[a if sends else b]
+            mine = self.replicas.runs(stage.index, self.replica)
+            ends: tuple[int | None, int] = (mine, link.at) if sends else (link.at, mine)
+            if what in TIED:
+                ends = None, link.at
+            elif what in (Traffic.INPUTS, Traffic.TARGETS):
+                ends = None, ends[1]
+            slots = depth(what, a, b)
+            made[what, *ends] = (
+                RemoteSender(link, stage.device, slots, board)
+                if sends
+                else RemoteReceiver(link, stage.device, stage.compute, slots, board)
+            )
+        return made
+
+    def norm(self) -> DistributedNorm:
+        return DistributedNorm(self.replicas, self._board, self.all_ranks())
+
+    def largest(self, number: float) -> float:
+        return number if self._total is None else self._total.largest(number)
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        assert self._exchange is not None
+        return self._exchange(message)
+
+    # A run.
+
+    def during(self, wires: Wires) -> AbstractContextManager[None]:
+        def messages() -> list[tuple[str, dict[str, int]]]:
+            return [(end.link.name, end.counts()) for end in wires.remote.values()]
+
+        return self._board.run(messages=messages)
+
+    def order(
+        self, schedule: Generator, places: list[Place]
+    ) -> Iterator[tuple[int, Instruction]] | None:
+        if len(self.indices) == 1:
+            return None
+        # All ranks use the same order, so a rank may block on its next instruction.
+        ranks = [place.stage % self.replicas.ranks for place in places]
+        return device_order([schedule(place) for place in places], ranks)[self._board.rank]
+
+    def begin(self, run: Run) -> None:
+        for receiver in _receivers(run.wires):
+            receiver.begin()
+        if self._total is not None and run.trains:
+            self._total.begin()
+        if not run.trains:
+            run.wires.ties.bring_true()
+
+    def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
+        if not run.trains:
+            return {}
+        passes = stage.stage.passes
+        shared = next((each for each in passes if isinstance(each, ShareLoss)), None)
+        reports = stage is run.stages[0] and run.losses is None  # that a minibatch has ended
+
+        def report(i: int, j: int) -> None:
+            loss = None
+            if shared is not None:
+                loss = torch.tensor(shared.known.pop(i, nan), dtype=torch.float64)
+                if shared.in_parts and stage.divisor is not None:
+                    with stage.stage.predict.using():  # which has waited for the sum
+                        loss = mean_of(loss, stage.divisor.cpu())
+            if reports:
+                run.results.append(Result(i, loss))
+
+        found: dict[Kind, Handler] = {}
+        if reports or shared is not None:
+            found[Kind.REPORT] = report
+        if self._total is not None:
+            found[Kind.EXPECT_SUM] = partial(_expect_last, stage, self._total)
+            found[Kind.SUM_GRADIENTS] = partial(_sum_up, run, stage, self._total, shared)
+        return found
+
+    def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None]:
+        board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]
+        before = "" if run.trains else "evaluation, "
+        if len(self.indices) > 1:
+            before = f"stage {stage.index}, {before}"
+
+        def begins(kind: Kind, i: int, j: int) -> None:
+            board.check()
+            microbatch = replica + j * count  # j counts this replica's microbatches
+            board.set_action(before + kind.value, "of minibatch", i, "microbatch", microbatch)
+
+        return begins
+
+    def yields(self, result: Result) -> None:
+        self._board.set_action("the caller's loop, which has the result of minibatch", result.index)
+
+    def close(self, run: Run) -> None:
+        self._board.set_action("ending the run")
+        if run.trains:
+            run.wires.ties.bring_true()
+        # The end of the gradients is passed on from the last stage to the first.
+        for stage in reversed(run.stages):
+            _receive_ends(run.wires, stage)
+        for sender in _senders(run.wires):
+            sender.flush()
+
+    def end(self) -> None:
+        if self._total is not None:
+            self._total.end()
+
+
+def _receivers(wires: Wires) -> list[RemoteReceiver]:
+    return [end for end in wires.remote.values() if isinstance(end, RemoteReceiver)]
+
+
+def _senders(wires: Wires) -> list[RemoteSender]:
+    return [end for end in wires.remote.values() if isinstance(end, RemoteSender)]
+
+
+def _receive_ends(wires: Wires, stage: StageRun) -> None:
+    """Receive the end of every edge into a stage, then end its gradient edges."""
+    k, ended_by = stage.stage.index, stage.edges.ended_by
+    for receiver in _receivers(wires):
+        link = receiver.link
+        if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is ended_by:
+            continue
+        if receiver.receive() is not None:
+            raise RuntimeError(f"{link.name}: a message comes that nothing here takes")
+    for sender in _senders(wires):
+        if sender.link.what is Traffic.GRADIENTS and sender.link.stages[0] == k:
+            sender.end()
+
+
+# Sums over a stage's replicas.
+
+
+def _expect_last(stage: StageRun, total: GradientSum, i: int, j: int) -> None:
+    if j == len(stage.cursor.shares[i]) - 1:
+        total.expect()
+
+
+def _sum_up(
+    run: Run, of: StageRun, total: GradientSum, shared: ShareLoss | None, i: int, j: int
+) -> None:
+    stage, losses = of.stage, run.losses
+    total.send_rest(of.count_of(i))
+    stage.compute.record(stage.computed)
+    number, counted = nan, nan
+    if losses is not None:
+        loss, count, _ = losses.own[i]
+        number = loss.item()
+        counted = nan if count is None else count.item()
+    elif shared is not None:
+        number = shared.known.get(i, nan)
+    stage.predict.wait(stage.computed)
+    number, counted = total.finish((number, counted), stage.predict)
+    if shared is not None:
+        shared.known[i] = number
+    if losses is not None:
+        run.results.append(_summed(losses, i, number, counted))
+
+
+def _summed(losses: Losses, i: int, number: float, counted: float) -> Result:
+    """Return the result of a minibatch with the sums over all replicas."""
+    loss, count, kept = losses.own.pop(i)
+    loss = torch.full_like(loss, number)
+    if count is not None:
+        count = torch.full_like(count, counted)
+        loss = mean_of(loss, count)
+    return Result(i, loss, kept, count)

@@ -1,0 +1,489 @@
+"""Receives, computes and sends the microbatches of one stage in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from math import nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.rng import RNG_LOCK, StageRandom
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import (
+    NO_HEADER,
+    Buffer,
+    Header,
+    Message,
+    Microbatches,
+    Slot,
+    Transit,
+)
+from spectrain_ext.weights.storage import SavedWeights
+
+from .edges import Cursor, StageEdges, received
+from .loads import note_read
+from .passes import Handler, hooks
+from .stage import NOTHING, Stage
+from .tape import (
+    ModuleBuffers,
+    ModuleModes,
+    Tape,
+    Targets,
+    activation,
+    called,
+    check_dependence,
+    checked_loss,
+    copied_out,
+    differentiate,
+    packed,
+    run_on,
+    seeded,
+)
+from .updates import Updates
+
+_NO_INPUTS = Message(())
+
+
+class Mode(Enum):
+    TRAIN = "train"
+    EVALUATE = "evaluate"  # forwards only, modules in eval mode, with separate random numbers
+    CALL = "call"  # forwards only, modules in the mode they are in
+
+
+class Compute:
+    """Who computes: receives, forwards, losses, backwards and sends of one stage in one run.
+
+    If the stage is recomputed, a forward keeps its inputs, the module's buffers and the state of
+    the random numbers, but no graph. Before its backward the whole forward runs again, with the
+    weights of the backward. Where these differ from the forward's weights, the whole gradient,
+    activations included, is that of the backward's weights. The second forward reads and does not
+    update the buffers, such as running statistics, that the first one found; the same holds for a
+    loss that is a module.
+    """
+
+    _received: Slot
+
+    def __init__(
+        self,
+        stage: Stage,
+        cursor: Cursor,
+        edges: StageEdges,
+        mode: Mode,
+        updates: Updates | None,  # None: an evaluation
+        divided: bool,  # whether ``count`` gives the divisor of the losses in advance
+    ) -> None:
+        self._stage, self._cursor, self._edges, self._updates = stage, cursor, edges, updates
+        self._mode, self._trains = mode, mode is Mode.TRAIN
+        self._divided = divided
+        self._keeps_graph = self._trains and not stage.recomputes
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._targets: dict[int, Targets] = {}
+        # Inputs whose gradients go to the previous stage, the buffer that stands for their memory,
+        # and the count that is sent with them.
+        self._outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None = None
+        self._in_transit = Transit(stage.compute)  # gradients that are being sent
+        self._sent = Transit(stage.compute)  # activations being sent that no tape holds
+        self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
+        # Stands for the memory of all computations, on the CPU only.
+        self._untracked = Buffer(f"memory of stage {stage.index}") if stage.immediate else None
+        self._numbers: AbstractContextManager[object] = stage.random
+        self._follows: AbstractContextManager[object] = NOTHING
+        self._modes: ModuleModes | None = None
+        passes = stage.passes
+        self._sends_activation = hooks(passes, "sends_activation")
+        self._sends_gradient = hooks(passes, "sends_gradient")
+        # The last one's message arrives outermost. The caller's batches come as they are.
+        self._received_activation = hooks(passes, "received_activation")[::-1]
+        if not edges.to_previous:
+            self._received_activation = []
+        self._received_gradient = hooks(passes, "received_gradient")[::-1]
+        self._number_back = hooks(passes, "number_back")
+        self._came_back = hooks(passes, "came_back")
+        self._calls, self._lost = hooks(passes, "calls"), hooks(passes, "lost")
+
+    def begin(self) -> None:
+        """Change what ``end`` puts back."""
+        stage = self._stage
+        if self._trains:
+            weights, saving = stage.weights, hooks(stage.passes, "saving")
+            # Where the backward uses other weights, the forward's graph must find those.
+            if weights is not None and (saving or weights.differs_in_backward):
+                assert weights.storage is not None
+                self._follows = SavedWeights(weights.storage)
+            for save in saving:
+                self._follows = save(self._follows)
+            if stage.blocks is not None:
+                stage.blocks.begin()
+        else:
+            self._numbers = NOTHING
+            if self._mode is Mode.EVALUATE:
+                self._numbers = StageRandom(stage.index, stage.device)
+                self._modes = ModuleModes(stage.module)
+                self._modes.evaluate()
+
+    def handlers(self) -> dict[Kind, Handler]:
+        edges = self._edges
+        found: dict[Kind, Handler] = {
+            Kind.RECEIVE_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+        }
+        if edges.to_next:
+            found[Kind.SEND_ACTIVATION] = self._send_activation
+        if not self._trains:
+            if edges.gradients:
+                found[Kind.RECEIVE_WORD] = self._receive_word
+            if edges.to_previous:
+                found[Kind.SEND_WORD] = self._send_word
+            return found
+        found[Kind.BACKWARD] = self._backward
+        found[Kind.BACKWARD_INPUT] = self._backward_input
+        found[Kind.BACKWARD_WEIGHTS] = self._backward_weights
+        if edges.gradients:
+            found[Kind.RECEIVE_GRADIENT] = self._receive_gradient
+        if edges.to_previous:
+            found[Kind.SEND_GRADIENT] = self._send_gradient
+        if self._stage.recomputes:
+            found[Kind.RECOMPUTE] = self._recompute
+        return found
+
+    def end(self) -> None:
+        """Put back what the run has changed; may be repeated."""
+        if isinstance(self._numbers, StageRandom):
+            self._numbers.leave()
+        if self._modes is not None:
+            self._modes.restore()
+        for buffers in self._entered:
+            buffers.__exit__()
+        self._entered = ()
+        if self._trains:
+            if self._stage.blocks is not None:
+                self._stage.blocks.end()
+            self._stage.compute.record(self._stage.computed)
+        self._follows = NOTHING  # it would keep all buffers
+        self._in_transit.reset()
+        self._sent.reset()
+
+    # Forward.
+
+    def _receive_activation(self, i: int, j: int) -> None:
+        """Receive the next microbatch, or the end of the run, which goes on to the next stage."""
+        edges = self._edges
+        slot = edges.inputs[j].receive()
+        if slot is None:
+            edges.ended_by = edges.inputs[j]
+            self.pass_on_end()
+            return
+        header = slot.header
+        if j == 0:
+            self._cursor.add(edges.microbatches_of(header))
+        if self._received_activation:
+            with self._stage.computing(reads=(slot.buffer,)):
+                for unpack in self._received_activation:
+                    slot.message = unpack(slot.message)
+        self._cursor.shares[i][j] = header.value
+        self._received = slot
+
+    def pass_on_end(self) -> None:
+        self._cursor.stop()
+        self._edges.end()
+
+    @property
+    def samples(self) -> int:
+        """The samples of the microbatch received last."""
+        return self._received.header.samples
+
+    def _forward(self, i: int, j: int) -> None:
+        stage, slot, graph = self._stage, self._received, self._keeps_graph
+        message = slot.message
+        tape = Tape(slot, self._untracked or Buffer("activations"))
+        # A first layer that works in place writes the slot.
+        writes = (slot.buffer, stage.module_buffers, tape.buffer)
+        with (
+            stage.computing(writes=writes, weights=True),
+            NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
+            RNG_LOCK,
+            self._numbers,
+            self._follows,
+        ):
+            if self._calls and self._trains:
+                for call in self._calls:
+                    call(i, j, stage.module, message)
+            if graph:
+                tape.leaves, tape.output = self._run(message)
+            elif self._trains:
+                tape.states = stage.random.states()
+                tape.found = [ModuleBuffers(stage.module)]
+                # Copies, since the second forward needs the inputs as they were.
+                copies = [None if t is None else t.clone() for t in message.tensors]
+                tape.output = called(stage.module, input=packed(message, copies))
+            else:
+                value = packed(message, message.tensors)
+                tape.output = copied_out(called(stage.module, input=value), message)
+        if self._edges.to_next:
+            tape.message = activation(tape.output)
+            if not graph and self._trains:
+                learns = stage.weights is not None or any(message.differentiable)
+                tape.message = tape.message.with_gradient(learns)
+        note_read(stage)
+        self._tapes[i, j] = tape
+        if self._trains:
+            if len(self._tapes) > stage.peak:
+                stage.note_in_flight(len(self._tapes))
+        else:
+            self._edges.inputs[j].free(slot)
+
+    def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
+        # Autograd allows no in-place operation on a leaf. The identity between the leaf and the
+        # module costs as much as a small layer, so it stays only if the first forward needed it,
+        # and comes back if a later one does.
+        stage = self._stage
+        if stage.in_place is not False:
+            before = _versions(message)
+            found = run_on(stage.module, message, entry=True)
+            stage.note_in_place(bool(stage.in_place) or _versions(message) != before)
+            return found
+        try:
+            return run_on(stage.module, message, entry=False)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+        stage.note_in_place(True)
+        stage.random.rewind()
+        return run_on(stage.module, message, entry=True)
+
+    def _send_activation(self, i: int, j: int) -> None:
+        tape, to = self._tapes[i, j], self._edges.to_next[j]
+        message, buffer = tape.message, tape.buffer
+        if self._sends_activation:
+            buffer = Buffer("activations as passes send them")
+            message = self._as_sent(self._sends_activation, i, j, message, buffer)
+        read = to.send(message, buffer, self._stage.computed, header=tape.header)
+        if self._sends_activation or not self._keeps_graph:
+            self._sent.hold(read, buffer, message)
+        if self._keeps_graph:
+            return
+        # Without a graph, nothing here needs the output any more.
+        tape.output, tape.message = (), Message(())
+        tape.buffer = Buffer("activations")  # for the recomputation
+        if not self._trains:
+            del self._tapes[i, j]
+
+    def _as_sent(
+        self, sends: Sequence[Any], i: int, j: int, message: Message, buffer: Buffer
+    ) -> Message:
+        """Return a message as passes send it; ``buffer`` stands for its memory."""
+        with self._stage.computing(writes=(buffer,)):
+            for send in sends:
+                message = send(i, j, message)
+        self._stage.compute.record(self._stage.computed)
+        return message
+
+    # The loss, on the last stage.
+
+    def loss(
+        self, i: int, j: int, loss_fn: Callable[..., Any], keep: Callable[..., Any] | None
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Return a microbatch's part of the loss, its count if any, and what ``keep`` returns."""
+        stage, tape, graph = self._stage, self._tapes[i, j], self._keeps_graph
+        targets = self._targets.get(i)
+        if targets is None:
+            slot = self._receive_target(j)
+            with stage.computing(reads=(slot.buffer,)):
+                value = packed(slot.message, slot.message.tensors)
+            parts = value if isinstance(value, Microbatches) else [value]
+            targets = self._targets[i] = Targets(slot, parts)
+        tape.arrived, tape.target = targets.slot, targets.parts[j]
+        with (
+            stage.computing(writes=(tape.arrived.buffer, tape.buffer)),
+            torch.set_grad_enabled(graph),
+            RNG_LOCK,
+            stage.random,
+            self._follows,
+        ):
+            for call in self._calls:
+                call(i, j, loss_fn, _NO_INPUTS)
+            if not graph:
+                tape.found.append(ModuleBuffers(loss_fn))
+                tape.loss_fn = loss_fn
+            found = called(loss_fn, output=tape.output, target=tape.target)
+            loss, count = checked_loss(found, stage.device)
+            kept = None if keep is None else keep(tape.output, tape.target)
+            tape.count = None if self._divided else count
+            weight = self._weight(tape, i, j)
+            part = loss.detach() if weight == 1.0 else loss.detach() * weight
+            if self._divided and not weight:
+                part = part * nan  # the mean of nothing
+            for note in self._lost:
+                note(i, j, part)
+        if graph:
+            check_dependence(loss, tape.output)
+            tape.output = loss
+        stage.compute.record(stage.computed)
+        return part, tape.count, kept
+
+    def _weight(self, tape: Tape, i: int, j: int) -> float:
+        """Return a microbatch's weight in the loss of its minibatch; 1 for sums, divided later."""
+        return self._cursor.shares[i][j] if tape.count is None else 1.0
+
+    def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
+        tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
+        message, stage = slot.message, self._stage
+        writes = slot.buffer, tape.buffer
+        with stage.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
+            copies = [None if t is None else t.clone() for t in message.tensors]
+            called(measure, output=tape.output, target=packed(message, copies))
+        stage.compute.record(stage.computed)
+        self._edges.targets[j].free(slot)
+        stage.compute.writes(tape.buffer)  # freed
+
+    def _receive_target(self, j: int) -> Slot:
+        return received(
+            self._edges.targets[j], "the run has ended where batches come in, and a target"
+        )
+
+    # Backward.
+
+    def _receive_gradient(self, i: int, j: int) -> None:
+        edge = self._edges.gradients[j]
+        slot = received(edge, "the next stage has ended its run, and a gradient")
+        if self._received_gradient:
+            with self._stage.computing(reads=(slot.buffer,)):
+                for unpack in self._received_gradient:
+                    slot.message = unpack(i, slot.message)
+        self._tapes[i, j].arrived = slot
+        for note in self._came_back:
+            note(i, j, slot.header.value)
+
+    def _recompute(self, i: int, j: int) -> None:
+        stage, tape = self._stage, self._tapes[i, j]
+        message = tape.slot.message
+        writes = [tape.slot.buffer, tape.buffer, stage.module_buffers]
+        if self._edges.targets:
+            writes.append(tape.arrived.buffer)
+        with (
+            stage.computing(writes=writes, weights=True),
+            torch.enable_grad(),
+            ExitStack() as held,
+        ):
+            self._entered = tape.found
+            for found in reversed(tape.found):  # the loss may contain the module
+                held.enter_context(found)
+            with stage.random.at(tape.states):
+                tape.leaves, tape.output = self._run(message)
+                if tape.loss_fn is not None:
+                    loss, _ = checked_loss(tape.loss_fn(tape.output, tape.target), stage.device)
+                    check_dependence(loss, tape.output)
+                    tape.output = loss
+        self._entered = ()
+
+    def _backward(self, i: int, j: int) -> None:
+        tape = self._tapes.pop((i, j))
+        self._differentiate(i, j, tape)
+        self._finish(i, j, tape)
+
+    def _backward_input(self, i: int, j: int) -> None:
+        """Compute the gradients of the input, and those that cannot wait."""
+        tape = self._tapes[i, j]
+        # A recomputed graph is differentiated as a whole: it should not live until the second half.
+        halves = not self._stage.recomputes and self._stage.blocks is None
+        tape.rest = self._differentiate(i, j, tape, halves)
+        note_read(self._stage)
+
+    def _backward_weights(self, i: int, j: int) -> None:
+        stage, tape = self._stage, self._tapes.pop((i, j))
+        if tape.rest is not None:
+            reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
+            writes = (stage.weight_gradients, stage.module_buffers)
+            with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
+                tape.rest()
+        self._finish(i, j, tape)
+
+    def _finish(self, i: int, j: int, tape: Tape) -> None:
+        stage, edges = self._stage, self._edges
+        stage.compute.writes(tape.buffer)  # freed
+        note_read(stage)
+        edges.inputs[j].free(tape.slot)
+        if edges.gradients:
+            edges.gradients[j].free(tape.arrived)
+            return
+        targets = self._targets[i]
+        targets.left -= 1
+        if not targets.left:
+            del self._targets[i]
+            edges.targets[j].free(tape.arrived)
+
+    def _differentiate(
+        self, i: int, j: int, tape: Tape, halves: bool = False
+    ) -> Callable[[], None] | None:
+        """Issue the backward; with ``halves``, only the inputs' half, and return the other half."""
+        stage, updates = self._stage, self._updates
+        assert updates is not None
+        updates.free_gradients()
+        outgoing = self._untracked or Buffer("gradients of the input")
+        reads = (tape.buffer, tape.slot.buffer, tape.arrived.buffer)
+        # torch.utils.checkpoint runs blocks again, and exchanges the random numbers there.
+        writes = (stage.weight_gradients, stage.module_buffers, outgoing)
+        # A hook may draw random numbers.
+        with stage.computing(reads=reads, writes=writes, weights=True), RNG_LOCK:
+            if self._edges.gradients:
+                pairs, count = seeded(tape.output, tape.arrived.message.tensors)
+            else:
+                loss = tape.output
+                assert isinstance(loss, Tensor)
+                seed = torch.full_like(loss, self._weight(tape, i, j))
+                pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.count
+            if count is not None:
+                count = count.clone()  # the original lies in a receive buffer
+                divisors = updates.divisors
+                divisors[i] = divisors[i] + count if i in divisors else count
+            rest = None
+            if halves:
+                from .halves import differentiate_inputs
+
+                rest = differentiate_inputs(pairs, tape.leaves)
+            else:
+                differentiate(pairs)
+        self._outgoing = tape.leaves, outgoing, count
+        return rest
+
+    def input_gradients(self) -> tuple[list[Tensor], Buffer]:
+        """Return what the next send gives back, and the buffer that stands for its memory."""
+        assert self._outgoing is not None
+        leaves, buffer, _ = self._outgoing
+        found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+        return found, buffer
+
+    def _send_gradient(self, i: int, j: int) -> None:
+        assert self._outgoing is not None
+        leaves, buffer, count = self._outgoing
+        self._outgoing = None
+        gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
+        if count is not None:
+            gradients = (*gradients, count)
+        message, header = Message(gradients), NO_HEADER
+        if self._sends_gradient:
+            message = self._as_sent(self._sends_gradient, i, j, message, buffer)
+        for number in self._number_back:
+            header = Header(1, number(i, j))
+        to = self._edges.to_previous[j]
+        read = to.send(message, buffer, self._stage.computed, header=header)
+        if not self._stage.immediate:
+            self._in_transit.hold(read, buffer, message)
+
+    # In an evaluation: the notice that a batch is finished, which is an empty message.
+
+    def _receive_word(self, i: int, j: int) -> None:
+        edge = self._edges.gradients[j]
+        edge.free(received(edge, "the next stage has ended its run, and its word"))
+
+    def _send_word(self, i: int, j: int) -> None:
+        edge = self._edges.to_previous[j]
+        edge.send(Message(()), Buffer("nothing"), self._stage.computed)
+
+
+def _versions(message: Message) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in message.tensors]

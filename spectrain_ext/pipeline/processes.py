@@ -1,0 +1,154 @@
+"""Defines what a run asks of the processes that a pipeline spans; here, for a single one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from spectrain_ext.method import Method
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
+
+from .arguments import check_hidden, hidden_use
+from .edges import Traffic
+from .losses import Result
+from .passes import Handler
+from .stage import Stage
+from .ties import Copy, TiedStages, ties_of
+from .updates import GlobalNorm
+
+if TYPE_CHECKING:
+    from .run import Run
+    from .stage_run import StageRun
+    from .wires import Wires
+
+#: An edge, by the replicas at both ends, numbered stage by stage; None: the caller's batches. One
+#: of tied parameters: by None and the number of the tie.
+Ends = tuple[Traffic, int | None, int]
+
+#: Of an edge to a stage, or a tie of two stages: how many messages may be under way or in use.
+Depth = Callable[[Traffic, int, int], int]
+
+
+class Processes(Protocol):
+    """The processes of a pipeline, seen from one of them."""
+
+    replicas: Replicas  # of all stages
+    replica: int  # the one here
+    indices: Sequence[int]  # the stages of this process
+    takes_batches: bool  # whether the caller's batches come in at this process
+    own_minibatches: bool  # whether each replica trains on its own minibatches
+    receives_block: bool  # a stage then loads weights before it receives
+
+    def connect(
+        self,
+        stages: Sequence[Stage],
+        of_phases: Sequence[list[Place]],  # of all stages, in each phase of the method
+        method: Method,
+        copies: Sequence[Copy],  # of other stages' weights, in these stages
+        counted: bool,  # whether ``count`` is given
+        exchanges_norms: bool,  # whether a phase needs ``norm``
+    ) -> Sequence[TiedStages]:
+        """Check what all processes must agree on; return all ties of the pipeline."""
+
+    def remote_ends(
+        self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
+    ) -> dict[Ends, Any]:
+        """Return new ends of the edges to other processes: senders and receivers."""
+
+    def norm(self) -> GlobalNorm:
+        """Return what exchanges gradient norms in one run."""
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers that a stage's replicas give."""
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send a message to a stage's replicas; the call waits for theirs, in order."""
+
+    # A run.
+
+    def during(self, wires: Wires) -> AbstractContextManager[None]:
+        """Return a context for a run."""
+
+    def order(
+        self, schedule: Generator, places: list[Place]
+    ) -> Iterator[tuple[int, Instruction]] | None:
+        """Return an endless order of the stages' instructions; None: the stages take turns."""
+
+    def begin(self, run: Run) -> None:
+        """Called when all stages have begun a run."""
+
+    def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
+        """Return what a stage does for other processes."""
+
+    def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None] | None:
+        """Return what is called with each instruction that begins."""
+
+    def yields(self, result: Result) -> None:
+        """Called before the caller gets a result."""
+
+    def close(self, run: Run) -> None:
+        """Called when the stages have finished their instructions."""
+
+    def end(self) -> None:
+        """Called when a run has ended or failed; may be repeated."""
+
+
+class Alone:
+    """All stages are in this process."""
+
+    indices: Sequence[int]
+    replica, takes_batches, own_minibatches, receives_block = 0, True, False, False
+
+    def __init__(self, stages: int) -> None:
+        self.replicas, self.indices = Replicas((1,) * stages), range(stages)
+
+    def connect(
+        self,
+        stages: Sequence[Stage],
+        of_phases: Sequence[list[Place]],
+        method: Method,
+        copies: Sequence[Copy],
+        counted: bool,
+        exchanges_norms: bool,
+    ) -> Sequence[TiedStages]:
+        check_hidden([hidden_use(stage.weights for stage in stages)])
+        return ties_of(each.member for each in copies)
+
+    def remote_ends(
+        self, stages: Mapping[int, Stage], depth: Depth, evaluates: bool
+    ) -> dict[Ends, Any]:
+        return {}
+
+    def norm(self) -> GlobalNorm:
+        return GlobalNorm(self.replicas.stages)
+
+    def largest(self, number: float) -> float:
+        return number
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        return lambda: [message]
+
+    def during(self, wires: Wires) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def order(
+        self, schedule: Generator, places: list[Place]
+    ) -> Iterator[tuple[int, Instruction]] | None:
+        return None
+
+    def begin(self, run: Run) -> None: ...
+
+    def handlers(self, run: Run, stage: StageRun) -> Mapping[Kind, Handler]:
+        return {}
+
+    def announce(self, run: Run, stage: Stage) -> Callable[[Kind, int, int], None] | None:
+        return None
+
+    def yields(self, result: Result) -> None: ...
+
+    def close(self, run: Run) -> None: ...
+
+    def end(self) -> None: ...

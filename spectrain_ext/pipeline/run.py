@@ -1,0 +1,265 @@
+"""One run of the stages of a process: what each does in which order, and the loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from spectrain_ext.errors import RankError, StageError
+from spectrain_ext.interrupts import STATE, boundary
+from spectrain_ext.schedule import Generator as Schedule
+from spectrain_ext.schedule import Instruction, Kind, Place, steps
+from spectrain_ext.schedule.lowering import ORDER
+
+from .compute import Mode
+from .edges import Cursor
+from .losses import Keep, Losses, Result
+from .observer import Observer, with_observers
+from .passes import Handler
+from .phases import TrainingPhase
+from .processes import Processes
+from .stage import Stage
+from .stage_run import StageRun
+from .updates import Clipping, GlobalNorm
+from .wires import Ready, Wires
+
+
+class Work(NamedTuple):
+    """What a run does."""
+
+    mode: Mode
+    places: list[Place]  # of all stages
+    schedule: Schedule
+    call: Callable[..., Any]  # the loss function; in an evaluation, what measures
+    counted: bool = False  # whether ``count`` gives the divisors of the losses in advance
+    minibatches: int = 0  # of training, before the run
+    phase: TrainingPhase | None = None  # None: an evaluation
+    exchanges_norms: bool = False
+    keep: Keep | None = None
+    observers: Sequence[Observer] = ()
+
+
+class _Step(NamedTuple):
+    """One step of an instruction, and the handler that runs it."""
+
+    kind: Kind
+    ready: Ready | None  # whether its input has arrived; None: it has no input, or blocks
+    run: Handler
+
+
+class _Program:
+    """The steps of each compute instruction of a stage."""
+
+    def __init__(self, run: Run, stage: StageRun) -> None:
+        self.stage, self.cursor = stage.stage, stage.cursor
+        handlers = with_observers(run.work.observers, stage, run.handlers(stage))
+        ready = run.ready(stage)
+        self.announce = run.processes.announce(run, stage.stage)
+        # Compute instructions that run in the same turn as the one before them: an update, and in
+        # an evaluation the notice that a batch is finished.
+        self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
+        if not stage.trains:
+            self.takes = Kind.UPDATE, Kind.BACKWARD
+        self.first, self.later = (
+            {
+                kind: [
+                    _Step(each, ready.get(each), handlers[each])
+                    for each in steps(kind, handlers, run.processes.receives_block, first)
+                ]
+                for kind in ORDER
+            }
+            for first in (True, False)
+        )
+
+
+class Run:
+    """One run: the stages' positions and programs, and the results. It ends with the run."""
+
+    losses: Losses | None = None  # on the last stage, in a training
+
+    def __init__(self, wires: Wires, processes: Processes, work: Work) -> None:
+        self.wires, self.processes, self.work = wires, processes, work
+        self.stages: list[StageRun] = []
+        self.results: deque[Result] = deque()  # computed
+        self._waiting: deque[Result] = deque()  # for updates
+        self._norm: GlobalNorm | None = None
+        self._order: Iterator[tuple[int, Instruction]] | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.work.mode is Mode.TRAIN
+
+    @property
+    def begun(self) -> int:
+        """How many minibatches have begun."""
+        return self.stages[0].cursor.added if self.stages else 0
+
+    def begin(self, stages: Sequence[Stage], batches: Iterator[object]) -> None:
+        work, wires, processes = self.work, self.wires, self.processes
+        phase = work.phase
+        if work.exchanges_norms:
+            self._norm = processes.norm()
+        norms: Iterable[float | None] = [None] * len(stages) if phase is None else phase.max_norms
+        for stage, max_norm in zip(stages, norms, strict=True):
+            cursor = Cursor(work.schedule(work.places[stage.index]))
+            clipping = Clipping(max_norm, phase is not None and phase.globally)
+            self.stages.append(
+                StageRun(
+                    *(stage, cursor, wires.edges[stage.index], work.mode),
+                    *(work.minibatches, clipping, self._norm, work.counted),
+                )
+            )
+            self.stages[-1].begin()
+        last = self.stages[-1]
+        if self.trains and last.edges.targets:
+            held = processes.replicas.dealt and not processes.own_minibatches
+            self.losses = Losses(last, work.call, work.keep, self.results, work.counted, held)
+        self._order = processes.order(work.schedule, work.places)
+        wires.begin()
+        processes.begin(self)
+        if wires.source is not None:
+            wires.source.begin(batches, self.stages[0].compute.pass_on_end)
+        if phase is not None:
+            wires.ties.begin(phase.method, phase.places)
+
+    def handlers(self, stage: StageRun) -> dict[Kind, Handler]:
+        """Return what a stage does: its instructions consist of these steps."""
+        found, source = stage.handlers(), self.wires.source
+        if self.trains:
+            found |= self.wires.ties.handlers(stage.stage.index)
+        if source is not None and stage is self.stages[0]:
+            found[Kind.PULL] = source.pull
+        if self.losses is not None and stage is self.stages[-1]:
+            found[Kind.LOSS] = self.losses.loss
+        elif stage.edges.targets:
+            found[Kind.MEASURE] = lambda i, j: stage.compute.measure(i, j, self.work.call)
+        return {**found, **self.processes.handlers(self, stage)}
+
+    def ready(self, stage: StageRun) -> dict[Kind, Ready]:
+        """Return what its steps wait for."""
+        found, norm = self.wires.ready(stage.stage.index), self._norm
+        if norm is not None:
+            found[Kind.CLIP] = found[Kind.AGREE] = lambda i, j: norm.complete(i)
+        return found
+
+    # The loop. Stage k of N runs a compute instruction once its input has arrived, then stage k + 1
+    # runs one, and so on, until all have finished. For a 1F1B schedule (F: forward, B: backward and
+    # the update that may follow; the number is the minibatch) this gives
+    #
+    # stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
+    # stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    # stage 2         F0 B0 F1 B1 F2 B2 ...
+    #
+    # Each of these consists of steps, see ``schedule/lowering.py``; F3 on stage 1, for example:
+    # receive activation, load forward weights, forward, send activation.
+
+    def loop(self) -> Iterator[Result]:
+        """Run all stages in turn until all have finished; yield the results."""
+        # Made here: if kept, these methods would form a cycle that holds all buffers until the
+        # next garbage collection.
+        programs = [_Program(self, stage) for stage in self.stages]
+        if self._order is not None:
+            for program in programs:
+                program.takes = ()
+            for _ in self._in_order(self._order, programs):
+                yield from self._finished()
+            programs = []
+        results, waiting = self.results, self._waiting
+        while programs:
+            progress = finished = False
+            for program in programs:
+                progress |= _turn(program)
+                finished |= program.cursor.finished
+                if results or waiting:
+                    yield from self._finished()
+            if finished:
+                programs = [each for each in programs if not each.cursor.finished]
+            if programs and not progress:
+                raise _stuck(programs)
+        self.processes.close(self)
+
+    def _finished(self) -> Iterator[Result]:
+        """Yield the results of minibatches that all stages of this process have updated from.
+
+        Not when their losses are known: rank 0 of several processes learns that later. So the
+        caller leaves a run after as many minibatches in any number of processes.
+        """
+        computed, waiting = self.results, self._waiting
+        while computed:
+            waiting.append(computed.popleft())
+            for observer in self.work.observers:
+                observer.result(waiting[-1])
+        in_flight = self.stages[0].cursor.shares
+        while waiting and waiting[0].index not in in_flight:
+            yield waiting.popleft()
+
+    def _in_order(
+        self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
+    ) -> Iterator[None]:
+        """Run instructions in a given order, which may be longer than the run; yield after each."""
+        of = {program.stage.index: program for program in programs}
+        # Their updates wait for a later instruction: for the gradient norm of another stage.
+        late: list[_Program] = []
+        while any(p.cursor.current or p.cursor.peek() for p in programs):
+            k, instruction = next(order)
+            cursor = of[k].cursor
+            if cursor.current is not None:
+                raise _stuck([of[k]])
+            if cursor.peek() == instruction:  # otherwise the run does not contain it
+                cursor.take()
+                late.append(of[k])
+            for program in late:
+                _turn(program)
+            late = [program for program in late if program.cursor.current is not None]
+            yield
+
+    def leave(self) -> None:
+        """Begin no further minibatch, since the caller has left the run."""
+        if self.wires.source is not None:
+            self.wires.source.left = True
+
+
+def _turn(program: _Program) -> bool:
+    """Run a stage's instruction, and those of the same turn, until one has to wait."""
+    cursor, announce = program.cursor, program.announce
+    progress = False
+    while cursor.current is not None or cursor.take() is not None:
+        assert cursor.current is not None
+        computes, i, j = cursor.current
+        found = (program.later if j else program.first)[computes]
+        for step in range(cursor.step, len(found)):
+            kind, ready, run = found[step]
+            if ready is not None and not ready(i, j):
+                cursor.step = step
+                return progress
+            if STATE.pending is not None:
+                boundary()
+            if announce is not None:
+                announce(kind, i, j)
+            try:
+                run(i, j)
+            except RankError:
+                raise
+            except Exception as error:
+                if kind is Kind.PULL:  # the caller's own iterator, or a bad batch from it
+                    raise
+                notes = getattr(error, "__notes__", ())
+                reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
+                raise StageError(program.stage.index, i, kind.value, reason) from error
+            progress = True
+            if cursor.minibatches is not None and i >= cursor.minibatches:
+                break  # the stage has learned that the run ended before this
+        cursor.current, progress = None, True
+        if computes is Kind.UPDATE:  # the minibatch is over
+            cursor.shares.pop(i, None)
+        following = cursor.upcoming
+        if following is None or following[0] not in program.takes:
+            break
+    return progress
+
+
+def _stuck(programs: Iterable[_Program]) -> RuntimeError:
+    cursors = [(p.stage.index, p.cursor) for p in programs]
+    heads = ", ".join(f"stage {k} at {c.current or c.peek()}" for k, c in cursors)
+    return RuntimeError(f"no stage can go on: {heads}")

@@ -1,0 +1,98 @@
+"""Defines ``StageRun``: one stage in one run, with all that is half done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer
+
+from .compute import Compute, Mode
+from .edges import Cursor, StageEdges
+from .loads import Loads
+from .passes import Handler, in_turn
+from .stage import Stage
+from .updates import Clipping, GlobalNorm, Updates
+
+
+class StageRun:
+    """One stage in one run. It ends with the run, and what is in flight with it.
+
+    Three objects do its work: ``Loads`` selects weights, ``Compute`` receives, computes and sends,
+    ``Updates`` changes the weights.
+
+    Attributes:
+        stage: the stage.
+        cursor: its position in the schedule.
+        edges: its edges in this run.
+        trains: whether this is a training.
+        norm: exchanges a number and the gradient norm between all stages; None: not needed.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        cursor: Cursor,
+        edges: StageEdges,
+        mode: Mode,
+        minibatches: int = 0,  # of training, before this run
+        clipping: Clipping | None = None,
+        norm: GlobalNorm | None = None,
+        divided: bool = False,  # whether ``count`` gives the divisor of the losses in advance
+    ) -> None:
+        self.stage, self.cursor, self.edges, self.norm = stage, cursor, edges, norm
+        self.trains, self._before = mode is Mode.TRAIN, minibatches
+        self._updates: Updates | None = None
+        if self.trains:
+            self._updates = Updates(stage, cursor, clipping or Clipping(None, False), norm)
+        self.compute = Compute(stage, cursor, edges, mode, self._updates, divided)
+        self._steps: list[Mapping[Kind, Handler]] = []
+
+    def begin(self) -> None:
+        """Take the weights; whatever happens, ``compute.end`` and the stage put all back."""
+        stage, updates = self.stage, self._updates
+        if updates is not None:
+            stage.hold_weights(self._before)
+            self._steps.append(updates.handlers())
+            weights = stage.weights
+            if weights is not None and weights.storage is not None:
+                self._steps.append(Loads(stage, weights, weights.storage).handlers())
+        of_passes = [each.begin(self) for each in stage.passes]
+        self.compute.begin()
+        self._steps.append(self.compute.handlers())
+        self._steps += of_passes if self.trains else []
+
+    def handlers(self) -> dict[Kind, Handler]:
+        """Return what the stage does in this run, by the steps of its instructions."""
+        found: dict[Kind, Handler] = {}
+        for steps in self._steps:
+            for kind, step in steps.items():
+                own = found.get(kind)
+                found[kind] = step if own is None else in_turn(own, step)
+        return found
+
+    # For passes and observers.
+
+    @property
+    def samples(self) -> int:
+        """The samples of the microbatch received last."""
+        return self.compute.samples
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What the loss of the minibatch that is being finished is divided by; None: a mean."""
+        return None if self._updates is None else self._updates.divisor
+
+    def count_of(self, i: int) -> Tensor | None:
+        """Return the count so far of a minibatch whose loss is a sum, None for a mean."""
+        return None if self._updates is None else self._updates.divisors.get(i)
+
+    def number_of(self, i: int) -> int:
+        """Return a minibatch's number in all runs, without those of which nothing remained."""
+        return i + self._before - self.stage.undone if self.trains else i
+
+    def input_gradients(self) -> tuple[list[Tensor], Buffer]:
+        """Return what the next send gives back, and the buffer that stands for its memory."""
+        return self.compute.input_gradients()

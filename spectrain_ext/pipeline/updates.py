@@ -1,0 +1,211 @@
+"""Divides, clips and updates at the end of a minibatch, on the stream that loads and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.rng import RNG_LOCK
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer, Event, Stream
+from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.storage import Storage
+
+from .edges import Cursor
+from .loads import note_written
+from .passes import Handler
+from .stage import Stage
+
+if TYPE_CHECKING:
+    from spectrain_ext.weights.versions import Update
+
+
+class Clipping(NamedTuple):
+    max_norm: float | None  # the largest gradient norm; None: no clipping
+    globally: bool  # whether that of all stages' gradients
+
+
+class Updates:
+    """Who updates: divides gradients, exchanges their norms, clips, and steps the optimizer."""
+
+    def __init__(
+        self, stage: Stage, cursor: Cursor, clipping: Clipping, norm: GlobalNorm | None
+    ) -> None:
+        self._stage, self._cursor, self._clipping, self.norm = stage, cursor, clipping, norm
+        self.divisors: dict[int, Tensor] = {}  # by minibatch, where losses are sums
+        self.divisor: Tensor | None = None  # of the last update
+        self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
+
+    def handlers(self) -> dict[Kind, Handler]:
+        weights = self._stage.weights
+        found: dict[Kind, Handler] = {Kind.DIVIDE: self._divide}
+        if self.norm is not None:
+            found[Kind.SEND_NORM] = self._send_norm
+        if weights is not None:
+            if self._clipping.max_norm is not None:
+                found[Kind.CLIP] = self._clip
+            found[Kind.UPDATE] = self._update
+        else:
+            found[Kind.UPDATE] = lambda i, j: None  # results and notices follow it
+        return found
+
+    def _divide(self, i: int, j: int) -> None:
+        """Divide the gradients of sums by the count of the minibatch."""
+        self.divisor = self.divisors.pop(i, None)
+        if self.divisor is None or self._stage.weights is None:
+            return
+        with self._stage.changing_gradients() as gradients:
+            if gradients:  # if the count is 0, they are zeros
+                torch._foreach_div_(gradients, self.divisor + (self.divisor == 0))
+
+    def _send_norm(self, i: int, j: int) -> None:
+        stage, norm = self._stage, self.norm
+        assert norm is not None
+        predict, buffer = stage.predict, Buffer(f"gradient norm of stage {stage.index}")
+        predict.wait(stage.computed)
+        params = () if stage.weights is None else stage.weights.params
+        with predict.using(reads=(stage.weight_gradients,), writes=(buffer,)):
+            own = gradient_norm(params, stage.device).double()
+            told = max([each.tells(i) for each in stage.passes], default=0.0)
+            own = torch.stack([own, torch.full_like(own, told)])
+        norm.give(i, stage.index, own, buffer, predict)
+
+    def _clip(self, i: int, j: int) -> None:
+        stage, (max_norm, globally) = self._stage, self._clipping
+        weights = stage.weights
+        assert weights is not None and max_norm is not None
+        if stage.skips:
+            return
+        predict = stage.predict
+        predict.wait(stage.computed)
+        if globally:
+            assert self.norm is not None
+            norm = self.norm.take(i, predict, stage.device)
+        with predict.using(writes=(stage.weight_gradients,)):
+            if not globally:
+                norm = gradient_norm(weights.params, stage.device)
+            # Multiplies by min(1, max_norm / (norm + 1e-6)), without a CPU wait.
+            nn.utils.clip_grads_with_norm_(weights.params, max_norm, norm)
+
+    def _update(self, i: int, j: int) -> None:
+        """Step the optimizer, unless a pass skips that; write the next forward's weights."""
+        stage = self._stage
+        weights, skips = stage.weights, stage.skips
+        assert weights is not None and weights.storage is not None
+        following, forward = self._cursor.peek(), None
+        if following is not None and following.kind is Kind.FORWARD:
+            forward = following.minibatch, following.microbatch
+        moves = weights.moves, weights.rates_move
+        update = weights.versions.begin_update(forward, *moves, skips)
+        step = weights.skip if skips else weights.step
+        if stage.immediate:
+            with RNG_LOCK:  # a hook may draw random numbers
+                step(update)
+        else:
+            self._on_stream(stage, weights, weights.storage, step, update)
+
+    def _on_stream(
+        self,
+        stage: Stage,
+        weights: StageWeights,
+        storage: Storage,
+        step: Callable[[Update], None],
+        update: Update,
+    ) -> None:
+        predict = stage.predict
+        predict.wait(stage.computed)
+        changed = {storage.true, update.kept or storage.true, update.room or storage.true}
+        gradients = [p.grad for p in weights.params]
+        reads = [stage.weight_gradients]
+        if update.stale is not None and update.stale not in changed:
+            reads.append(update.stale.memory)
+        writes = [stage.optimizer_state, *(buffer.memory for buffer in changed)]
+        with predict.using(reads=reads, writes=writes), RNG_LOCK:
+            step(update)
+        note_written(stage, *changed)
+        # Held until the compute stream has waited for the step, as it would reuse their memory.
+        self._gradients_read = stage.loaded, gradients
+
+    def free_gradients(self) -> None:
+        """Let the compute stream reuse the memory of gradients that an update has read."""
+        if self._gradients_read is not None:
+            stepped, _ = self._gradients_read
+            self._stage.compute.wait(stepped)
+            self._stage.compute.writes(self._stage.weight_gradients)
+            self._gradients_read = None
+
+
+# Clipping, by the gradient norm of a stage or of all stages.
+
+
+def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the 2-norm of all gradients, 0-d, in float32 or wider; one launch per dtype."""
+    gradients = [p.grad for p in params if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        alike = [g for g in gradients if g.dtype == dtype]
+        wide = torch.float32 if dtype.itemsize == 2 else dtype
+        norms += torch._foreach_norm(alike, 2, dtype=wide)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+class GlobalNorm:
+    """The norm of a minibatch's gradient over all stages: each stage gives its own and waits.
+
+    With it goes a number that passes tell, of which all stages get the largest. Only for schedules
+    that flush: no stage gives its next norm before all have used this one.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._minibatch: int | None = None
+        self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
+
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+        """Give a stage's own norm of minibatch i and its number, float64 [2], of a stream."""
+        if i != self._minibatch:  # all streams have used the last one's
+            self._minibatch = i
+            self._given = {}
+        self._given[stage] = norm, buffer, stream
+
+    def has(self, stages: Iterable[int]) -> bool:
+        """Whether these stages have given theirs for the current minibatch."""
+        return all(stage in self._given for stage in stages)
+
+    def complete(self, i: int) -> bool:
+        return i == self._minibatch and len(self._given) == self._stages
+
+    def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
+        """Return the norm over all stages, computed on one stage's stream."""
+        given = self._taken(i, stream, device)
+        with stream.using():
+            total: Tensor = torch.linalg.vector_norm(given[:, 0])
+        return total
+
+    def told(self, i: int, stream: Stream, device: torch.device) -> float:
+        """Return the largest number of all stages. Synchronizes."""
+        given = self._taken(i, stream, device)
+        with stream.using():
+            return float(given[:, 1].amax())
+
+    def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
+        assert self.complete(i)
+        # Sorted, so that the bits do not depend on the order.
+        given = [self._given[stage] for stage in sorted(self._given)]
+        for _, _, other in given:
+            written = other.event()
+            other.record(written)
+            stream.wait(written)
+        with stream.using(reads=[buffer for _, buffer, _ in given]):
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
+            return torch.stack(norms)
+
+    def reset(self) -> None:
+        self._minibatch = None
+        self._given = {}
