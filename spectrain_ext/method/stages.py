@@ -100,29 +100,17 @@ def put_off_by(method: Method, places: Sequence[Place]) -> list[int]:
 
 def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | None = None) -> Rules:
     """Return the checked rules of a place, for an optimizer like the given one."""
-    if is_registered(method):
-        rules = _rules(method, place)
-    else:
+    usual = is_registered(method)
+    if not usual:
         from .refusals import check_fields, check_rules
 
         check_fields(method, place)
-        rules = _rules(method, place)
-        check_rules(method, place, rules)
-    _check_limits(method, place)
-    if method.otherwise is None or optimizer is None or _has_momentum(optimizer):
-        return rules
-    assert rules.forward_horizon != "counted"
-    horizon = rules.forward_horizon + rules.lead
-    return replace(rules, law=method.otherwise, forward_horizon=horizon, lead=0)
-
-
-def _rules(method: Method, place: Place) -> Rules:
     horizon: int | Literal["counted"] = "counted"
     if method.forward_horizon != "counted":
         horizon = method.forward_horizon(place)
     elif delay_under(method.schedule, place) == 0:
         horizon = 0  # no updates to count
-    return Rules(
+    rules = Rules(
         method.forward_reads,
         method.law,
         horizon,
@@ -132,6 +120,13 @@ def _rules(method: Method, place: Place) -> Rules:
         method.once,
         correction_at(method, place),
     )
+    if not usual:
+        check_rules(method, place, rules)
+    _check_limits(method, place)
+    if method.otherwise is None or optimizer is None or _has_momentum(optimizer):
+        return rules
+    assert horizon != "counted"
+    return replace(rules, law=method.otherwise, forward_horizon=horizon + rules.lead, lead=0)
 
 
 def _check_limits(method: Method, place: Place) -> None:
