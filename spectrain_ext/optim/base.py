@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, as_correction
+from spectrain_ext.operators.corrections import Correction, as_correction
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
@@ -121,8 +121,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _begin(self, binding: Binding | None = None, correction: Correction | None = None) -> None:
         """Discard all resolved state and continue with a new binding and correction."""
         parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
+        special = Launch
+        if correction is not None or self._rule.rest is not None:
+            from .gradients import launch_for  # loaded only where it is used
+
+            special = launch_for(correction)
         # In one call: an exception in between would leave two that do not match.
-        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
+        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters, special))
         self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
@@ -283,9 +288,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        correction = self._parameters.correction
-        if correction is not None and correction.buffers:
-            self._note_rates(correction)
         templates = self._numbers()
         outs, laws, checked = self._next_write or (None, None, None)
         launches = self._launches.of(self.param_groups, self.state, outs)
@@ -302,8 +304,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 launch.native.forget_gradients()
             return
         for launch in launches:
-            if isinstance(correction, AdaptiveBraking):
-                launch.brake(correction, templates)
+            launch.before_step(templates, self.param_groups)
             options: dict[str, Tensor] = {
                 name: value.to(launch.device, torch.float32, non_blocking=True)
                 for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
@@ -318,17 +319,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
-
-    def _note_rates(self, correction: Correction) -> None:
-        """Keep each group's largest learning rate so far in the group, so that it is saved."""
-        for index, numbers in enumerate(self._numbers()):
-            group = self.param_groups[index]
-            if not isinstance(numbers.lr, float):
-                raise ValueError(
-                    f"parameter group {index}: {correction}: lr must be a number or a CPU tensor "
-                    f"with one element, got {group['lr']!r}"
-                )
-            group["gap_rate"] = max(numbers.lr, group.get("gap_rate", 0.0))
 
     # Prediction in place.
 
