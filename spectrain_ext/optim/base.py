@@ -28,10 +28,8 @@ from .state import (
     check_dtypes,
     independent,
     loaded_dtype,
-    put_saved,
     read_entry,
     ruled,
-    without_state,
 )
 
 if TYPE_CHECKING:
@@ -183,6 +181,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of ``__getstate__``, or state from ``load_state_dict``."""
         if self._loading is not None:  # before the incomplete state is visible
+            from .saved import put_saved
+
             rule, dtype = self._parameters.rule, self._momentum_dtype
             put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
@@ -220,11 +220,12 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         are predicted.
         """
         self._refuse_while_predicted("load_state_dict")
+        from .saved import without_state
 
-        def take_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+        def take_state(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
             if self._loading is None:  # else an earlier hook, left by an exception, set it
-                self._loading = given
-            return without_state(self._parameters.rule, given)
+                self._loading = saved
+            return without_state(self._parameters.rule, saved)
 
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
@@ -253,8 +254,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def loose_state(self) -> list[Tensor]:
         """Return state tensors on a GPU outside the buffers of ``bind``."""
-        found = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
-        return [tensor for tensor in found if tensor is not None and tensor.is_cuda]
+        tensors = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
+        return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
 
     # The step.
 
@@ -394,10 +395,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._predicted is not None:
                 self.restore_()
 
-    def _refuse_while_predicted(self, what: str) -> None:
+    def _refuse_while_predicted(self, call: str) -> None:
         if self._predicted is not None:
             raise RuntimeError(
-                f"{what}: the weights are predicted; leave the block of predicted() first, or call "
+                f"{call}: the weights are predicted; leave the block of predicted() first, or call "
                 "restore_() after predict_()"
             )
 
@@ -437,8 +438,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
         correction = None if correction is None else as_correction(correction)
         self.check_correction(correction)
-        own = () if correction is None else correction.buffers
-        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *own))
+        more = () if correction is None else correction.buffers
+        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
         for where, p, rule in ruled(self._rule, self.param_groups):
             dtype = binding.weights[p].dtype
             if correction is not None and correction.reads_stale and dtype.itemsize == 2:
@@ -447,7 +448,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                     f"{correction}, as with a float32 master, got {dtype}"
                 )
             read_entry(where, rule, p, self.state.get(p) or {})
-        for p, entry in self.state.items() if own else ():
+        for p, entry in self.state.items() if more else ():
             if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
                 entry.update(gap_average=torch.zeros_like(binding.buffers[p][-1]), gap_step=0.0)
         self._begin(binding, correction)
@@ -468,7 +469,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""
         binding = self._parameters.binding
-        return binding is not None and binding.given is buffers
+        return binding is not None and binding.state is buffers
 
     @_exclusive
     def write_prediction(self, outs: Views, steps: Horizons) -> None:
@@ -537,10 +538,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Raise ValueError naming the first group for which a correction is undefined."""
         Parameters(self._rule, correction=correction).numbers(self.param_groups)
 
-    def _bound(self, what: str) -> Binding:
+    def _bound(self, call: str) -> Binding:
         binding = self._parameters.binding
         if binding is None:
-            raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
+            raise RuntimeError(f"{call}: the optimizer is not bound, call bind() first")
         return binding
 
 

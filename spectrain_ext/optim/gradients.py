@@ -86,18 +86,18 @@ class CorrectedLaunch(Launch):
         correction, binding = self.parameters.correction, self.parameters.binding
         assert isinstance(correction, StaleCorrection)
         assert binding is not None and binding.stale is not None
-        given = {row: p.grad for row, p in enumerate(self.params) if p.grad is not None}
+        grads = {row: p.grad for row, p in enumerate(self.params) if p.grad is not None}
         corrected: list[Tensor | None] = [None] * len(self.params)
         averaging: list[Callable[[], None]] = []
         for cohort in self.cohorts:
-            rows = [row for row in cohort.rows if row in given]
+            rows = [row for row in cohort.rows if row in grads]
             if not rows:  # foreach operators refuse empty lists
                 continue
             numbers = step.templates[cohort.group]
             weights = [self._weights[row] for row in rows]
             # In the dtype of the true weights; the parameters keep their own gradients.
             gradients = [empty_like(weight, weight.dtype) for weight in weights]
-            torch._foreach_copy_(gradients, [given[row] for row in rows])
+            torch._foreach_copy_(gradients, [grads[row] for row in rows])
             if self._scale is not None:
                 gradients = [gradient.div_(self._scale) for gradient in gradients]
             gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])

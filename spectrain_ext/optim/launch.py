@@ -287,14 +287,14 @@ class Launch:
         """Return a prediction from the hyperparameters of each cohort's last update."""
         rule = self.rule
         numbers: list[Any] = []
-        own: list[Law] = []
+        of_cohorts: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
             rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
-            own.append(_STILL if rests else laws[cohort.group])
-        return prediction(numbers, own)
+            of_cohorts.append(_STILL if rests else laws[cohort.group])
+        return prediction(numbers, of_cohorts)
 
     def restore(self) -> bool:
         """Write the stashed weights back; return whether they had been replaced."""
@@ -373,17 +373,17 @@ class Launches:
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
         parameters = self.parameters
         idle: list[Tensor] = []
-        found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
+        positions_of: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
             kind = parameters.kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
-                found.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
+                positions_of.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
             else:
                 idle.append(p)
         launches = []
-        for (_, kind, rule), positions in found.items():
+        for (_, kind, rule), positions in positions_of.items():
             special = parameters.correction is not None or rule.is_for_matrices
             make = self._special if special else Launch
             launches.append(make(parameters, positions, kind, places[0], stash=stash))

@@ -20,7 +20,8 @@ from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, n
 
 from .base import PredictingOptimizer
 from .optimizers import ADAM, AdamW
-from .state import Group, Rule, betas_of, loose_dtype, plain, rate_of
+from .saved import loose_dtype
+from .state import Group, Rule, betas_of, plain, rate_of
 
 State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 
