@@ -9,18 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.corrections import (
-    AdaptiveBraking,
-    Correction,
-    Late,
-    StaleCorrection,
-)
+from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, Late, StaleCorrection
 from spectrain_ext.operators.functions import distance
-from spectrain_ext.operators.laws import Law
 from spectrain_ext.operators.numbers import Adam
 
-from .launch import Launch, Prepared, without_gradient
-from .state import Group, Scalars, State, empty_like
+from .launch import Launch, Prepared
+from .state import Group, State, empty_like
 
 
 def launch_for(correction: Correction | None) -> type[Launch]:
@@ -120,23 +114,8 @@ class MatrixLaunch(Launch):
 
     unscales = True
 
-    def _laws_of_step(
-        self,
-        laws: Sequence[Law],
-        numbers: Sequence[Any],
-        before: Sequence[Scalars],
-        starts: Sequence[bool],
-    ) -> tuple[Law, ...]:
-        # The first update has no previous one.
-        return tuple(
-            without_gradient(law) if self.rule.rests(scalars) else law
-            for law, scalars in zip(laws, before, strict=True)
-        )
-
     @torch.no_grad()
-    def pass_gradients(
-        self, step: Prepared, state: State, groups: Sequence[Group]
-    ) -> list[Callable[[], None]]:
+    def pass_gradients(self, step: Prepared, state: State, groups: Sequence[Group]) -> tuple[()]:
         assert self._buffers is not None
         changes: list[Tensor | None] = [None] * len(self.params)
         for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
@@ -150,4 +129,4 @@ class MatrixLaunch(Launch):
                 update = numbers.update(weight, gradient, momentum, state[p], count)
                 changes[row] = update.sub_(last)
         self.native.set_gradients(tuple(changes))
-        return []
+        return ()

@@ -176,8 +176,14 @@ class Launch:
         ]
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
-            of_cohorts = [laws[cohort.group] for cohort in self.cohorts]
-            predict = (self._laws_of_step(of_cohorts, numbers, before, starts),)
+            each = [laws[cohort.group] for cohort in self.cohorts]
+            if rule.is_for_matrices:  # their first update has no previous one
+                pairs = zip(each, before, strict=True)
+                each = [_without_gradient(law) if rule.rests(s) else law for law, s in pairs]
+            else:
+                firsts = zip(each, numbers, starts, strict=True)
+                each = [after_first_step(law, n) if first else law for law, n, first in firsts]
+            predict = (tuple(each),)
         if self.unscales:
             self._scale = options.pop("grad_scale", None)
         settings, momentum, predictions, rates = step_arguments(numbers, predict)
@@ -195,16 +201,16 @@ class Launch:
         """Run the prepared step; return whether rows have changed their cohorts."""
         step = self._step
         assert step is not None
-        rest = self.pass_gradients(step, state, groups)
+        afterwards = self.pass_gradients(step, state, groups)
         step.call()
-        for call in rest:
+        for call in afterwards:
             call()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
         self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
-    # What subclasses in `gradients.py` do in another way.
+    # Subclasses in `gradients.py` step by other gradients than the parameters have.
 
     unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
 
@@ -213,24 +219,9 @@ class Launch:
 
     def pass_gradients(
         self, step: Prepared, state: State, groups: Sequence[Group]
-    ) -> list[Callable[[], None]]:
+    ) -> Sequence[Callable[[], None]]:
         """Pass other gradients to the plan; return what to call after the kernel."""
-        return []
-
-    def _laws_of_step(
-        self,
-        laws: Sequence[Law],  # of every cohort, as all of these
-        numbers: Sequence[Any],
-        before: Sequence[Scalars],
-        starts: Sequence[bool],
-    ) -> tuple[Law, ...]:
-        """Return the laws for predictions from this step's momentum."""
-        return tuple(
-            after_first_step(law, n) if first else law
-            for law, n, first in zip(laws, numbers, starts, strict=True)
-        )
-
-    # Helpers.
+        return ()
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
@@ -244,7 +235,7 @@ class Launch:
             if self._rest is None or self._rest[0] != self._active:
                 idle = [i for i, on in zip(self._positions, self._active, strict=True) if not on]
                 self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
-            self._rest[1].predict(templates, tuple(map(without_gradient, laws)))
+            self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
 
     def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
         """Store the scalar state of updated rows; create state at their first update."""
@@ -314,7 +305,7 @@ def _last(laws: tuple[Law, ...] | None) -> bool:
     return all(type(law) in (Linear, SecondOrder) for law in laws or ())
 
 
-def without_gradient(law: Law) -> Law:
+def _without_gradient(law: Law) -> Law:
     """Return the law for a parameter without a gradient, whose momentum did not change."""
     return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law
 

@@ -43,26 +43,29 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
 
 def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
     # All methods without a flush run this: one call per round, without helpers, for speed.
-    new, window, parts = tuple.__new__, place.window, place.microbatches
+    new, window, microbatches = tuple.__new__, place.window, place.microbatches
     forwards, backwards, update = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
     for q in range(window):
-        yield (new(Instruction, (forwards, *divmod(q, parts))),)
+        yield (new(Instruction, (forwards, *divmod(q, microbatches))),)
     for q in count():
-        i, j = divmod(q, parts)
+        i, j = divmod(q, microbatches)
         back = new(Instruction, (backwards, i, j))
-        ahead = new(Instruction, (forwards, *divmod(q + window, parts)))
-        yield (back, ahead) if j < parts - 1 else (back, new(Instruction, (update, i, 0)), ahead)
+        ahead = new(Instruction, (forwards, *divmod(q + window, microbatches)))
+        if j < microbatches - 1:
+            yield back, ahead
+        else:
+            yield back, new(Instruction, (update, i, 0)), ahead
 
 
 def flushing(place: Place) -> Iterator[Instruction]:
     """1F1B that ends each minibatch before the next (DAPPLE, PipeDream-Flush, Megatron-LM)."""
-    parts = place.microbatches
-    window = min(parts, place.window)
+    microbatches = place.microbatches
+    window = min(microbatches, place.window)
     for i in count():
-        for q in range(parts + window):
+        for q in range(microbatches + window):
             if q >= window:
                 yield from backward(place, i, q - window)
-            if q < parts:
+            if q < microbatches:
                 yield from forward(place, i, q)
 
 
@@ -85,16 +88,16 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
     no gradient has arrived. The window, by default N on every stage, holds microbatches that await
     their ``b`` or their ``w``.
     """
-    stage, window, parts = place.stage, place.window, place.microbatches
+    stage, window, microbatches = place.stage, place.window, place.microbatches
     behind = min(stage, window - 1)
-    ahead = min(parts, window - behind)
+    ahead = min(microbatches, window - behind)
     for i in count():
-        for q in range(parts + ahead + behind):
-            if 0 <= q - ahead < parts:
+        for q in range(microbatches + ahead + behind):
+            if 0 <= q - ahead < microbatches:
                 yield from backward_input(place, i, q - ahead)
-            if 0 <= q - ahead - behind < parts:
+            if 0 <= q - ahead - behind < microbatches:
                 yield from backward_weights(place, i, q - ahead - behind)
-            if q < parts:
+            if q < microbatches:
                 yield from forward(place, i, q)
 
 
@@ -151,16 +154,16 @@ class Interleaved:
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
         """Yield a stage's endless instructions; the window of the place is ignored."""
-        parts = place.microbatches
+        microbatches = place.microbatches
         begun = 0
         for q in count():
-            i, j = divmod(q, parts)
+            i, j = divmod(q, microbatches)
             if self.flushes:
-                due = i * parts + min(parts, self._begun(place, j))
+                due = i * microbatches + min(microbatches, self._begun(place, j))
             else:
                 due = self._begun(place, q)
             while begun < due:
-                yield from forward(place, *divmod(begun, parts))
+                yield from forward(place, *divmod(begun, microbatches))
                 begun += 1
             yield from backward(place, i, j)
 
@@ -255,9 +258,9 @@ def flushes(schedule: str | Generator) -> bool:
     """Whether a minibatch ends before the next begins; a generator is tried on stage 0 of 3."""
     if isinstance(schedule, str):
         return schedule in FLUSHING
-    said = getattr(schedule, "flushes", None)
-    if isinstance(said, bool):
-        return said
+    attribute = getattr(schedule, "flushes", None)
+    if isinstance(attribute, bool):
+        return attribute
     try:
         # With three microbatches in flight, the third belongs to the next minibatch.
         first = next(a for a in schedule(Place(0, 3, 3, 2)) if a.minibatch or a.kind is Kind.UPDATE)

@@ -57,7 +57,7 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-#: The kinds that schedules consist of; ``tables`` add the rest.
+#: The kinds that schedules consist of; ``tables`` adds the rest.
 COMPUTE = frozenset(
     (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
 )
@@ -78,8 +78,8 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
-        part = "" if whole else f", microbatch {self.microbatch}"
-        return f"{self.kind.value} of minibatch {self.minibatch}{part}"
+        microbatch = "" if whole else f", microbatch {self.microbatch}"
+        return f"{self.kind.value} of minibatch {self.minibatch}{microbatch}"
 
 
 #: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.
