@@ -79,9 +79,9 @@ def in_words(
         clauses.append(f"every stage predicts {far} ahead by the {name} law")
     clauses.append("backwards look back" if law == "average" else _BACKWARDS[method.backward])
     corrections = [rule.correction for rule in rules if rule.correction]
-    own = (one.rule if isinstance(one, OwnCorrection) else one for one in corrections)
     if corrections:
-        names = dict.fromkeys(type(one).__name__ for one in own)
+        rules_of = (c.rule if isinstance(c, OwnCorrection) else c for c in corrections)
+        names = dict.fromkeys(type(rule).__name__ for rule in rules_of)
         spaced = (re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower() for name in names)
         clauses.append(f"steps have {' or '.join(spaced)}")
     if late > 1 and optimizer is not None and family_of(optimizer) in ("adam", "adamw", "nadam"):

@@ -20,8 +20,7 @@ class Place(NamedTuple):
         stages: the number of stages N.
         window: microbatches that the stage may have in flight, at least 1.
         microbatches: the number M of microbatches in a minibatch; one update follows the last.
-        latest: the most updates between a forward and its backward on stage 0, where forwards are
-            latest.
+        latest: the most updates between a forward and its backward on stage 0, the latest of all.
 
     Example:
         >>> from spectrain_ext.schedule import Place
