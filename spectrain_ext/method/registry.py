@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from spectrain_ext.errors import unknown
 from spectrain_ext.operators import corrections
-from spectrain_ext.schedule import Interleaved, Law, Place, WPipe
+from spectrain_ext.schedule import Law, Place
 
 from . import formulas
 from .value import Method, Phase, StageRule, phases_of
@@ -174,6 +174,8 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
         >>> st.interleaved(chunks=4).chunks
         4
     """
+    from spectrain_ext.schedule import Interleaved
+
     schedule = Interleaved(chunks, flushes)
     if flushes:
         return Method(
@@ -193,6 +195,19 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
         microbatches=formulas.one_per_stage,
         otherwise="difference",
         chunks=chunks,
+    )
+
+
+def _wpipe() -> Method:
+    from spectrain_ext.schedule import WPipe
+
+    return Method(
+        "wpipe",
+        "two groups of stages, two to a device: the first is late by one update (WPipe, 2022)",
+        schedule=WPipe(),
+        backward="stash",
+        microbatches=lambda stages: max(1, stages // 2),
+        chunks=2,
     )
 
 
@@ -229,7 +244,8 @@ _SC = Method(
     families=("sgd",),
 )
 
-_ROWS = (
+#: A method, or a name and what makes it at its first use: its schedule is loaded then.
+_ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
     _AUTO,
     Method("sync", "one minibatch at a time, no overlap: the yardstick", schedule="gpipe"),
     Method(
@@ -310,16 +326,9 @@ _ROWS = (
         law="difference",
         forward_horizon=formulas.delay,
     ),
-    interleaved(),
-    interleaved(flushes=False),
-    Method(
-        "wpipe",
-        "two groups of stages, two to a device: the first is late by one update (WPipe, 2022)",
-        schedule=WPipe(),
-        backward="stash",
-        microbatches=lambda stages: max(1, stages // 2),
-        chunks=2,
-    ),
+    ("interleaved", interleaved),
+    ("interleaved-async", partial(interleaved, flushes=False)),
+    ("wpipe", _wpipe),
     xgrad(),
     Method(
         "zb-h1",
@@ -385,7 +394,9 @@ _ROWS = (
 )
 
 _HYBRID = re.compile(r"([^+@]+)\+([^+@]+)@([0-9]{1,9})")
-_REGISTRY = {method.name: method for method in _ROWS}
+_REGISTRY: dict[str, Method | Callable[[], Method]] = dict(
+    (row.name, row) if isinstance(row, Method) else row for row in _ROWS
+)
 
 
 def methods() -> tuple[str, ...]:
@@ -408,7 +419,10 @@ def find_method(method: str | Method) -> Method:
         return hybrid(phases[1], phases[2], after=int(phases[3]))
     if method not in _REGISTRY:
         raise ValueError(f"method: {unknown(method, _REGISTRY)}")
-    return _REGISTRY[method]
+    row = _REGISTRY[method]
+    if not isinstance(row, Method):
+        row = _REGISTRY[method] = row()
+    return row
 
 
 def is_registered(method: Method) -> bool:
