@@ -305,7 +305,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 launch.native.forget_gradients()
             return
         for launch in launches:
-            launch.before_step(templates, self.param_groups)
+            if launch.is_special:
+                launch.before_step(templates, self.param_groups)
             options: dict[str, Tensor] = {
                 name: value.to(launch.device, torch.float32, non_blocking=True)
                 for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))

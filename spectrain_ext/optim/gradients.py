@@ -29,6 +29,8 @@ def launch_for(correction: Correction | None) -> type[Launch]:
 class BrakedLaunch(Launch):
     """Scales gradients in place by their angles with the momentum."""
 
+    is_special = True
+
     @torch.no_grad()
     def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
         braking = self.parameters.correction
@@ -57,7 +59,7 @@ class BrakedLaunch(Launch):
 class CorrectedLaunch(Launch):
     """Corrects gradients by the weights that they were computed with."""
 
-    unscales = True
+    is_special = unscales = True
 
     def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
         """Keep each group's largest learning rate so far in the group, so that it is saved."""
@@ -112,7 +114,7 @@ class CorrectedLaunch(Launch):
 class MatrixLaunch(Launch):
     """Steps by the changes of updates that torch's operators compute."""
 
-    unscales = True
+    is_special = unscales = True
 
     @torch.no_grad()
     def pass_gradients(self, step: Prepared, state: State, groups: Sequence[Group]) -> tuple[()]:

@@ -201,7 +201,7 @@ class Launch:
         """Run the prepared step; return whether rows have changed their cohorts."""
         step = self._step
         assert step is not None
-        afterwards = self.pass_gradients(step, state, groups)
+        afterwards = self.pass_gradients(step, state, groups) if self.is_special else ()
         step.call()
         for call in afterwards:
             call()
@@ -212,6 +212,7 @@ class Launch:
 
     # Subclasses in `gradients.py` step by other gradients than the parameters have.
 
+    is_special = False  # whether this is one of them; saves plain ones the calls
     unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
 
     def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
