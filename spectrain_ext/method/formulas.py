@@ -71,7 +71,7 @@ WINDOWS: dict[str, Callable[[int, int, int], int]] = {
     "classic": lambda k, n, m: n - k,  # until the first one returns
     "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages too, at twice the staleness
 }
-#: Windows of schedules without one of their own; the others have the classic one.
+#: The usual windows of schedules by name; all others have the classic one.
 WINDOWS_OF_SCHEDULES: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda k, n, m: m,  # a whole minibatch
     "1f1b": lambda k, n, m: min(n - k, m),  # the classic window, within one minibatch

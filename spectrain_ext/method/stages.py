@@ -201,11 +201,13 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
         return
     if not isinstance(optimizer, _Predicting):
         same = "" if family is None else f"spectrain_ext.optim.{_CLASSES[family].__name__}, or "
-        does = "predicts with the momentum" if predicts else "corrects the steps"
+        does = "corrects the steps of an optimizer of spectrain_ext.optim"
+        if predicts:
+            does = "predicts with the momentum of an optimizer of spectrain_ext.optim"
         raise ValueError(
             f"optimizer: stages[{k}] has {type(optimizer).__module__}.{kind}, and method "
-            f"{method.name!r} {does} of an optimizer of spectrain_ext.optim; use {same}a method "
-            "that needs none, such as 'auto' or spectrain_ext.spectrain(law='difference')"
+            f"{method.name!r} {does}; use {same}a method that needs none, such as "
+            "'auto' or spectrain_ext.spectrain(law='difference')"
         )
     try:
         if predicts:
