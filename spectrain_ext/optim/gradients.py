@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class BrakedLaunch(Launch):
     is_special = True
 
     @torch.no_grad()
-    def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
+    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         braking = self.parameters.correction
         assert isinstance(braking, AdaptiveBraking) and self._buffers is not None
         for cohort in self.cohorts:
@@ -61,7 +61,7 @@ class CorrectedLaunch(Launch):
 
     is_special = unscales = True
 
-    def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
+    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Keep each group's largest learning rate so far in the group, so that it is saved."""
         correction = self.parameters.correction
         assert correction is not None
@@ -72,7 +72,7 @@ class CorrectedLaunch(Launch):
                     f"parameter group {index}: {correction}: lr must be a number or a CPU tensor "
                     f"with one element, got {group['lr']!r}"
                 )
-            cast("dict[str, Any]", group)["gap_rate"] = max(rate, group.get("gap_rate", 0.0))
+            group["gap_rate"] = max(rate, group.get("gap_rate", 0.0))
 
     @torch.no_grad()
     def pass_gradients(

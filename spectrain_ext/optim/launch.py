@@ -215,7 +215,7 @@ class Launch:
     is_special = False  # whether this is one of them; saves plain ones the calls
     unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
 
-    def before_step(self, templates: Sequence[Any], groups: Sequence[Group]) -> None:
+    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Change gradients or groups before the step is prepared."""
 
     def pass_gradients(
@@ -374,7 +374,7 @@ class Launches:
                 positions_of.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
             else:
                 idle.append(p)
-        launches = []
+        launches: list[Launch] = []
         for (_, kind, rule), positions in positions_of.items():
             special = parameters.correction is not None or rule.is_for_matrices
             make = self._special if special else Launch
