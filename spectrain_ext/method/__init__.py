@@ -1,14 +1,9 @@
 """Defines methods: which weights, predicted how far, each forward and backward of a stage uses."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .formulas import delay, delay_under, recipe_clip
-from .places import (
-    Window,
-    microbatches_of,
-    numbers_of,
-    phase_places,
-    places_of,
-    put_off_by,
-)
 from .registry import (
     find_method,
     hybrid,
@@ -19,8 +14,19 @@ from .registry import (
     spectrain,
     xgrad,
 )
-from .rules import check, check_optimizer, check_replicas, in_words, rules_at
-from .value import Method, Phase, chunks_of, factor_of, phases_of
+from .stages import (
+    check_optimizer,
+    microbatches_of,
+    phase_places,
+    places_of,
+    put_off_by,
+    rules_at,
+)
+from .value import Method, Phase, Window, chunks_of, factor_of, phases_of
+
+if TYPE_CHECKING:
+    from .preview import check, in_words
+    from .refusals import check_replicas, numbers_of
 
 __all__ = [
     "Method",
@@ -51,3 +57,14 @@ __all__ = [
     "spectrain",
     "xgrad",
 ]
+
+_ON_FIRST_USE = {
+    **dict.fromkeys(("check", "in_words"), "preview"),
+    **dict.fromkeys(("check_replicas", "numbers_of"), "refusals"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -1,4 +1,4 @@
-"""Computes how far to predict, and how to clip, from a stage's place."""
+"""Formulas of methods: delays, windows, horizons, norms and learning rates by a stage's place."""
 
 from __future__ import annotations
 
@@ -64,6 +64,19 @@ def lead_in_deep_delays(place: Place) -> int:
 def one_per_stage(stages: int) -> int:
     """Return as many microbatches as stages, so that forwards are at most one update late."""
     return stages
+
+
+#: Windows that have a name. At k = 0 the classic one is PipeDream's NOAM (Narayanan et al., 2019).
+WINDOWS: dict[str, Callable[[int, int, int], int]] = {
+    "classic": lambda k, n, m: n - k,  # until the first one returns
+    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages too, at twice the staleness
+}
+#: The usual windows of schedules by name; all others have the classic one.
+WINDOWS_OF_SCHEDULES: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda k, n, m: m,  # a whole minibatch
+    "1f1b": lambda k, n, m: min(n - k, m),  # the classic window, within one minibatch
+    "zb-h1": lambda k, n, m: n,  # the classic one, and k with half a backward to come
+}
 
 
 def window_for_messages(k: int, n: int, m: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
 from spectrain_ext.errors import unknown
 from spectrain_ext.operators import corrections
-from spectrain_ext.schedule import Interleaved, Law, Place, WPipe
+from spectrain_ext.schedule import Law, Place
 
 from . import formulas
 from .value import Method, Phase, StageRule, phases_of
@@ -126,14 +127,14 @@ def hybrid(
     if begin.then is not None:
         raise ValueError(f"first: {begin.name!r} already changes, to {begin.then.method.name!r}")
     moments = [str(moment) for moment in (after, gap) if moment is not None]
-    made = replace(
+    both = replace(
         begin,
         name=f"{begin.name}+{end.name}@{'-'.join(moments)}",
         summary=f"{begin.name}, then {end.name}",
         then=Phase(end, after, gap),
     )
-    phases_of(made)
-    return made
+    phases_of(both)  # raises
+    return both
 
 
 def pipemare(*, updates: float = 1000, warm_up: int = 0) -> Method:
@@ -173,6 +174,8 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
         >>> st.interleaved(chunks=4).chunks
         4
     """
+    from spectrain_ext.schedule import Interleaved
+
     schedule = Interleaved(chunks, flushes)
     if flushes:
         return Method(
@@ -182,22 +185,29 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
             microbatches=formulas.one_per_stage,
             chunks=chunks,
         )
-
-    def own_delay(place: Place) -> int:
-        return formulas.delay_under(schedule, place)
-
-    def rest_of_delay(place: Place) -> int:
-        return place.latest - own_delay(place)
-
+    late = partial(formulas.delay_under, schedule)
     return _like(
-        second_order(lead=rest_of_delay),
+        second_order(lead=lambda place: place.latest - late(place)),
         "interleaved-async",
         "several stages per device, without a flush; predicts as auto does",
         schedule=schedule,
-        forward_horizon=own_delay,
+        forward_horizon=late,
         microbatches=formulas.one_per_stage,
         otherwise="difference",
         chunks=chunks,
+    )
+
+
+def _wpipe() -> Method:
+    from spectrain_ext.schedule import WPipe
+
+    return Method(
+        "wpipe",
+        "two groups of stages, two to a device: the first is late by one update (WPipe, 2022)",
+        schedule=WPipe(),
+        backward="stash",
+        microbatches=lambda stages: max(1, stages // 2),
+        chunks=2,
     )
 
 
@@ -234,7 +244,8 @@ _SC = Method(
     families=("sgd",),
 )
 
-_ROWS = (
+#: A method, or a name and what makes it at its first use: its schedule is loaded then.
+_ROWS: tuple[Method | tuple[str, Callable[[], Method]], ...] = (
     _AUTO,
     Method("sync", "one minibatch at a time, no overlap: the yardstick", schedule="gpipe"),
     Method(
@@ -315,16 +326,9 @@ _ROWS = (
         law="difference",
         forward_horizon=formulas.delay,
     ),
-    interleaved(),
-    interleaved(flushes=False),
-    Method(
-        "wpipe",
-        "two groups of stages, two to a device: the first is late by one update (WPipe, 2022)",
-        schedule=WPipe(),
-        backward="stash",
-        microbatches=lambda stages: max(1, stages // 2),
-        chunks=2,
-    ),
+    ("interleaved", interleaved),
+    ("interleaved-async", partial(interleaved, flushes=False)),
+    ("wpipe", _wpipe),
     xgrad(),
     Method(
         "zb-h1",
@@ -390,7 +394,9 @@ _ROWS = (
 )
 
 _HYBRID = re.compile(r"([^+@]+)\+([^+@]+)@([0-9]{1,9})")
-_REGISTRY = {method.name: method for method in _ROWS}
+_REGISTRY: dict[str, Method | Callable[[], Method]] = dict(
+    (row.name, row) if isinstance(row, Method) else row for row in _ROWS
+)
 
 
 def methods() -> tuple[str, ...]:
@@ -409,8 +415,16 @@ def find_method(method: str | Method) -> Method:
         return method
     if not isinstance(method, str):
         raise TypeError(f"method: expected a name or a Method, got {type(method).__name__}")
-    if found := _HYBRID.fullmatch(method):
-        return hybrid(found[1], found[2], after=int(found[3]))
+    if phases := _HYBRID.fullmatch(method):
+        return hybrid(phases[1], phases[2], after=int(phases[3]))
     if method not in _REGISTRY:
         raise ValueError(f"method: {unknown(method, _REGISTRY)}")
-    return _REGISTRY[method]
+    row = _REGISTRY[method]
+    if not isinstance(row, Method):
+        row = _REGISTRY[method] = row()
+    return row
+
+
+def is_registered(method: Method) -> bool:
+    """Whether it is a row above, for which tests have made all checks at all places."""
+    return _REGISTRY.get(method.name) == method

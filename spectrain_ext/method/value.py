@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Literal
 
 from spectrain_ext.operators import laws
-from spectrain_ext.operators.corrections import Correction
+from spectrain_ext.operators.corrections import Correction, as_correction
 from spectrain_ext.operators.numbers import Corrected
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
 
@@ -15,6 +16,8 @@ from .formulas import RatesByDelay, as_late, delay, none
 
 StageRule = Callable[[Place], int]
 WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
+#: A window setting: None (the method's), a name, one for all stages, or one per stage.
+Window = Literal["classic", "wide"] | int | Sequence[int] | None
 
 FAMILIES = ("sgd", "adam", "adamw", "nadam", "muon")
 
@@ -65,8 +68,8 @@ class Method:
             version i - 1 for minibatch i (PipeDream-2BW).
         law: the prediction law. ``"linear"``, ``"geometric"`` and ``"second-order"`` are those of
             ``spectrain_ext.laws``. ``"difference"`` is ``W + s*(W - W_before)`` with the weights
-            before the last update. ``"average"``, for ``backward="predict"`` only, looks back: ``W
-            - s*delta``, delta the average change per update, which keeps exp(-2/s) of itself
+            before the last update. ``"average"``, for ``backward="predict"`` only, looks back, to
+            ``W - s*delta``: delta is the average change per update, which keeps exp(-2/s) of itself
             (PipeMare's T2). Or a function of s >= 1 that returns a law of your own: hashable, with
             ``sgd`` and ``adam``, without the gradient.
         forward_horizon: a rule for s, the updates by which the forward's weights are predicted
@@ -134,32 +137,47 @@ class Method:
 
 def phases_of(method: Method) -> tuple[Method, ...]:
     """Return the method and those that it changes to, in order; refuse impossible phases."""
-    found = [method]
-    while (phase := found[-1].then) is not None:
-        where = named(method, "then")
-        if not isinstance(phase, Phase) or not isinstance(phase.method, Method):
-            raise TypeError(f"{where}: expected a Phase with a Method, got {phase!r}")
-        if phase.after is None and phase.gap is None:
+    phases = [method]
+    while (then := phases[-1].then) is not None:
+        where = named(phases[-1], "then")
+        if not isinstance(then, Phase) or not isinstance(then.method, Method):
+            raise TypeError(f"{where}: expected a Phase with a Method, got {then!r}")
+        if then.after is None and then.gap is None:
             raise ValueError(f"{where}: expected after or gap, got neither")
-        if phase.after is not None:
-            if isinstance(phase.after, bool) or not isinstance(phase.after, int):
-                raise TypeError(f"{where}: after: expected an int, got {phase.after!r}")
-            if phase.after < 0:
-                raise ValueError(f"{where}: after: expected at least 0, got {phase.after}")
-        if phase.gap is not None and not phase.gap > 0:
-            raise ValueError(f"{where}: gap: expected a number > 0, got {phase.gap!r}")
-        found.append(phase.method)
-    return tuple(found)
+        if then.after is not None:
+            if isinstance(then.after, bool) or not isinstance(then.after, int):
+                raise TypeError(f"{where}: after: expected an int, got {then.after!r}")
+            if then.after < 0:
+                raise ValueError(f"{where}: after: expected at least 0, got {then.after}")
+        if then.gap is not None and not then.gap > 0:
+            raise ValueError(f"{where}: gap: expected a number > 0, got {then.gap!r}")
+        phases.append(then.method)
+    return tuple(phases)
 
 
 def chunks_of(method: Method) -> int:
     return max(phase.chunks for phase in phases_of(method))
 
 
+def correction_at(method: Method, place: Place) -> Correction | None:
+    if method.correction is None:
+        return None
+    correction = method.correction(as_late(method.schedule, place))
+    try:
+        return None if correction is None else as_correction(correction)
+    except TypeError as error:
+        why = str(error).removeprefix("correction: ")
+        raise TypeError(f"{named(method, 'correction', place)}: {why}") from None
+
+
+def rate_at(method: Method, place: Place, update: int) -> float:
+    """Return the factor of ``rates`` at an update, counted from the phase's first."""
+    return 1.0 if method.rates is None else method.rates(as_late(method.schedule, place), update)
+
+
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
     """Return the factor on learning rates as a function of the update; None: always 1."""
-    paced = [method.rates is not None and not _is_own(method, place) for method, place in phases]
-    if not any(paced):
+    if not any(starmap(_changes_rates, phases)):
         return None
     first = phases[0][0]
     if any(method.then and method.then.gap is not None for method, _ in phases):
@@ -172,34 +190,18 @@ def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] 
         begun = n = 0
         while (then := phases[n][0].then) and then.after is not None and update >= then.after:
             begun, n = max(begun, then.after), n + 1
-        method, place = phases[n]
-        return 1.0 if method.rates is None else rate_at(method, place, update - begun)
+        return rate_at(*phases[n], update - begun)
 
     return factor
 
 
-def _is_own(method: Method, place: Place) -> bool:
-    """Whether the delay is too short for learning rates by delay to differ from the optimizer's."""
-    late = delay(as_late(method.schedule, place))
-    return isinstance(method.rates, RatesByDelay) and late <= 1
-
-
-def rate_at(method: Method, place: Place, update: int) -> float:
-    """Return the factor of ``rates`` at an update, counted from the phase's first."""
-    assert method.rates is not None
-    return method.rates(as_late(method.schedule, place), update)
+def _changes_rates(method: Method, place: Place) -> bool:
+    if isinstance(method.rates, RatesByDelay):
+        return delay(as_late(method.schedule, place)) > 1
+    return method.rates is not None
 
 
 def named(method: Method, field: str, place: Place | None = None) -> str:
     """Return how an error about a field begins."""
     at = "" if place is None else f" at stage {place.stage} of {place.stages}"
     return f"method: {field} of {method.name!r}{at}"
-
-
-def at_least(method: Method, k: int, n: int, field: str, value: object, least: int) -> None:
-    """Refuse a rule's value for stage k of n unless it is an int and at least ``least``."""
-    where = f"{named(method, field)} gives {value!r} for stage {k} of {n}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{where}, expected an int")
-    if value < least:
-        raise ValueError(f"{where}, expected at least {least}")

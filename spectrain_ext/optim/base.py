@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.calls import StepOptions, bump_versions
-from spectrain_ext.operators.corrections import AdaptiveBraking, Correction, as_correction
+from spectrain_ext.operators.corrections import Correction, as_correction
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.numbers import Corrected
 
@@ -28,10 +28,8 @@ from .state import (
     check_dtypes,
     independent,
     loaded_dtype,
-    put_saved,
     read_entry,
     ruled,
-    without_state,
 )
 
 if TYPE_CHECKING:
@@ -121,8 +119,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _begin(self, binding: Binding | None = None, correction: Correction | None = None) -> None:
         """Discard all resolved state and continue with a new binding and correction."""
         parameters = Parameters(self._rule, self._momentum_dtype, binding, correction)
+        special = Launch
+        if correction is not None or self._rule.rest is not None:
+            from .gradients import launch_for  # loaded only where it is used
+
+            special = launch_for(correction)
         # In one call: an exception in between would leave two that do not match.
-        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
+        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters, special))
         self.rate_factor = 1.0
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[Views, tuple[Law, ...], Any] | None = None
@@ -178,6 +181,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of ``__getstate__``, or state from ``load_state_dict``."""
         if self._loading is not None:  # before the incomplete state is visible
+            from .saved import put_saved
+
             rule, dtype = self._parameters.rule, self._momentum_dtype
             put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
@@ -215,11 +220,12 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         are predicted.
         """
         self._refuse_while_predicted("load_state_dict")
+        from .saved import without_state
 
-        def take_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+        def take_state(_: torch.optim.Optimizer, saved: StateDict) -> StateDict:
             if self._loading is None:  # else an earlier hook, left by an exception, set it
-                self._loading = given
-            return without_state(self._parameters.rule, given)
+                self._loading = saved
+            return without_state(self._parameters.rule, saved)
 
         handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
@@ -248,8 +254,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def loose_state(self) -> list[Tensor]:
         """Return state tensors on a GPU outside the buffers of ``bind``."""
-        found = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
-        return [tensor for tensor in found if tensor is not None and tensor.is_cuda]
+        tensors = [entry.get(key) for entry in self.state.values() for key in self.loose_keys]
+        return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
 
     # The step.
 
@@ -283,9 +289,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        correction = self._parameters.correction
-        if correction is not None and correction.buffers:
-            self._note_rates(correction)
         templates = self._numbers()
         outs, laws, checked = self._next_write or (None, None, None)
         launches = self._launches.of(self.param_groups, self.state, outs)
@@ -302,8 +305,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 launch.native.forget_gradients()
             return
         for launch in launches:
-            if isinstance(correction, AdaptiveBraking):
-                launch.brake(correction, templates)
+            if launch.is_special:
+                launch.before_step(templates, self.param_groups)
             options: dict[str, Tensor] = {
                 name: value.to(launch.device, torch.float32, non_blocking=True)
                 for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf))
@@ -318,17 +321,6 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
         self._next_write = None
-
-    def _note_rates(self, correction: Correction) -> None:
-        """Keep each group's largest learning rate so far in the group, so that it is saved."""
-        for index, numbers in enumerate(self._numbers()):
-            group = self.param_groups[index]
-            if not isinstance(numbers.lr, float):
-                raise ValueError(
-                    f"parameter group {index}: {correction}: lr must be a number or a CPU tensor "
-                    f"with one element, got {group['lr']!r}"
-                )
-            group["gap_rate"] = max(numbers.lr, group.get("gap_rate", 0.0))
 
     # Prediction in place.
 
@@ -404,10 +396,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             if self._predicted is not None:
                 self.restore_()
 
-    def _refuse_while_predicted(self, what: str) -> None:
+    def _refuse_while_predicted(self, call: str) -> None:
         if self._predicted is not None:
             raise RuntimeError(
-                f"{what}: the weights are predicted; leave the block of predicted() first, or call "
+                f"{call}: the weights are predicted; leave the block of predicted() first, or call "
                 "restore_() after predict_()"
             )
 
@@ -447,8 +439,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
         correction = None if correction is None else as_correction(correction)
         self.check_correction(correction)
-        own = () if correction is None else correction.buffers
-        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *own))
+        more = () if correction is None else correction.buffers
+        binding = Binding(self.param_groups, master, buffers, (*self._rule.buffers, *more))
         for where, p, rule in ruled(self._rule, self.param_groups):
             dtype = binding.weights[p].dtype
             if correction is not None and correction.reads_stale and dtype.itemsize == 2:
@@ -457,7 +449,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                     f"{correction}, as with a float32 master, got {dtype}"
                 )
             read_entry(where, rule, p, self.state.get(p) or {})
-        for p, entry in self.state.items() if own else ():
+        for p, entry in self.state.items() if more else ():
             if entry.get(self._rule.buffers[0]) is not None and entry.get("gap_average") is None:
                 entry.update(gap_average=torch.zeros_like(binding.buffers[p][-1]), gap_step=0.0)
         self._begin(binding, correction)
@@ -478,7 +470,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         """Return whether the optimizer is bound to these buffers."""
         binding = self._parameters.binding
-        return binding is not None and binding.given is buffers
+        return binding is not None and binding.state is buffers
 
     @_exclusive
     def write_prediction(self, outs: Views, steps: Horizons) -> None:
@@ -547,10 +539,10 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         """Raise ValueError naming the first group for which a correction is undefined."""
         Parameters(self._rule, correction=correction).numbers(self.param_groups)
 
-    def _bound(self, what: str) -> Binding:
+    def _bound(self, call: str) -> Binding:
         binding = self._parameters.binding
         if binding is None:
-            raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
+            raise RuntimeError(f"{call}: the optimizer is not bound, call bind() first")
         return binding
 
 

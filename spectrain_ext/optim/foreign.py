@@ -48,11 +48,11 @@ class Foreign(Ordered):
             optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
 
     def _forget(self) -> None:
-        self._given: Mapping[str, Views] | None = None
+        self._buffers: Mapping[str, Views] | None = None
         self._master: Views | None = None
         self._wide: dict[Tensor, Tensor] = {}  # parameters with a wider master, and the master
         self._params: tuple[Tensor, ...] = ()
-        self._known: dict[tuple[int, ...], list[_Place]] = {}  # by addresses
+        self._known: dict[tuple[int, ...], list[_Weights]] = {}  # by addresses
         self._loading: dict[str, Any] | None = None
 
     # Binding.
@@ -76,7 +76,7 @@ class Foreign(Ordered):
         self._master = master
         if master is not None:
             self._wide = {p: master[p] for p in self._params if master[p].dtype != p.dtype}
-        self._given = buffers
+        self._buffers = buffers
         for p, true in self._wide.items():
             self._convert_state(p, true)
 
@@ -86,7 +86,7 @@ class Foreign(Ordered):
         self._forget()
 
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
-        return self._given is buffers
+        return self._buffers is buffers
 
     def update_in(self, views: Views) -> None:
         self._master = views
@@ -100,11 +100,11 @@ class Foreign(Ordered):
         # Parameters and true weights may each be in any of several buffers.
         at = id(self._master), *(p.data_ptr() for p in self._params)  # an empty one has none: 0
         if at not in self._known:
-            self._known[at] = [_Place.of(p, self._master) for p in self._params]
-        places = self._known[at]
+            self._known[at] = [_Weights.of(p, self._master) for p in self._params]
+        all_weights = self._known[at]
         try:
-            for place in places:
-                place.enter()
+            for weights in all_weights:
+                weights.enter()
             try:
                 with versions_preserved(self._params), self._scaled_rates():
                     self._optimizer.step()
@@ -115,7 +115,7 @@ class Foreign(Ordered):
                 )
                 raise
         finally:
-            for k in [k for k, place in enumerate(places) if not place.leave()]:
+            for k in [k for k, weights in enumerate(all_weights) if not weights.leave()]:
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__}: its step gave parameter {k} data of "
                     f"another shape than {tuple(self._params[k].shape)}; that one was not updated"
@@ -142,14 +142,14 @@ class Foreign(Ordered):
                 scale()
                 yield
             finally:
-                for index, (own, now) in scaled.items():
-                    if groups[index]["lr"] is now:
-                        groups[index]["lr"] = own
+                for index, (rate, scaled_rate) in scaled.items():
+                    if groups[index]["lr"] is scaled_rate:
+                        groups[index]["lr"] = rate
 
     # State that the caller reads or loads.
 
     def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self._given is None:
+        if self._buffers is None:
             return state_dict
         with self._owners_turn():
             state = _mapped(state_dict["state"], lambda tensor: tensor.detach().clone())
@@ -168,16 +168,16 @@ class Foreign(Ordered):
                 for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
                     for p, key in zip(group["params"], saved["params"], strict=True):
                         if p in self._wide and key in loading["state"]:
-                            found = _converted(loading["state"][key], self._wide[p])
-                            optimizer.state[p].update(found)
+                            entry = _converted(loading["state"][key], self._wide[p])
+                            optimizer.state[p].update(entry)
             for p, entry in _state_of(optimizer).items():
                 if isinstance(p, Tensor) and isinstance(entry, dict):
                     entry.update({key: laid_out_as(p, value) for key, value in entry.items()})
 
     def loose_state(self) -> list[Tensor]:
         """Return all state tensors on a GPU."""
-        found = tree_leaves([*_state_of(self._optimizer).values()])
-        return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.is_cuda]
+        leaves = tree_leaves([*_state_of(self._optimizer).values()])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
 
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)
@@ -189,23 +189,23 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "state", {})  # a wrapper may keep it elsewhere
 
 
-class _Place(NamedTuple):
+class _Weights(NamedTuple):
     """A parameter's working weights and true weights, the same tensor without a master."""
 
     p: Tensor
-    own: Tensor
+    working: Tensor
     true: Tensor
-    at: tuple[int, int]  # addresses of `own` and `true`
+    at: tuple[int, int]  # addresses of `working` and `true`
 
     @classmethod
-    def of(cls, p: Tensor, master: Views | None) -> _Place:
-        own = p.data
-        true = own if master is None else master[p]
-        return cls(p, own, true, (own.data_ptr(), true.data_ptr()))
+    def of(cls, p: Tensor, master: Views | None) -> _Weights:
+        working = p.data
+        true = working if master is None else master[p]
+        return cls(p, working, true, (working.data_ptr(), true.data_ptr()))
 
     def enter(self) -> None:
-        p, own, true, at = self
-        if true.dtype == own.dtype:
+        p, working, true, at = self
+        if true.dtype == working.dtype:
             if at[0] != at[1]:
                 p.data = true
             return
@@ -215,16 +215,16 @@ class _Place(NamedTuple):
 
     def leave(self) -> bool:
         """Restore the working weights; return whether the shape is unchanged."""
-        p, own, true, at = self
+        p, working, true, at = self
         fits, now = True, p.data_ptr()
         if now not in at:  # for example after ``p.data = p.data - lr * p.grad``
             fits = p.shape == true.shape
             if fits:
                 true.copy_(p.detach())
-        if p.dtype != own.dtype:
+        if p.dtype != working.dtype:
             p.grad = None
-        if now != at[0] or p.dtype != own.dtype:  # empty tensors have no address
-            p.data = own
+        if now != at[0] or p.dtype != working.dtype:  # empty tensors have no address
+            p.data = working
         return fits
 
 
@@ -252,7 +252,7 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     ref = WeakMethod(method)
 
     def hook(*args: Any) -> Any:
-        found = ref()
-        return None if found is None else found(*args)
+        alive = ref()
+        return None if alive is None else alive(*args)
 
     return hook

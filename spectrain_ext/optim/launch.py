@@ -20,8 +20,6 @@ from spectrain_ext.operators.calls import (
     prediction,
     step_arguments,
 )
-from spectrain_ext.operators.corrections import AdaptiveBraking, Late, StaleCorrection
-from spectrain_ext.operators.functions import distance
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, after_first_step, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 
@@ -40,7 +38,7 @@ class Cohort(NamedTuple):
     rows: list[int]
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """A cached native call and the arguments it was prepared from."""
 
     # Most steps of a training loop make the same call, and preparing it took a third of a small
@@ -110,8 +108,8 @@ class Launch:
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # for rows that are not active
-        self._step: _Prepared | None = None
-        self._prediction: _Prepared | None = None
+        self._step: Prepared | None = None
+        self._prediction: Prepared | None = None
         self._replaced = False  # whether predictions have replaced the weights
 
     # Gradients.
@@ -152,30 +150,6 @@ class Launch:
     def updated(self) -> list[Tensor]:
         return self.params if self._all_active else list(compress(self.params, self._active))
 
-    @torch.no_grad()
-    def brake(self, braking: AdaptiveBraking, templates: Sequence[Any]) -> None:
-        """Scale the gradients of rows that have momentum, in place."""
-        assert self._buffers is not None
-        for cohort in self.cohorts:
-            rows = cohort.rows if cohort.started else ()
-            pairs = [
-                (g, self._buffers[0][row])
-                for row in rows
-                if (g := self.params[row].grad) is not None
-            ]
-            if not pairs:
-                continue
-            gradients, momenta = zip(*pairs, strict=True)
-            laid_out = [
-                g
-                if g.dtype == v.dtype and g.stride() == v.stride()
-                else torch.empty_like(v).copy_(g)
-                for g, v in pairs
-            ]
-            each, _ = distance(momenta, [laid_out])
-            braking.brake_(gradients, momenta, each[0], templates[cohort.group].maximize)
-        self.read_gradients()  # again: those of another layout had been copied
-
     # Steps and predictions. `templates`: the hyperparameters of every parameter group.
 
     def prepare_step(
@@ -202,20 +176,16 @@ class Launch:
         ]
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
-            own = [laws[cohort.group] for cohort in self.cohorts]
+            each = [laws[cohort.group] for cohort in self.cohorts]
             if rule.is_for_matrices:  # their first update has no previous one
-                own = [
-                    _without_gradient(law) if rule.rests(scalars) else law
-                    for law, scalars in zip(own, before, strict=True)
-                ]
+                pairs = zip(each, before, strict=True)
+                each = [_without_gradient(law) if rule.rests(s) else law for law, s in pairs]
             else:
-                own = [
-                    after_first_step(law, n) if first else law
-                    for law, n, first in zip(own, numbers, starts, strict=True)
-                ]
-            predict = (tuple(own),)
-        if rule.is_for_matrices or isinstance(self.parameters.correction, StaleCorrection):
-            self._scale = options.pop("grad_scale", None)  # divided by before the kernel
+                firsts = zip(each, numbers, starts, strict=True)
+                each = [after_first_step(law, n) if first else law for law, n, first in firsts]
+            predict = (tuple(each),)
+        if self.unscales:
+            self._scale = options.pop("grad_scale", None)
         settings, momentum, predictions, rates = step_arguments(numbers, predict)
         if isinstance(numbers[0], Adam):
             call = partial(self.native.adam_step_, settings, predictions, options, None)
@@ -224,75 +194,35 @@ class Launch:
             first = starts[0] if same else [starts[n] for n in self._assignment]
             more = predictions, options, None, rates
             call = partial(self.native.sgd_step_, settings, momentum, first, *more)
-        lasts = not options and not rule.scalars and _last(laws)
-        self._step = _Prepared(templates, laws, lasts, call, after)
+        lasts = not options and self._scale is None and not rule.scalars and _last(laws)
+        self._step = Prepared(templates, laws, lasts, call, after)
 
     def step(self, state: State, groups: Sequence[Group]) -> bool:
         """Run the prepared step; return whether rows have changed their cohorts."""
-        step, correction = self._step, self.parameters.correction
+        step = self._step
         assert step is not None
-        averaging: list[Callable[[], None]] = []
-        if self.rule.is_for_matrices:
-            self._make_updates(step, state)
-        elif isinstance(correction, StaleCorrection):
-            averaging = self._correct(correction, step.templates, groups)
+        afterwards = self.pass_gradients(step, state, groups) if self.is_special else ()
         step.call()
-        for average in averaging:
-            average()
+        for call in afterwards:
+            call()
         if step.laws is not None:
             self._write_rest(step.templates, step.laws)
         self.native.forget_gradients()  # so that ``zero_grad`` frees their memory
         return self._updated_to(step.after, state)
 
-    @torch.no_grad()
-    def _make_updates(self, step: _Prepared, state: State) -> None:
-        """Pass the changes of the updates to the plan as gradients."""
-        assert self._buffers is not None
-        changes: list[Tensor | None] = [None] * len(self.params)
-        for row, (n, p) in enumerate(zip(self._assignment, self.params, strict=True)):
-            gradient = p.grad
-            if gradient is not None:
-                if self._scale is not None:
-                    gradient = gradient / self._scale
-                numbers = step.templates[self.cohorts[n].group]
-                last, momentum = (column[row] for column in self._buffers)
-                given = self._weights[row], gradient, momentum, state[p], int(step.after[n][0])
-                changes[row] = numbers.update(*given).sub_(last)
-        self.native.set_gradients(tuple(changes))
+    # Subclasses in `gradients.py` step by other gradients than the parameters have.
 
-    @torch.no_grad()
-    def _correct(
-        self, by: StaleCorrection, templates: Sequence[Any], groups: Sequence[Group]
-    ) -> list[Callable[[], None]]:
-        """Pass corrected gradients to the plan; return the updates of averages after the step."""
-        binding = self.parameters.binding
-        assert binding is not None and binding.stale is not None
-        given = {row: p.grad for row, p in enumerate(self.params) if p.grad is not None}
-        corrected: list[Tensor | None] = [None] * len(self.params)
-        averaging: list[Callable[[], None]] = []
-        for cohort in self.cohorts:
-            rows = [row for row in cohort.rows if row in given]
-            if not rows:  # foreach operators refuse empty lists
-                continue
-            numbers, weights = templates[cohort.group], [self._weights[row] for row in rows]
-            # In the dtype of the true weights; the parameters keep their own gradients.
-            gradients = [empty_like(weight, weight.dtype) for weight in weights]
-            torch._foreach_copy_(gradients, [given[row] for row in rows])
-            if self._scale is not None:
-                gradients = [gradient.div_(self._scale) for gradient in gradients]
-            gaps = torch._foreach_sub(weights, [binding.stale[self.params[row]] for row in rows])
-            own = [[column[row] for row in rows] for column in self._buffers or ()]
-            averaged = int(self._scalars(cohort)[-1]) if by.buffers else 0
-            rate = groups[cohort.group].get("gap_rate", 0.0)
-            late = Late(gradients, weights, list(gaps), own, averaged, numbers, rate)
-            by.correct_(late)
-            for row, gradient in zip(rows, gradients, strict=True):
-                corrected[row] = gradient
-            if by.buffers:
-                before = [w.clone() for w in weights] if isinstance(numbers, Adam) else []
-                averaging.append(partial(by.average, late, before))
-        self.native.set_gradients(tuple(corrected))
-        return averaging
+    is_special = False  # whether this is one of them; saves plain ones the calls
+    unscales = False  # whether it divides gradients by ``grad_scale`` before the kernel
+
+    def before_step(self, templates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+        """Change gradients or groups before the step is prepared."""
+
+    def pass_gradients(
+        self, step: Prepared, state: State, groups: Sequence[Group]
+    ) -> Sequence[Callable[[], None]]:
+        """Pass other gradients to the plan; return what to call after the kernel."""
+        return ()
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
@@ -335,7 +265,7 @@ class Launch:
                 terms, eps, rates = self._prediction_now(templates, laws)
                 call = partial(self.native.predict, terms, eps, 0, None, rates)
             lasts = not self.rule.scalars and _last(laws)
-            known = self._prediction = _Prepared(templates, laws, lasts, call)
+            known = self._prediction = Prepared(templates, laws, lasts, call)
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
@@ -349,14 +279,14 @@ class Launch:
         """Return a prediction from the hyperparameters of each cohort's last update."""
         rule = self.rule
         numbers: list[Any] = []
-        own: list[Law] = []
+        of_cohorts: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
             rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
-            own.append(_STILL if rests else laws[cohort.group])
-        return prediction(numbers, own)
+            of_cohorts.append(_STILL if rests else laws[cohort.group])
+        return prediction(numbers, of_cohorts)
 
     def restore(self) -> bool:
         """Write the stashed weights back; return whether they had been replaced."""
@@ -391,8 +321,9 @@ class _Resolved(NamedTuple):
 class Launches:
     """Caches an optimizer's launches, one per device and kind of group, while they are valid."""
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, special: type[Launch] = Launch) -> None:
         self.parameters = parameters
+        self._special = special  # for corrected steps, and for rules of matrices
         self._known: dict[tuple[int, ...], _Resolved] = {}
 
     def of(
@@ -434,17 +365,18 @@ class Launches:
     def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
         parameters = self.parameters
         idle: list[Tensor] = []
-        found: dict[tuple[torch.device, bool, Rule], list[int]] = {}
+        positions_of: dict[tuple[torch.device, bool, Rule], list[int]] = {}
         for i, p in enumerate(parameters.params):
             kind = parameters.kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
             # In a bound optimizer every parameter has a launch, which may write its outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
-                found.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
+                positions_of.setdefault((p.device, kind, parameters.rules[i]), []).append(i)
             else:
                 idle.append(p)
-        launches = [
-            Launch(parameters, positions, kind, places[0], stash=stash)
-            for (_, kind, _), positions in found.items()
-        ]
+        launches: list[Launch] = []
+        for (_, kind, rule), positions in positions_of.items():
+            special = parameters.correction is not None or rule.is_for_matrices
+            make = self._special if special else Launch
+            launches.append(make(parameters, positions, kind, places[0], stash=stash))
         return _Resolved(places, version, idle, launches)

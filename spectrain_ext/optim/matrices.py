@@ -20,7 +20,8 @@ from spectrain_ext.operators.numbers import Adam, Sgd, fraction, non_negative, n
 
 from .base import PredictingOptimizer
 from .optimizers import ADAM, AdamW
-from .state import Group, Rule, betas_of, loose_dtype, plain, rate_of
+from .saved import loose_dtype
+from .state import Group, Rule, betas_of, plain, rate_of
 
 State: TypeAlias = MutableMapping[str, Any]  # of one parameter
 
@@ -141,11 +142,11 @@ class Rotated(MatrixUpdate):
         dtype = loose_dtype(weight)
         is_new = {}
         for key, shape in self.loose(weight.shape).items():
-            found = state.get(key)
-            is_new[key] = found is None
-            if found is None:
-                found = torch.zeros(shape, device=weight.device)
-            state[key] = found.to(weight.device, dtype)  # the parameter may have moved
+            tensor = state.get(key)
+            is_new[key] = tensor is None
+            if tensor is None:
+                tensor = torch.zeros(shape, device=weight.device)
+            state[key] = tensor.to(weight.device, dtype)  # the parameter may have moved
         momentum.lerp_(gradient.to(momentum.dtype), 1.0 - self.adam.betas[0])
         gradient, squares = gradient.to(dtype), state["exp_avg_sq"]
         bases: list[Tensor | None] = [None, None]
@@ -184,8 +185,8 @@ def _eigenvectors(matrix: Tensor) -> Tensor:
     if bool(matrix.isfinite().all()):  # no extra cost: eigh synchronizes too
         for dtype in (matrix.dtype, torch.float64):
             try:
-                found: Tensor = torch.linalg.eigh(matrix.to(dtype)).eigenvectors
-                return found.flip(1)
+                vectors: Tensor = torch.linalg.eigh(matrix.to(dtype)).eigenvectors
+                return vectors.flip(1)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 continue
     return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
@@ -262,8 +263,8 @@ class _OfMatrices(PredictingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, or split a mixed one into two."""
         key, kinds = self._rule.kind, dict[bool, list[Any]]({True: [], False: []})
-        given = param_group["params"]
-        for entry in [given] if isinstance(given, Tensor) else given:
+        params = param_group["params"]
+        for entry in [params] if isinstance(params, Tensor) else params:
             p = entry[1] if isinstance(entry, tuple) else entry
             is_matrix = bool(param_group.get(key, self._is_hidden(p)))
             if is_matrix and p.dim() != 2:
@@ -280,7 +281,8 @@ class _OfMatrices(PredictingOptimizer):
         try:
             for is_matrix in [kind for kind, mine in kinds.items() if mine] or [True]:
                 self.defaults = defaults if is_matrix else self._rest
-                mine = given if isinstance(given, set) else kinds[is_matrix]  # torch rejects a set
+                # torch rejects a set
+                mine = params if isinstance(params, set) else kinds[is_matrix]
                 super().add_param_group({**param_group, "params": mine})
         except Exception:
             del self.param_groups[count:]
@@ -482,12 +484,12 @@ def hidden_matrices(model: nn.Module) -> set[Tensor]:
         >>> [tuple(matrix.shape) for matrix in st.optim.hidden_matrices(model)]
         [(4, 4)]
     """
-    found: set[Tensor] = set()
-    others: set[Tensor] = set()
-    own: set[Tensor] = set()
+    matrices: set[Tensor] = set()
+    embeddings: set[Tensor] = set()
+    last: set[Tensor] = set()  # in the end those of the head
     for module in model.modules():
-        own = {p for p in module.parameters(recurse=False) if p.dim() == 2} or own
+        last = {p for p in module.parameters(recurse=False) if p.dim() == 2} or last
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            others |= own
-        found |= own
-    return found - others - own
+            embeddings |= last
+        matrices |= last
+    return matrices - embeddings - last

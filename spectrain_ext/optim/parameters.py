@@ -43,38 +43,39 @@ class Binding:
         self,
         groups: Sequence[Group],
         master: Views | None,
-        given: Mapping[str, Views],  # buffers by key of the state
+        state: Mapping[str, Views],  # buffers by key of the state
         keys: Sequence[str],
     ) -> None:
-        self.given = given
+        self.state = state
         self.stale: Views | None = None  # read by a correction
         self._checked: dict[int, Views] = {}  # by address; kept so that no address is reused
         self.weights = {p: p for _, p in named(groups)} if master is None else master
-        for where, p in named(groups):
-            _given("master", where, p, self.weights)
-        if any(key not in given for key in keys):
+        self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
+        if any(key not in state for key in keys):
             raise ValueError(
                 f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}"
             )
-        self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
         for where, p in named(groups):
-            found = tuple(_given(key, where, p, given[key]) for key in keys)
-            for key, buffer in zip(keys, found, strict=True):
-                if not fits(self.weights[p], buffer) or buffer.dtype != found[0].dtype:
+            weight = _view("master", where, p, self.weights)
+            buffers = tuple(_view(key, where, p, state[key]) for key in keys)
+            for key, buffer in zip(keys, buffers, strict=True):
+                if not fits(weight, buffer) or buffer.dtype != buffers[0].dtype:
                     raise ValueError(
                         f"{key} of {where} must have the shape, strides, device and dtype of its "
-                        f"weights ({_words(self.weights[p])}), got {_words(buffer)}"
+                        f"weights ({_described(weight)}), got {_described(buffer)}"
                     )
-            self.buffers[p] = found
+            self.buffers[p] = buffers
 
     def check(self, groups: Sequence[Group], views: Views, name: str) -> None:
         """Raise ValueError unless the tensors have the layout of the weights."""
         if id(views) in self._checked:
             return
         for where, p in named(groups):
-            view, weight = _given(name, where, p, views), self.weights[p]
+            view, weight = _view(name, where, p, views), self.weights[p]
             if view.stride() != weight.stride():
-                raise ValueError(f"{name} of {where} must be {_words(weight)}, got {_words(view)}")
+                raise ValueError(
+                    f"{name} of {where} must be {_described(weight)}, got {_described(view)}"
+                )
         self._checked[id(views)] = views
 
 
@@ -200,9 +201,9 @@ class Parameters:
 
     def buffers_of(self, position: int) -> tuple[Tensor, ...]:
         """Return the buffers of a parameter, new ones if it was never updated."""
-        found, p = self.buffers[position], self.params[position]
-        if found is not None:
-            return found
+        buffers, p = self.buffers[position], self.params[position]
+        if buffers is not None:
+            return buffers
         if self.binding is not None:
             return self.binding.buffers[p]
         dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
@@ -237,17 +238,17 @@ class Parameters:
         self.params = [p for _, p, _ in every]
         self.rules = [rule for _, _, rule in every]
         self.groups = [index for index, group in enumerate(groups) for _ in group["params"]]
-        saved = []
+        entries = []
         for where, p, rule in every:
             check_dtypes(where, p.dtype, None)
             # Not state[p]: a defaultdict would add an entry.
-            saved.append(read_entry(where, rule, p, state.get(p) or {}))
+            entries.append(read_entry(where, rule, p, state.get(p) or {}))
         self.buffers = [
-            None if found is None else self._settled(p, found[0])
-            for p, found in zip(self.params, saved, strict=True)
+            None if entry is None else self._settled(p, entry[0])
+            for p, entry in zip(self.params, entries, strict=True)
         ]
         initial = tuple(self.rule.scalars.values())
-        self._take_scalars([initial if found is None else found[1] for found in saved])
+        self._take_scalars([initial if entry is None else entry[1] for entry in entries])
         noted: dict[Tensor, dict[str, Any]] = {}
         for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True)):
             if buffers is not None:
@@ -297,16 +298,16 @@ def _stays(group: Group) -> bool:
     return True
 
 
-def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:
-    if p not in tensors:
+def _view(name: str, where: str, p: Tensor, views: Views) -> Tensor:
+    if p not in views:
         raise ValueError(f"{name} has no tensor for {where}")
-    found = tensors[p]
-    if found.shape != p.shape or found.device != p.device:
-        raise ValueError(f"{name} of {where} must be {_words(p)}, got {_words(found)}")
-    return found
+    view = views[p]
+    if view.shape != p.shape or view.device != p.device:
+        raise ValueError(f"{name} of {where} must be {_described(p)}, got {_described(view)}")
+    return view
 
 
-def _words(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return (
         f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} "
         f"on {tensor.device}"

@@ -1,4 +1,4 @@
-"""Update rules and their state: checks, conversions, and guards while weights are predicted."""
+"""Update rules, the layout of their state, and guards while a step or a save is refused."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 def ruled(rule: Rule, groups: Sequence[Group]) -> list[tuple[str, Tensor, Rule]]:
     """Return every parameter with a name and its rule."""
     rules = [rule.of(group) for group in groups for _ in group["params"]]
-    return [(where, p, own) for (where, p), own in zip(named(groups), rules, strict=True)]
+    return [(where, p, each) for (where, p), each in zip(named(groups), rules, strict=True)]
 
 
 def read_entry(
@@ -233,63 +233,6 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
     }
 
 
-def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state_dict without the state that torch would cast to the parameter's dtype."""
-
-    def rest_of(entry: Any) -> Any:
-        if not isinstance(entry, Mapping):
-            return entry
-        return {name: v for name, v in entry.items() if v is None or name not in rule.all_keys}
-
-    state = {key: rest_of(entry) for key, entry in state_dict["state"].items()}
-    return {**state_dict, "state": state}
-
-
-def put_saved(
-    rule: Rule,
-    state_dtype: torch.dtype | None,
-    defaults: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    loaded: Mapping[str, Any],
-) -> None:
-    """Add the saved state to the state_dict that torch is about to load; or raise."""
-    keys: list[tuple[Any, Any]] = []
-    for index, old in enumerate(saved["param_groups"]):
-        numbers = rule.read(index, {**defaults, **old})
-        keys += [(key, numbers) for key in old["params"]]
-    every = ruled(rule, loaded["param_groups"])
-    for (where, p, own), (key, numbers) in zip(every, keys, strict=True):
-        entry = saved["state"].get(key)
-        if not isinstance(entry, Mapping):
-            continue
-        for name, value in entry.items():  # such as the average of a correction that is not in use
-            if name not in rule.all_keys and isinstance(value, Tensor):
-                loaded["state"][p][name] = value.detach().to(p.device, copy=True)
-        found = read_entry(where, own, p, entry)
-        if found is None:
-            if own.scalars and entry:
-                raise ValueError(f"{where}: the state has no {next(iter(own.scalars))}")
-            continue
-        buffers, scalars = found
-        dtype = loaded_dtype(p.dtype, buffers[0].dtype, state_dtype)
-        made = loaded["state"][p]
-        made.update(zip(own.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
-        for name, value in zip(own.scalars, scalars, strict=True):
-            made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        for name, shape in numbers.loose(p.shape).items() if own.loose else ():
-            value = entry.get(name)
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if not isinstance(value, Tensor) or got != shape:
-                raise ValueError(f"{where}: {name} must be a tensor of shape {shape}, got {got}")
-            # Contiguous, so that matrix products have the same bits for any saved strides.
-            made[name] = torch.empty(shape, dtype=loose_dtype(p), device=p.device).copy_(value)
-
-
-def loose_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of state that kernels do not use."""
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
 class Ordered:
     """Synchronizes reading and loading of state with an owner that steps on other streams."""
 
@@ -324,8 +267,8 @@ class SaveGuard:
     def put(self, params: Iterable[Tensor]) -> None:
         self._lifted = False
         for p in params:
-            own = (partial(self._detach, p), self._copy, self._copy)
-            vars(p).update(zip(_GUARDED, own, strict=True))
+            guards = (partial(self._detach, p), self._copy, self._copy)
+            vars(p).update(zip(_GUARDED, guards, strict=True))
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Allow saving again; may be called repeatedly or without a ``put``."""
@@ -404,5 +347,5 @@ def _refusing(kind: type) -> type:
     def step(_: object, *args: object, **more: object) -> None:
         refuse_call("step")
 
-    own = {"__module__": kind.__module__, "__slots__": (), "step": step}
-    return type(kind)(kind.__name__, (kind,), own)
+    body = {"__module__": kind.__module__, "__slots__": (), "step": step}
+    return type(kind)(kind.__name__, (kind,), body)

@@ -1,11 +1,11 @@
 """Generates and counts schedules, which are data: streams of instructions."""
 
+from typing import TYPE_CHECKING, Any
+
 from .generators import (
     FLUSHING,
     GENERATORS,
     Generator,
-    Interleaved,
-    WPipe,
     bounded,
     find_generator,
     flushes,
@@ -29,6 +29,9 @@ from .ledger import Count, Ledger, count_stage
 from .lowering import plain_steps, steps
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
+
+if TYPE_CHECKING:
+    from .chunked import Interleaved, WPipe
 
 __all__ = [
     "COMPUTE",
@@ -67,3 +70,11 @@ __all__ = [
     "steps",
     "takes_window",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Interleaved", "WPipe"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import chunked  # loaded on first use
+
+    return getattr(chunked, name)

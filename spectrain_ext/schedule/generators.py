@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
 from spectrain_ext.errors import unknown
@@ -43,26 +42,29 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
 
 def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
     # All methods without a flush run this: one call per round, without helpers, for speed.
-    new, window, parts = tuple.__new__, place.window, place.microbatches
+    new, window, microbatches = tuple.__new__, place.window, place.microbatches
     forwards, backwards, update = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
     for q in range(window):
-        yield (new(Instruction, (forwards, *divmod(q, parts))),)
+        yield (new(Instruction, (forwards, *divmod(q, microbatches))),)
     for q in count():
-        i, j = divmod(q, parts)
+        i, j = divmod(q, microbatches)
         back = new(Instruction, (backwards, i, j))
-        ahead = new(Instruction, (forwards, *divmod(q + window, parts)))
-        yield (back, ahead) if j < parts - 1 else (back, new(Instruction, (update, i, 0)), ahead)
+        ahead = new(Instruction, (forwards, *divmod(q + window, microbatches)))
+        if j < microbatches - 1:
+            yield back, ahead
+        else:
+            yield back, new(Instruction, (update, i, 0)), ahead
 
 
 def flushing(place: Place) -> Iterator[Instruction]:
     """1F1B that ends each minibatch before the next (DAPPLE, PipeDream-Flush, Megatron-LM)."""
-    parts = place.microbatches
-    window = min(parts, place.window)
+    microbatches = place.microbatches
+    window = min(microbatches, place.window)
     for i in count():
-        for q in range(parts + window):
+        for q in range(microbatches + window):
             if q >= window:
                 yield from backward(place, i, q - window)
-            if q < parts:
+            if q < microbatches:
                 yield from forward(place, i, q)
 
 
@@ -85,16 +87,16 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
     no gradient has arrived. The window, by default N on every stage, holds microbatches that await
     their ``b`` or their ``w``.
     """
-    stage, window, parts = place.stage, place.window, place.microbatches
+    stage, window, microbatches = place.stage, place.window, place.microbatches
     behind = min(stage, window - 1)
-    ahead = min(parts, window - behind)
+    ahead = min(microbatches, window - behind)
     for i in count():
-        for q in range(parts + ahead + behind):
-            if 0 <= q - ahead < parts:
+        for q in range(microbatches + ahead + behind):
+            if 0 <= q - ahead < microbatches:
                 yield from backward_input(place, i, q - ahead)
-            if 0 <= q - ahead - behind < parts:
+            if 0 <= q - ahead - behind < microbatches:
                 yield from backward_weights(place, i, q - ahead - behind)
-            if q < parts:
+            if q < microbatches:
                 yield from forward(place, i, q)
 
 
@@ -111,113 +113,6 @@ def asynchronous_halves(place: Place) -> Iterator[Instruction]:
             yield Instruction(Kind.BACKWARD_WEIGHTS, i, j)
         else:
             yield instruction
-
-
-@dataclass(frozen=True)
-class Interleaved:
-    """Interleaved 1F1B (Narayanan et al., 2021, arXiv 2104.04473), a schedule as a value.
-
-    Device d of P = N/v works on P microbatches in one of its chunks 0 to v-1, then in the next;
-    backwards take the chunks in reverse. It begins with ``W = (v-1)*P + 2*(P-d-1)`` forwards, then
-    alternates forwards and backwards. The instructions of a stage are those of its chunk c:
-    backward q has the device's number ``b = q//P*P*v + (v-1-c)*P + q%P``, and all forwards of the
-    stage among the device's first W + b + 1 come before it.
-
-    If stages or microbatches do not fill the last round, the order of the others stays the same;
-    only multiples of v and P limit the idle time of a device to (P-1)/v microbatches per flush.
-    Without a flush microbatches count over all minibatches. One chunk per device without a flush is
-    ``1f1b-async`` with wide windows, 2*(N-k) - 1.
-
-    Args:
-        chunks: the stages v on every device, at least 1.
-        flushes: whether every minibatch ends before the next begins.
-
-    Example:
-        >>> from spectrain_ext.schedule import Interleaved
-        >>> from spectrain_ext.simulation import streams, validate
-        >>> schedule = Interleaved(chunks=2)
-        >>> windows = [schedule.window(k, 4, 4) for k in range(4)]
-        >>> counts = validate(streams(schedule, windows, 4), minibatches=5)
-        >>> [count.in_flight for count in counts] == windows
-        True
-    """
-
-    chunks: int = 2
-    flushes: bool = True
-
-    def __post_init__(self) -> None:
-        if self.chunks < 1:
-            raise ValueError(f"chunks: expected at least 1 stage per device, got {self.chunks}")
-
-    def __call__(self, place: Place) -> Iterator[Instruction]:
-        """Yield a stage's endless instructions; the window of the place is ignored."""
-        parts = place.microbatches
-        begun = 0
-        for q in count():
-            i, j = divmod(q, parts)
-            if self.flushes:
-                due = i * parts + min(parts, self._begun(place, j))
-            else:
-                due = self._begun(place, q)
-            while begun < due:
-                yield from forward(place, *divmod(begun, parts))
-                begun += 1
-            yield from backward(place, i, j)
-
-    def window(self, k: int, n: int, m: int) -> int:
-        """Return the most microbatches that stage k of n ever has in flight."""
-        place = Place(k, n, 1, m)
-        if self.flushes:
-            return max(min(self._begun(place, q), m) - q for q in range(m))
-        return max(self._begun(place, q) - q for q in range(-(-n // min(self.chunks, n))))
-
-    def _begun(self, place: Place, q: int) -> int:
-        v = min(self.chunks, place.stages)
-        p = -(-place.stages // v)
-        chunk, device = divmod(place.stage, p)
-        warmup = (v - 1) * p + 2 * (p - device - 1)
-        last = warmup + q // p * p * v + (v - 1 - chunk) * p + q % p  # in the device's numbers
-        rounds, rest = divmod(last - chunk * p, p * v)
-        return rounds * p + min(p, rest + 1)
-
-
-@dataclass(frozen=True)
-class WPipe:
-    """WPipe's schedule (Yang et al., ICLR 2022): two groups of stages that update in turn.
-
-    Device d of P = N/2 has stage d, of group 1, and stage d + P, of group 2. In group 1 forward j
-    of the next minibatch comes before backward j of this one: all forwards are late by one update,
-    and there are two versions. Group 2 ends each minibatch before the next and is never late;
-    meanwhile its devices work for group 1. Within a group the order is that of 1F1B, with windows P
-    - k and N - k. With as many microbatches as devices no device idles, and stage k has at most N -
-    k in flight.
-
-    Example:
-        >>> from spectrain_ext.schedule import WPipe
-        >>> from spectrain_ext.simulation import streams, validate
-        >>> counts = validate(streams(WPipe(), [2, 1], 1), minibatches=10)
-        >>> [max(count.delays) for count in counts]
-        [1, 0]
-    """
-
-    def __call__(self, place: Place) -> Iterator[Instruction]:
-        """Yield a stage's endless instructions; the window of the place is ignored."""
-        k, n, m = place.stage, place.stages, place.microbatches
-        if k >= n // 2:
-            yield from flushing(place._replace(window=n - k))  # without an end
-        ahead = min(m, n // 2 - k)
-        for j in range(m):
-            yield from forward(place, 0, j)
-        for i in count():
-            for q in range(m + ahead):
-                if q >= ahead:
-                    yield from backward(place, i, q - ahead)
-                if q < m:
-                    yield from forward(place, i + 1, q)
-
-    def window(self, k: int, n: int, m: int) -> int:
-        """Return the most microbatches that stage k of n ever has in flight."""
-        return m + min(m, n // 2 - k) if k < n // 2 else min(m, n - k)
 
 
 GENERATORS: dict[str, Generator] = {
@@ -255,9 +150,9 @@ def flushes(schedule: str | Generator) -> bool:
     """Whether a minibatch ends before the next begins; a generator is tried on stage 0 of 3."""
     if isinstance(schedule, str):
         return schedule in FLUSHING
-    said = getattr(schedule, "flushes", None)
-    if isinstance(said, bool):
-        return said
+    attribute = getattr(schedule, "flushes", None)
+    if isinstance(attribute, bool):
+        return attribute
     try:
         # With three microbatches in flight, the third belongs to the next minibatch.
         first = next(a for a in schedule(Place(0, 3, 3, 2)) if a.minibatch or a.kind is Kind.UPDATE)

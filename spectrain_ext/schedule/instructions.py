@@ -79,8 +79,8 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
-        part = "" if whole else f", microbatch {self.microbatch}"
-        return f"{self.kind.value} of minibatch {self.minibatch}{part}"
+        microbatch = "" if whole else f", microbatch {self.microbatch}"
+        return f"{self.kind.value} of minibatch {self.minibatch}{microbatch}"
 
 
 #: A stage's computations, and its copies to either neighbour; a lane does one thing at a time.

@@ -87,7 +87,7 @@ class Ledger(Reader[Pair]):
         self._window = window
         self._microbatches = microbatches
         # The weights each microbatch read, None after its backward; removed by the update.
-        self._parts: dict[tuple[int, int], Pair | None] = {}
+        self._forwards: dict[tuple[int, int], Pair | None] = {}
         self._halved: set[tuple[int, int]] = set()  # whose second half is missing
         self._flying = 0
         self._latest = 0  # the version that the last forward read; older ones are dropped
@@ -99,7 +99,7 @@ class Ledger(Reader[Pair]):
     def enter(self, run: Iterable[Instruction]) -> list[Pair]:
         """Return what each of the next instructions reads; for an update, what version it makes."""
         # Schedules have millions of instructions: this loop avoids calls.
-        count, parts, plain, halved = self.count, self._parts, self._plain, self._halved
+        count, forwards, plain, halved = self.count, self._forwards, self._plain, self._halved
         delays = count.delays
         ahead, backward_ahead = self._horizon or 0, self._backward_horizon
         most = self._microbatches or sys.maxsize
@@ -108,10 +108,10 @@ class Ledger(Reader[Pair]):
         for turn in run:
             kind, i, j = turn
             if kind is _FORWARD:
-                if i < updates or j >= most or (i, j) in parts:
+                if i < updates or j >= most or (i, j) in forwards:
                     raise self._unexpected(turn)
                 reading = (updates, ahead) if plain else self._read(turn)
-                parts[i, j] = reading
+                forwards[i, j] = reading
                 flying += 1
                 if flying > peak:
                     self._check_window(turn, flying)
@@ -124,14 +124,14 @@ class Ledger(Reader[Pair]):
                 count.updates = updates = self.version
                 reading = (updates, 0)
             else:
-                read = parts.get((i, j))
+                read = forwards.get((i, j))
                 if read is None:
                     raise self._unexpected(turn)
                 ends = True
                 if kind is not _BACKWARD or halved:
                     ends = self._check_half(turn)
                 if ends:
-                    parts[i, j] = None
+                    forwards[i, j] = None
                     flying -= 1
                     delay = updates - read[0]
                     delays[delay] = delays.get(delay, 0) + 1
@@ -146,14 +146,14 @@ class Ledger(Reader[Pair]):
 
     def close(self, minibatches: int | None = None) -> Count:
         """End the stage's instructions and return their count."""
-        for (i, j), reading in self._parts.items():
+        for (i, j), reading in self._forwards.items():
             if reading is not None:
                 raise ScheduleError(self._stage, self._rest(i, j), "missing at the end")
-        for i, j in self._parts:
+        for i, j in self._forwards:
             if i < self.version:
                 reason = f"expected microbatch {j - 1} of the minibatch as well"
                 raise ScheduleError(self._stage, Instruction(_FORWARD, i, j), reason)
-        if self._parts or (minibatches is not None and self.version < minibatches):
+        if self._forwards or (minibatches is not None and self.version < minibatches):
             due = Instruction(_UPDATE, self.version)
             raise ScheduleError(self._stage, due, "missing at the end")
         return self.count
@@ -167,7 +167,7 @@ class Ledger(Reader[Pair]):
             reason = f"expected microbatches 0 to {most - 1} only"
         elif i < self.version:
             reason = "expected once, found again: the minibatch has had its update"
-        elif kind is _FORWARD or (i, j) in self._parts:
+        elif kind is _FORWARD or (i, j) in self._forwards:
             reason = "expected once, found again"
         else:
             reason = "expected its forward before it"
@@ -180,17 +180,17 @@ class Ledger(Reader[Pair]):
 
     def _check_half(self, turn: Instruction) -> bool:
         """Whether the backward ends here: a whole one, or the second half after the first."""
-        kind, part = turn.kind, turn[1:]
-        halved = part in self._halved
+        kind, microbatch = turn.kind, turn[1:]
+        halved = microbatch in self._halved
         if kind is _WEIGHTS and not halved:
-            missing = Instruction(_INPUT, *part)
+            missing = Instruction(_INPUT, *microbatch)
             raise ScheduleError(self._stage, turn, f"expected {missing} before it")
         if kind is not _WEIGHTS and halved:
-            raise ScheduleError(self._stage, turn, f"expected {self._rest(*part)} instead")
+            raise ScheduleError(self._stage, turn, f"expected {self._rest(*microbatch)} instead")
         if kind is _INPUT:
-            self._halved.add(part)
+            self._halved.add(microbatch)
         elif kind is _WEIGHTS:
-            self._halved.remove(part)
+            self._halved.remove(microbatch)
         return kind is not _INPUT
 
     def _rest(self, i: int, j: int) -> Instruction:
@@ -201,14 +201,14 @@ class Ledger(Reader[Pair]):
         if i != self.version:
             due = Instruction(_UPDATE, self.version)
             raise ScheduleError(self._stage, turn, f"expected {due} first")
-        parts, expected = self._parts, self._microbatches
+        forwards, expected = self._forwards, self._microbatches
         j = 0
         while j != expected:
-            part = parts.pop((i, j), _MISSING)
-            if part is not None:
-                if part is _MISSING and j and expected is None:
+            read = forwards.pop((i, j), _MISSING)
+            if read is not None:
+                if read is _MISSING and j and expected is None:
                     break
-                needed = Instruction(_FORWARD, i, j) if part is _MISSING else self._rest(i, j)
+                needed = Instruction(_FORWARD, i, j) if read is _MISSING else self._rest(i, j)
                 raise ScheduleError(self._stage, turn, f"expected {needed} before it")
             j += 1
 
@@ -252,38 +252,16 @@ class Ledger(Reader[Pair]):
         self.count.versions = max(self.count.versions, exist)
 
 
-def open_ledgers(
-    stages: int,
-    rules: Sequence[Rules] | None = None,
-    windows: Sequence[int] | None = None,
-    microbatches: int | None = None,
-) -> list[Ledger]:
-    """Return a ledger per stage; without rules all read the newest weights."""
-    for name, values in (("rules", rules), ("windows", windows)):
-        if values is not None and len(values) != stages:
-            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
-    rules = [_NEWEST] * stages if rules is None else rules
-    entries = [Entries() for _ in range(stages)]
-    most = [None] * stages if windows is None else windows
-    ledgers = [
-        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries[k])
-        for k in range(stages)
-    ]
-    if ledgers:
-        ledgers[0].heirs = [entries[k] for k in range(stages) if rules[k].forward_reads == "entry"]
-    return ledgers
-
-
 def count_stage(
     schedule: str | Generator, entry: Place, place: Place, rules: Rules, master: bool
 ) -> Count:
     """Return the count of the stage at ``place`` in a long run; ``entry`` is stage 0's place."""
     generate = find_generator(schedule)
-    parts = place.microbatches
+    microbatches = place.microbatches
     entries = Entries(generate(entry))
-    ledger = Ledger(place.stage, rules, microbatches=parts, entries=entries, master=master)
+    ledger = Ledger(place.stage, rules, microbatches=microbatches, entries=entries, master=master)
     # Two windows and six minibatches reach any schedule's steady state.
-    enough = (entry.window + place.window) // parts + 6
+    enough = (entry.window + place.window) // microbatches + 6
     end = Instruction(_UPDATE, enough)
     ledger.enter(takewhile(end.__ne__, bounded(generate(place), place.stage)))
     return ledger.count

@@ -8,9 +8,9 @@ from itertools import tee
 
 from .generators import Generator, bounded
 from .instructions import Instruction, Kind, ScheduleError
-from .ledger import Count, Ledger, Pair, open_ledgers
+from .ledger import Count, Ledger, Pair
 from .place import Place
-from .reading import Rules
+from .reading import Entries, Rules
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
 _RUN = 4096  # instructions after which a stage lets the others continue
@@ -244,6 +244,28 @@ def one_by_one(
 
 
 # Checks and counts.
+
+
+def open_ledgers(
+    stages: int,
+    rules: Sequence[Rules] | None = None,
+    windows: Sequence[int] | None = None,
+    microbatches: int | None = None,
+) -> list[Ledger]:
+    """Return a ledger per stage; without rules all read the newest weights."""
+    for name, values in (("rules", rules), ("windows", windows)):
+        if values is not None and len(values) != stages:
+            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
+    rules = [Rules()] * stages if rules is None else rules
+    entries = [Entries() for _ in range(stages)]
+    most = [None] * stages if windows is None else windows
+    ledgers = [
+        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries[k])
+        for k in range(stages)
+    ]
+    if ledgers:
+        ledgers[0].heirs = [entries[k] for k in range(stages) if rules[k].forward_reads == "entry"]
+    return ledgers
 
 
 def follow(

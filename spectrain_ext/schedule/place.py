@@ -20,8 +20,7 @@ class Place(NamedTuple):
         stages: the number of stages N.
         window: microbatches that the stage may have in flight, at least 1.
         microbatches: the number M of microbatches in a minibatch; one update follows the last.
-        latest: the most updates between a forward and its backward on stage 0, where forwards are
-            latest.
+        latest: the most updates between a forward and its backward on stage 0, the latest of all.
 
     Example:
         >>> from spectrain_ext.schedule import Place
@@ -70,31 +69,30 @@ class Replicas:
         self.dealt = any(count > 1 for count in self.counts)
 
     @staticmethod
-    def of(given: int | Sequence[int] | None, ranks: int) -> Replicas:
+    def of(counts: int | Sequence[int] | None, ranks: int) -> Replicas:
         """Return replicas for this many ranks: a number for every stage, one for all, or None: 1.
 
         Raises:
             TypeError: not numbers.
             ValueError: a number below 1, or they do not add up to the ranks.
         """
-        if given is None or isinstance(given, int):
-            each = 1 if given is None else given
+        if counts is None or isinstance(counts, int):
+            each = 1 if counts is None else counts
             check_int("replicas", each, 1)
             if ranks % each:
                 raise ValueError(f"replicas: {each} for every stage do not divide {ranks} ranks")
             return Replicas((each,) * (ranks // each))
-        if isinstance(given, str) or not isinstance(given, Sequence):
+        if isinstance(counts, str) or not isinstance(counts, Sequence):
             raise TypeError(
-                f"replicas: expected a number, or one per stage, got {type(given).__name__}"
+                f"replicas: expected a number, or one per stage, got {type(counts).__name__}"
             )
-        for k, count in enumerate(given):
+        for k, count in enumerate(counts):
             check_int(f"replicas[{k}]", count, 1)
-        found = Replicas(given)
-        if found.ranks != ranks:
+        if sum(counts) != ranks:
             raise ValueError(
-                f"replicas: {list(given)} are {found.ranks} ranks in all, and there are {ranks}"
+                f"replicas: {list(counts)} are {sum(counts)} ranks in all, and there are {ranks}"
             )
-        return found
+        return Replicas(counts)
 
     def stage_and_replica(self, index: int) -> tuple[int, int]:
         """Return the stage and replica of a number among all, or of a rank's first stage."""

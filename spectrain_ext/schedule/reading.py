@@ -24,8 +24,7 @@ class Rules:
 
     Attributes:
         forward_reads: the version that a forward reads. ``"newest"``: the current one; ``"entry"``:
-            stage 0's when the microbatch began there; ``"previous"``: version i - 1 for minibatch
-            i.
+            stage 0's when the microbatch began there; ``"previous"``: i - 1 for minibatch i.
         law: the prediction law. The step writes ``"second-order"`` predictions, which cannot be
             made again; ``"difference"`` needs the version before the newest, ``"average"`` an
             average of changes. Any other is a function of the horizon.

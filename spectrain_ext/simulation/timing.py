@@ -17,8 +17,7 @@ from spectrain_ext.schedule import (
     Span,
     find_generator,
 )
-from spectrain_ext.schedule.ledger import open_ledgers
-from spectrain_ext.schedule.order import follow, interleave, one_by_one
+from spectrain_ext.schedule.order import follow, interleave, one_by_one, open_ledgers
 
 PerStage = float | Sequence[float]
 _LONGEST = 1e100  # sums and products of such durations stay finite

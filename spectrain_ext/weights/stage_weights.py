@@ -79,8 +79,8 @@ class StageWeights:
 
     def follow(self, rules: Rules, places: tuple[Place, Place], schedule: str | Generator) -> None:
         """Train by these rules from the next run on; if bound, in buffers for these."""
-        given = rules, places, schedule
-        if given == self._followed:
+        settings = rules, places, schedule
+        if settings == self._followed:
             return
         # Masters keep all their digits, and a foreign optimizer its state in their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
@@ -89,12 +89,12 @@ class StageWeights:
         bound = self.bound
         if bound:
             self.unbind()
-        self._followed, self._rules = given, rules
+        self._followed, self._rules = settings, rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)  # yields the instructions of stage 0
         # Whether a backward may use other weights than its forward.
         self.differs_in_backward = rules.retains(self._place.microbatches)
-        self._has_master, self._computing, _ = self._needs(*given)
+        self._has_master, self._computing, _ = self._needs(*settings)
         if not bound:
             return
         self.bind()

@@ -103,11 +103,10 @@ class VersionBuffer:
 class Storage:
     """The buffers that a stage's parameters and its optimizer are bound to.
 
-    Versions stay where they are: to compute with one, the parameters are pointed at its buffer. If
-    the stage computes with other weights than the true ones, these are in a *master* buffer.
-    Otherwise they are a version like any other, and an update first copies them to another buffer
-    if this one is still needed. Between runs the parameters are in the *home* buffer, with the true
-    weights.
+    Versions do not move: to compute with one, the parameters are pointed at its buffer. If the
+    stage computes with other weights than the true ones, these are in a *master* buffer. Otherwise
+    they are a version like any other, and an update first copies them to another buffer if this one
+    is still needed. Between runs the parameters are in the *home* buffer, with the true weights.
     """
 
     bound: VersionBuffer  # the parameters' buffer
@@ -315,7 +314,7 @@ class Storage:
 
 
 class SavedWeights:
-    """Inside, autograd saves only a weight's place; a backward reads the bound version there.
+    """Inside, autograd saves where in its buffer a weight is; a backward reads the bound one there.
 
     A forward and its backward then use different versions, each in a buffer of its own, as if one
     buffer had been overwritten in between. The bits are the same (measured for convolutions, norms
@@ -341,11 +340,11 @@ class SavedWeights:
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         try:
-            found = self._storage.addresses.get(tensor.untyped_storage().data_ptr())
+            at = self._storage.addresses.get(tensor.untyped_storage().data_ptr())
         except (NotImplementedError, RuntimeError):  # a sparse tensor has none
-            found = None
-        if found is not None:
-            buffer, first = found
+            at = None
+        if at is not None:
+            buffer, first = at
             offset = int(tensor.storage_offset()) - first
             return partial(self._in_bound, buffer, tensor.size(), tensor.stride(), offset)
         if self._outer is not None:

@@ -127,6 +127,21 @@ def test_windows_and_rules_are_the_definitions(name):
                 assert factor(update) == pytest.approx(definition.rates(*at, update))
 
 
+@pytest.mark.parametrize("name", methods())
+def test_registered_methods_pass_the_checks_that_own_ones_have(name):
+    """They are not checked where they are used."""
+    method = find_method(name)
+    for n, m in itertools.product((1, 2, 3, 4, 6, 9), (1, 2, 3, 4, 6, 9)):
+        if n > (method.max_stages or n) or (method.min_microbatches and m < n):
+            continue
+        places = places_of(method, n, m)
+        own = dataclasses.replace(method, name="own")
+        assert places_of(own, n, m) == places
+        assert [rules_at(own, place) for place in places] == [
+            rules_at(method, place) for place in places
+        ]
+
+
 @pytest.mark.parametrize(
     ("name", "n", "m", "expected"),
     [

@@ -200,6 +200,22 @@ def test_the_largest_rate_and_the_count_of_gap_aware() -> None:
     assert stage.optimizer.param_groups[0]["gap_rate"] == 0.1
 
 
+def test_a_scale_of_gradients_ends_with_its_step() -> None:
+    scaled, plain = Stage("SGD", DelayCompensation(0.3)), Stage("SGD", DelayCompensation(0.3))
+    for step in range(3):
+        for stage in (scaled, plain):
+            torch.manual_seed(step)
+            stage.stale()
+            cases.give_gradients(stage.params)
+        scaled.optimizer.grad_scale = None
+        if step == 1:
+            scaled.optimizer.grad_scale = torch.tensor(8.0)
+            torch._foreach_mul_([p.grad for p in scaled.params], 8.0)
+        for stage in (scaled, plain):
+            stage.optimizer.step()
+    cases.assert_bits(scaled.weights, plain.weights)
+
+
 def test_what_cannot_be_corrected() -> None:
     params = cases.make_params()
     optimizer = cases.made("SGD", params)
