@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections import Counter
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rivals.machine import environment
+from rivals.machine import environment, save
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -368,17 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("  memory", [(s["counted_bytes"], s["measured_bytes"]) for s in case["memory"]])
         print("  bytes ", [f"{s['update']:g} + {s['loads']:g}" for s in case["bytes"]])
         for batch, stages in case["time"].items():
-            print(
-                f"  {batch:>5} ",
-                [
-                    f"{s['update']['median']:.2f} + {s['loads']['median']:.2f}, "
-                    f"{s['share']['median']:.0%}"
-                    for s in stages
-                ],
-            )
+            medians = [[s[name]["median"] for name in ("update", "loads", "share")] for s in stages]
+            print(f"  {batch:>5} ", [f"{u:.2f} + {ls:.2f}, {of:.0%}" for u, ls, of in medians])
     if a.json is not None:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps(document, indent=1) + "\n")
+        save(a.json, document)
     return 0
 
 

@@ -22,26 +22,26 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpu.ranks import own_groups
 from heap import keep_freed_memory
+from rivals.machine import environment, save
+from table import table
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,29 +113,11 @@ def ideal(blocks: int, batch: int) -> Measure:
     return lambda count: 1 / slowest(mean(alone(module, x, count * 0.02, True)))
 
 
-def ours(
-    method: str,
-    blocks: int,
-    batch: int,
-    parts: int = 1,
-    window: Literal["classic", "wide"] | None = None,
-) -> Measure:
+def ours(module: nn.Module, method: str, batch: int, parts: int = 1, **options: Any) -> Measure:
     """Return microbatches per second of a run, between its first and last results."""
     pipe = st.DistributedPipeline(
-        stage_of(blocks),
-        optimizer_of,
-        _mse,
-        method,
-        microbatches=parts,
-        window=window,
-        timeout=120.0,
-        passes=[st.passes.ShareLoss()],
+        module, optimizer_of, _mse, method, microbatches=parts, timeout=120.0, **options
     )
-    return throughput_of(pipe, batch, parts)
-
-
-def throughput_of(pipe: st.Pipeline, batch: int, parts: int) -> Measure:
-    """Return a function that measures a pipeline in minibatches of ``parts`` microbatches."""
     torch.manual_seed(0)  # the same on all ranks
     data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
 
@@ -195,23 +177,9 @@ def stepped(step: Callable[[], None], parts: int) -> Measure:
     return measure
 
 
-def whole_of(blocks: int, stages: int = 2) -> nn.Sequential:
+def whole_of(blocks: int, stages: int) -> nn.Sequential:
     """Return all stages as one module, the model of a data-parallel rank."""
     return nn.Sequential(*(stage_of(blocks) for _ in range(stages)))
-
-
-def replicated(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
-    """Measure one stage with replicas, with an update per minibatch."""
-    pipe = st.DistributedPipeline(
-        whole_of(blocks, ranks),
-        optimizer_of,
-        _mse,
-        "sync",
-        timeout=120.0,
-        replicas=ranks,
-        microbatches=parts,
-    )
-    return throughput_of(pipe, batch, parts)
 
 
 def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
@@ -236,47 +204,47 @@ def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
 
 def candidates(rank: int, ranks: int, blocks: int, batch: int, count: int) -> Candidates:
     """Return the factories of all candidates that fill a minibatch with ``count`` microbatches."""
+
+    def staged(method: str, parts: int = 1, **options: Any) -> Measure:
+        shared = [st.passes.ShareLoss()]
+        return ours(stage_of(blocks), method, batch, parts, passes=shared, **options)
+
+    def replicated(parts: int) -> Measure:
+        return ours(whole_of(blocks, ranks), "sync", batch, parts, replicas=ranks)
+
     found: Candidates = {
         "ideal": partial(ideal, blocks, batch),
-        **{method: partial(ours, method, blocks, batch) for method in METHODS},
-        "spectrain, wide window": partial(ours, "spectrain", blocks, batch, window="wide"),
+        **{method: partial(staged, method) for method in METHODS},
+        "spectrain, wide window": partial(staged, "spectrain", window="wide"),
     }
     sizes = [parts for parts in microbatches(ranks) if parts <= count]
     for parts in sizes:
         for method in ("auto", "spectrain"):
-            found[f"{method}, M = {parts}"] = partial(ours, method, blocks, batch, parts)
+            found[f"{method}, M = {parts}"] = partial(staged, method, parts)
         for name, kind in SCHEDULES.items():
             if parts <= 2 * ranks:
-                found[f"{name}, M = {parts}"] = partial(ours, name.lower(), blocks, batch, parts)
+                found[f"{name}, M = {parts}"] = partial(staged, name.lower(), parts)
             found[f"torch {name}, M = {parts}"] = partial(
                 theirs, rank, ranks, kind, blocks, batch, parts
             )
     for parts in sizes[:3]:
-        found[f"replicas, M = {parts}"] = partial(replicated, ranks, blocks, batch, parts)
+        found[f"replicas, M = {parts}"] = partial(replicated, parts)
         found[f"DDP, M = {parts}"] = partial(data_parallel, ranks, blocks, batch, parts)
     return found
 
 
 def measured_once(make: Callable[[], Measure], count: int) -> float:
     """Return a candidate's figure and destroy the candidate."""
-    before = set(distributed_c10d._world.pg_map)
-    figure = make()(count)
-    gc.collect()
-    dist.barrier()
-    for group in [each for each in distributed_c10d._world.pg_map if each not in before]:
-        dist.destroy_process_group(group)
+    with own_groups():
+        figure = make()(count)
+        gc.collect()
     return figure
 
 
 def rank_main(
     rank: int, ranks: int, port: int, blocks: int | None, said: Any, options: argparse.Namespace
 ) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
-    )
+    join_group(rank, ranks, port)
     gc.freeze()
     # For all candidates: how much memory glibc returns depends on the process's history.
     keep_freed_memory()
@@ -324,6 +292,16 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
+def join_group(rank: int, ranks: int, port: int) -> None:
+    """Make this process, of one thread, a rank of a gloo group over loopback."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
+    )
+
+
 def spawned(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
     """Run ``main`` on all ranks; return one rank's result."""
     said = mp.get_context("spawn").Queue()
@@ -348,45 +326,19 @@ def report(ranks: int, document: dict[str, Any]) -> None:
         f"forward and backward, {len(figures['ideal'])} rounds of {document['options']['count']} "
         f"microbatches, load {document['load'][0]:.1f} on {os.cpu_count()} cores"
     )
-    print(
-        "| | microbatches/s | of the ideal | spectrain against it | with as many updates "
-        "| vanilla against it |"
-    )
-    print("|---|---|---|---|---|---|")
+    lines = []
     for name, values in figures.items():
 
-        def ratio(above: str, below: list[float] = values) -> float:
-            return median(a / b for a, b in zip(figures[above], below, strict=True))
+        def ratio(above: str, below: list[float] = values) -> str:
+            pairs = zip(figures.get(above, ()), below, strict=False)
+            return f"{median(a / b for a, b in pairs):.2f}" if above in figures else ""
 
+        share = median(a / b for a, b in zip(values, figures["ideal"], strict=True))
         same = f"spectrain, M = {name.rpartition('M = ')[2]}"
-        print(
-            f"| {name} | {median(values):.1f} | {1 / ratio('ideal'):.1%} | "
-            f"{ratio('spectrain'):.2f} | {f'{ratio(same):.2f}' if same in figures else ''} | "
-            f"{ratio('vanilla'):.2f} |"
-        )
-
-
-def about() -> dict[str, Any]:
-    """Return where and how a run was made."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    # not the output file, which is a path of some machine
-    given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
-    return {
-        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *given]),
-        "date": date.today().isoformat(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "spectrain_ext": st.__version__,
-    }
+        cells = [name, f"{median(values):.1f}", f"{share:.1%}"]
+        lines.append([*cells, *(ratio(above) for above in ("spectrain", same, "vanilla"))])
+    heads = "|>microbatches/s|>of the ideal|>spectrain against it|>with as many updates"
+    print(table(f"{heads}|>vanilla against it", lines))
 
 
 def main() -> None:
@@ -409,11 +361,14 @@ def main() -> None:
         "--seconds", type=float, default=float("inf"), help="seconds for all rounds"
     )
     parser.add_argument("--quick", action="store_true", help="a rehearsal without valid figures")
-    parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     if options.quick:
         options.milliseconds, options.count, options.rounds = 2.0, max(options.ranks), 1
-    document = {**about(), "ranks": {}}
+    # not the output file, which is a path of some machine
+    given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "bench/bench_distributed.py", *given])
+    document: dict[str, Any] = {"command": command, **environment(), "ranks": {}}
     blocks: int | None = None
     parts = sum(len(microbatches(ranks)) for ranks in options.ranks)
     for at, ranks in enumerate(options.ranks, start=1):
@@ -426,17 +381,7 @@ def main() -> None:
         blocks = None if at == len(options.ranks) else max(1, round(whole / options.ranks[at]))
         report(ranks, found)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(rounded(document), file, indent=1)
-            file.write("\n")
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if value not in (float("inf"), float("-inf")) else None
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        save(options.json, document)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import selectors
 import socket
@@ -25,14 +24,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
+from rivals.machine import environment
 from safetensors.torch import load_file
-from table import table
+from table import spread, table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,19 +223,12 @@ def whole_by_kind(found: Sequence[Fault]) -> dict[str, list[Fault]]:
 
 def report(found: Sequence[Fault]) -> str:
     """Print median and quartiles of each phase by kind of fault."""
-
-    def cell(values: Sequence[float]) -> str:
-        low, middle, high = (
-            quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-        )
-        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
-
     by_kind = whole_by_kind(found)
     lines = [
-        [words, *(cell([row["seconds"][name] for row in rows]) for rows in by_kind.values())]
+        [words, *(spread([row["seconds"][name] for row in rows]) for rows in by_kind.values())]
         for name, words in PHASES.items()
     ]
-    sums = [cell([sum(row["seconds"].values()) for row in rows]) for rows in by_kind.values()]
+    sums = [spread([sum(row["seconds"].values()) for row in rows]) for rows in by_kind.values()]
     lost = [f"{median(row['lost'] for row in rows):.0f}" for rows in by_kind.values()]
     lines += [["all", *sums], ["minibatches lost", *lost]]
     return table("|>".join(["seconds, median and quartiles", *by_kind]), lines)
@@ -245,10 +237,7 @@ def report(found: Sequence[Fault]) -> str:
 def campaign(options: argparse.Namespace) -> dict[str, Any]:
     """Run trainings with faults and one without; list those with a different result."""
     document: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
+        **environment(),
         "options": {k: v for k, v in vars(options).items() if k not in ("directory", "json")},
         "failed": [],
         "faults": [],

@@ -8,13 +8,13 @@ import pytest
 import torch
 from rivals.in_torch import rivals
 from rivals.operations import OPERATIONS, host_calls, ours
-from rivals.workloads import FP32, MIXED, Precision, Streams, Workload
+from rivals.workloads import Streams, Workload
 
 import spectrain_ext as st
 
 
-def _empty(count: int, precision: Precision = FP32) -> Streams:
-    return Streams(Workload("empty", ((0,),) * count, precision))
+def _empty(count: int) -> Streams:
+    return Streams(Workload("empty", ((0,),) * count))
 
 
 def _note(benchmark: Any, group: str, name: str) -> None:
@@ -38,12 +38,6 @@ def test_operation(benchmark: Any, operation: Any, name: str, count: int) -> Non
     s = _empty(count)
     benchmark({**ours(operation, s), **rivals(operation, s)}[name])
     _note(benchmark, f"{operation.name}, {count} empty tensors", name)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS[5:], ids=lambda op: op.name)
-def test_mixed_precision(benchmark: Any, operation: Any) -> None:
-    benchmark(ours(operation, _empty(300, MIXED))["Plan"])
-    _note(benchmark, f"{operation.name}, 300 empty tensors, mixed", "Plan")
 
 
 @pytest.mark.parametrize("call", list(host_calls(count=1)))

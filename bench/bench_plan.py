@@ -11,38 +11,33 @@ layers. Ratios of planned to measured time are taken round by round; medians cou
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from bench_distributed import WIDTH, join_group, optimizer_of, spawned
+from rivals.machine import environment, save
+from table import table
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.cli.doctor import cpu_name
 from spectrain_ext.cli.links import measured_link
-from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.planning import Layers, Link, measure_layers
 from spectrain_ext.planning.costs import Costs, Setting, Way
 from spectrain_ext.schedule import Replicas
 
-WIDTH = 256
 PROCESSES = (2, 3, 4)
 #: Layers of each block, for a model with equal blocks and one with unequal blocks.
 MODELS = {"even": (2,) * 12, "uneven": (1, 1, 4, 2, 1, 3, 5, 1, 1, 3, 1, 1)}
-
-
 _WARM = 5  # minibatches: a pipeline of four stages is full, and nothing drains yet
 #: Seconds of a minibatch, planned and measured, each with the CPU seconds of all ranks.
 KINDS = ("planned", "planned_work", "measured", "measured_work")
@@ -103,10 +98,6 @@ def ends_of(case: Case) -> tuple[int, ...]:
     return (*ends, len(layers))
 
 
-def optimizer_of(params: Any) -> st.optim.SGD:
-    return st.optim.SGD(params, lr=1e-3, momentum=0.9)
-
-
 class Runner:
     """One configuration's pipeline on this rank."""
 
@@ -150,14 +141,9 @@ def layers_of(name: str, batch: int, rank: int, cores: int, quick: bool) -> Laye
 
 
 def rank_main(
-    rank: int, processes: int, port: int, link: Link, options: argparse.Namespace
+    rank: int, processes: int, port: int, link: Link, said: Any, options: argparse.Namespace
 ) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(minutes=5)
-    )
+    join_group(rank, processes, port)
     cores = len(os.sched_getaffinity(0))
     todo = list(cases(processes))[:: 5 if options.quick else 1]
     runners = [Runner(case, options.batch, rank) for case in todo]
@@ -186,9 +172,7 @@ def rank_main(
             for name, value in zip(KINDS, (*planned.tolist(), measured, float(used)), strict=True):
                 row[name].append(value)
     if rank == 0:
-        with open(options.part, "w") as file:
-            about = {"processes": processes, "cores": cores, "link": asdict(link)}
-            json.dump(finite({**about, "rows": rows}), file)
+        said.put({"processes": processes, "cores": cores, "link": asdict(link), "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -209,15 +193,12 @@ def ratio_of(row: dict[str, Any]) -> float:
 
 def show(part: dict[str, Any]) -> None:
     print(f"\n{part['processes']} processes on {part['cores']} cores\n")
-    print("| configuration | planned ms | measured ms | planned over measured | work ms |")
-    print("|---|---|---|---|---|")
-    for row in part["rows"]:
-        planned, work, measured, used = (1e3 * median(row[name]) for name in KINDS)
-        print(
-            f"| {row['case']} | {planned:.1f} | {measured:.1f} | {ratio_of(row):.2f} | "
-            f"{work:.1f} of {used:.1f} |"
-        )
     ratios = [ratio_of(row) for row in part["rows"]]
+    lines = []
+    for row, ratio in zip(part["rows"], ratios, strict=True):
+        planned, work, measured, used = (f"{1e3 * median(row[name]):.1f}" for name in KINDS)
+        lines.append([row["case"], planned, measured, f"{ratio:.2f}", f"{work} of {used}"])
+    print(table("configuration|>planned ms|>measured ms|>planned over measured|>work ms", lines))
     within = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
     print(f"\n{within} of {len(ratios)} within 10 %", flush=True)
 
@@ -231,44 +212,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
     parser.add_argument("--quick", action="store_true", help="a fifth of the work")
-    parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.seconds = 1, 0.2
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-    began, load = time.monotonic(), os.getloadavg()
+    began, about = time.monotonic(), environment()  # with the load before the run
     parts = []
-    options.part = f"{options.json or 'plan'}.part"
     for processes in options.processes:
         link = measured_link(processes)
         print(
             f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either "
             f"CPU busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
         )
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        mp.spawn(rank_main, (processes, store.port, link, options), nprocs=processes)
-        with open(options.part) as file:
-            parts.append(json.load(file))
-        os.remove(options.part)
+        parts.append(spawned(rank_main, processes, link, options))
         show(parts[-1])
     print(f"{time.monotonic() - began:.0f} s")
     if options.json:
-        about = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python bench/bench_plan.py --rounds {options.rounds} --json plan.json",
-            "device": "cpu",
-            "cpu": cpu_name(),
-            "load_before": load,
-            "quick": options.quick,
-            "torch": torch.__version__,
-            "spectrain_ext": st.__version__,
-            "batch": options.batch,
-            "rounds": options.rounds,
-            "seconds": options.seconds,
-        }
-        with open(options.json, "w") as file:
-            json.dump({**about, "runs": parts}, file, indent=1)
+        command = f"python bench/bench_plan.py --rounds {options.rounds} --json plan.json"
+        chosen = {name: getattr(options, name) for name in ("quick", "batch", "rounds", "seconds")}
+        save(options.json, {"command": command, **about, **chosen, "runs": parts})
     return 0
 
 

@@ -91,5 +91,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
             if one.met is False:
                 line = f"not reached: {one.what}: {one.measured}, expected {one.target}"
                 terminalreporter.write_line(line)
-    for line in getattr(config, "_own_cost", []):
-        terminalreporter.write_line(line)

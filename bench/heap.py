@@ -9,11 +9,9 @@ differs between processes, since it depends on what lies above on the heap.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from functools import cache
 
-_logger = logging.getLogger(__name__)
 # From glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST = 2**31 - 1  # the largest value for mallopt
@@ -39,5 +37,5 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is None or _is_set_up():
         return
-    if mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK) and mallopt(_M_TRIM_THRESHOLD, _MOST):
-        _logger.debug("glibc keeps what is freed, up to %d bytes", _MOST)
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
+    mallopt(_M_TRIM_THRESHOLD, _MOST)

@@ -11,7 +11,6 @@ the number of elements. The measurement does not change a bit of the training.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import root  # noqa: F401  # finds studies
 import torch
-from rivals.machine import environment
+from rivals.machine import environment, save
 from torch import Tensor
 
 import spectrain_ext as st
@@ -276,8 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in case["rows"]:
             print(row["ahead"], row["law"], row["stages"]["mean"])
     if a.json is not None:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps(document, indent=1) + "\n")
+        save(a.json, document)
     return 0
 
 

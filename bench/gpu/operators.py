@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rivals import operations
-from rivals.contest import OnHost, Settings, Times, contest, take_turns
+from rivals.contest import OnHost, Settings, Times, contest
 from rivals.machine import environment
 from rivals.operations import ADAMW_2, SGD_2, STAGE, Operation, host_calls
 from rivals.workloads import BF16, MIXED, Workload, model, synthetic
+from turns import take_turns
 
 from .cases import Cases
 from .scale import Scale
@@ -70,7 +71,7 @@ def _rows(
 
 
 def _host(scale: Scale) -> list[dict[str, Any]]:
-    calls = {name: OnHost(call, 5e-4) for name, call in host_calls(scale.device).items()}
+    calls = {name: OnHost(call, 5e-4).sample for name, call in host_calls(scale.device).items()}
     return [
         Times(seconds, {"name": f"Plan: {name}, 300 tensors", "host": True}).as_benchmark()
         for name, seconds in take_turns(calls, scale.case_s).items()

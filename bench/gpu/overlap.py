@@ -7,7 +7,9 @@ import io
 import json
 import tarfile
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +142,14 @@ def overlap(ran: list[Span]) -> dict[str, Any]:
     if not ran:
         return {"kernels": 0}
     changes = sorted(
-        [(begin, 1, stream, kind) for begin, end, stream, kind in ran if end > begin]
-        + [(end, -1, stream, kind) for begin, end, stream, kind in ran if end > begin],
-        key=lambda change: (change[0], change[1]),
+        (moment, step, stream, kind)
+        for begin, end, stream, kind in ran
+        if end > begin
+        for moment, step in ((begin, 1), (end, -1))
     )
-    streams: dict[str, int] = {}
-    kinds: dict[str, int] = {}
+    streams, kinds = Counter[str](), Counter[str]()
+    alone, pairs = defaultdict[str, float](float), defaultdict[str, float](float)
     busy = together = devices = 0.0
-    alone: dict[str, float] = {}
-    pairs: dict[str, float] = {}
     last = changes[0][0] if changes else 0.0
     for now, step, stream, kind in changes:
         active = sorted(k for k, n in kinds.items() if n)
@@ -160,12 +161,11 @@ def overlap(ran: list[Span]) -> dict[str, Any]:
             together += passed * (len(running) > 1)
             devices += passed * (len({s.partition("/")[0] for s in running}) > 1)
             for k in active:
-                alone[k] = alone.get(k, 0.0) + passed
-            for i, a in enumerate(active):
-                for b in active[i + 1 :]:
-                    pairs[f"{a} and {b}"] = pairs.get(f"{a} and {b}", 0.0) + passed
-        streams[stream] = streams.get(stream, 0) + step
-        kinds[kind] = kinds.get(kind, 0) + step
+                alone[k] += passed
+            for a, b in combinations(active, 2):
+                pairs[f"{a} and {b}"] += passed
+        streams[stream] += step
+        kinds[kind] += step
     whole = changes[-1][0] - changes[0][0] if changes else 0.0
     return {
         "kernels": len(ran),

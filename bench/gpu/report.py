@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from table import table
 
 from .steps import Outcome
 
@@ -27,13 +30,13 @@ def markdown(
         lines.append(f"| {o.name} | {o.status} | {o.seconds:.0f} | {found} | {cases} |")
     lines += ["", "## What failed", "", *(_failed(parts) or ["Nothing that was run."])]
     lines += ["", "## What was not run", "", *(_left_out(outcomes, parts) or ["Nothing."])]
-    for title, (name, table) in _SECTIONS.items():
+    for title, (name, section) in _SECTIONS.items():
         lines += ["", f"## {title}", ""]
         if name not in parts:
             lines.append(f"{title}: not measured.")
             continue
         try:
-            lines += table(parts[name])
+            lines += section(parts[name])
         except Exception:  # the other files still have the figures
             lines.append(f"No table: {traceback.format_exc(limit=-2)}")
     if environment.get("gpu", {}).get("count", 0) < 2:
@@ -52,9 +55,7 @@ def operators_json(found: Part) -> str | None:
 
 
 def _counted(part: Part) -> str:
-    counts: dict[str, int] = {}
-    for case in part.values():
-        counts[case["status"]] = counts.get(case["status"], 0) + 1
+    counts = Counter(case["status"] for case in part.values())
     return ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
@@ -85,23 +86,19 @@ def _left_out(outcomes: Sequence[Outcome], parts: dict[str, Part]) -> list[str]:
 
 def _tests(part: Part) -> list[str]:
     words = ("passed", "failed", "error", "skipped")
-    lines = [f"| file | status | {' | '.join(words)} | seconds |", "|---|---|--:|--:|--:|--:|--:|"]
-    total = dict.fromkeys(words, 0)
+    lines, total = [], Counter[str]()
     for name, case in part.items():
         found = case.get("result") or {}
-        for word in words:
-            total[word] += found.get(word, 0)
+        total.update({word: found.get(word, 0) for word in words})
         cells = [str(found.get(word, "")) for word in words]
-        seconds = found.get("seconds", 0.0)
-        lines.append(f"| {name} | {case['status']} | {' | '.join(cells)} | {seconds:.0f} |")
-    lines.append(f"| all | | {' | '.join(str(n) for n in total.values())} | |")
-    return lines
+        lines.append([name, case["status"], *cells, f"{found.get('seconds', 0.0):.0f}"])
+    lines.append(["all", "", *(str(total[word]) for word in words), ""])
+    return [table("|>".join(["file|status", *words, "seconds"]), lines)]
 
 
 def _operators(part: Part) -> list[str]:
     from rivals import targets
     from rivals.rows import Row, compact
-    from table import table
 
     from .operators import document_of
 
@@ -114,14 +111,11 @@ def _operators(part: Part) -> list[str]:
 
 
 def _host_cost(part: Part) -> list[str]:
-    lines = ["| | median ms | us of its own per action |", "|---|--:|--:|"]
-    for name, case in part.items():
-        if case["status"] == "ok":
-            found = case["result"]
-            own = found.get("own_cost_us_per_action")
-            cell = "" if own is None else f"{own:.1f}"
-            lines.append(f"| {name} | {found['median_us'] / 1e3:.2f} | {cell} |")
-    return lines
+    lines = []
+    for name, found in _results(part):
+        own = found.get("own_cost_us_per_action")
+        lines.append([name, f"{found['median_us'] / 1e3:.2f}", "" if own is None else f"{own:.1f}"])
+    return [table("|>median ms|>us of its own per action", lines)]
 
 
 def _overlap(part: Part) -> list[str]:
@@ -165,14 +159,13 @@ def _ranks(part: Part) -> list[str]:
 
 
 def _training(part: Part) -> list[str]:
-    lines = ["| | devices | by | auto | 1f1b | auto / 1f1b |", "|---|--:|---|--:|--:|--:|"]
+    lines = []
     for name, found in _results(part):
         speeds = [f"{found[m]['minibatches_per_s']:.3g}" for m in ("auto", "1f1b")]
-        lines.append(
-            f"| {name} | {found['devices']} | {found['backend']} | {' | '.join(speeds)} "
-            f"| {found['auto_over_1f1b']:.3f} |"
-        )
-    return [*lines, "", "Minibatches per second, medians of rounds in which both took turns."]
+        ratio = f"{found['auto_over_1f1b']:.3f}"
+        lines.append([name, str(found["devices"]), found["backend"], *speeds, ratio])
+    written = table("|>devices|by|>auto|>1f1b|>auto / 1f1b", lines)
+    return [written, "", "Minibatches per second, medians of rounds in which both took turns."]
 
 
 _SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
@@ -184,10 +177,3 @@ _SECTIONS: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
     "Host": ("host-cost", _host_cost),
     "Overlap": ("overlap", _overlap),
 }
-#: Steps that report only failures, and figures that no table needs.
-WITHOUT_TABLE = (
-    *("install", "first", "memcheck", "synccheck", "racecheck", "initcheck"),
-    *("stress-methods", "stress-options", "layers"),
-)
-#: Steps with a table.
-WITH_TABLE = tuple(name for name, _ in _SECTIONS.values())

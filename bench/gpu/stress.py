@@ -123,10 +123,6 @@ class Setup:
 
     def data(self, scale: Scale) -> Iterator[Batch | dict[str, Tensor]]:
         """Yield batches one at a time without keeping them, so that only the pipeline does."""
-        for x, y in self._pairs(scale):
-            yield {"x": x, "y": y} if self.mapping else (x, y)
-
-    def _pairs(self, scale: Scale) -> Iterator[Batch]:
         count, _, examples = scale.stress
         gen = torch.Generator().manual_seed(5)
         there, pins = self.batches == "device", self.batches == "pinned" and scale.on_gpu
@@ -136,7 +132,8 @@ class Setup:
             y = torch.randint(0, _CLASSES, (examples,), generator=gen)
             made.append((x.to(self.devices[0]), y.to(self.devices[-1])) if there else (x, y))
         for x, y in made:
-            yield (x.pin_memory(), y.pin_memory()) if pins else (x.clone(), y.clone())
+            x, y = (x.pin_memory(), y.pin_memory()) if pins else (x.clone(), y.clone())
+            yield {"x": x, "y": y} if self.mapping else (x, y)
 
     def train(self, scale: Scale) -> dict[str, Tensor]:
         """Return losses and final state."""

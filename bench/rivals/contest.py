@@ -8,14 +8,14 @@ round by round and passes the times to its statistics (bench_operators.py) or st
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from turns import take_turns
 
 from .copies import LIMIT, copied_bytes, copies
 from .in_torch import compiled, rivals
@@ -135,32 +135,6 @@ def _capture(calls: Sequence[Call]) -> Any:
 Contestant = OnHost | OnDevice
 
 
-def take_turns(
-    contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
-) -> dict[str, list[float]]:
-    """Sample all contestants in turn, in rotating order, until the budget is used up.
-
-    Returns the seconds of one call for every sample.
-    """
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        start = time.perf_counter()
-        for turn in range(at_most):
-            if turn >= at_least and time.perf_counter() - start > budget_s:
-                break
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                times[name].append(contestants[name].sample())
-    finally:
-        if collecting:
-            gc.enable()
-    return times
-
-
 def makers(
     operation: Operation, settings: Settings
 ) -> dict[str, Callable[[Streams], dict[str, Call]]]:
@@ -215,7 +189,8 @@ def contest(operation: Operation, work: Workload, settings: Settings) -> dict[st
         name: OnHost(each[0], settings.sample_s) if on_cpu else OnDevice(each, settings.sample_s)
         for name, each in calls.items()
     }
-    times = take_turns(contestants, settings.case_s, settings.least)
+    samples = {name: each.sample for name, each in contestants.items()}
+    times = take_turns(samples, settings.case_s, settings.least)
     found = {}
     for name, seconds in times.items():
         about = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from spectrain_ext import _C
 from spectrain_ext.cli.doctor import cpu_name, installed
+from spectrain_ext.files import finite
 from spectrain_ext.threads import cores
 
 
@@ -42,6 +44,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         info["l2_bytes"] = getattr(p, "L2_cache_size", None)
         info["cuda"] = torch.version.cuda
     return info
+
+
+def save(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(finite(document), indent=1) + "\n")
 
 
 def free_bytes(device: str = "cpu") -> int:

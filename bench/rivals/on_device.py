@@ -65,25 +65,14 @@ def _triton(operation: Operation, s: Streams) -> Call:
     first = outs[0] if outs else w
     second = outs[1] if len(outs) > 1 else w
     block = 1024
+    numbers = LR, MOMENTUM, LR * STEPS[0], LR * STEPS[1]
+    constants = {"STEP": operation.steps, "PREDICTIONS": len(outs), "BLOCK": block}
 
     def run() -> None:
         for i, weight in enumerate(w):
             n = weight.numel()
             if n:
-                kernel[(-(-n // block),)](
-                    weight,
-                    v[i],
-                    g[i],
-                    first[i],
-                    second[i],
-                    n,
-                    LR,
-                    MOMENTUM,
-                    LR * STEPS[0],
-                    LR * STEPS[1],
-                    STEP=operation.steps,
-                    PREDICTIONS=len(outs),
-                    BLOCK=block,
-                )
+                tensors = weight, v[i], g[i], first[i], second[i]
+                kernel[(-(-n // block),)](*tensors, n, *numbers, **constants)
 
     return run

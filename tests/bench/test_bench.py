@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_distributed
+import bench_pipeline
 import pytest
 import torch
 from helpers.ranks import run_pytest, run_said
@@ -28,14 +29,12 @@ def test_bytes_per_weight_are_the_least_possible() -> None:
     assert got["mixed"] == [12, 10, 8, 16, 16, 18, 20, 22, 26, 28, 30, 30]
 
 
-def _run(operation: Operation, work: Workload, pick: Callable[[Streams], Any]) -> Streams:
+def _run(operation: Operation, work: Workload, call: Callable[[Streams], Any]) -> Streams:
     """Start every implementation from the same values."""
     s = Streams(work)
     for letter in operation.letters:
         s[letter]
-    call = pick(s)
-    if call is not None:
-        call()
+    call(s)
     return s
 
 
@@ -53,17 +52,14 @@ def test_rivals_compute_the_same(
         return {**ours(operation, s), **in_torch.rivals(operation, s)}
 
     before = Streams(work)
-    expected = _run(operation, work, lambda s: table(s)["Plan"])
+    expected = _run(operation, work, lambda s: table(s)["Plan"]())
     changed = [c for c in operation.letters if not torch.equal(before[c][0], expected[c][0])]
     assert set(changed) == set(operation.writes) or precision is not FP32  # too narrow for a step
     names = [name for name in table(Streams(work)) if name != "Plan"]
-    results = {name: _run(operation, work, lambda s, n=name: table(s)[n]) for name in names}
-    if precision.name != "bf16":
-
-        def compiled(s: Streams) -> None:
-            in_torch.compiled(operation, [s])  # this also runs it once
-
-        results["torch.compile"] = _run(operation, work, compiled)
+    results = {name: _run(operation, work, lambda s, n=name: table(s)[n]()) for name in names}
+    if precision.name != "bf16":  # compiling runs it once
+        compiled = _run(operation, work, lambda s: in_torch.compiled(operation, [s]))
+        results["torch.compile"] = compiled
     assert results or operation is STAGE
     for name, s in results.items():
         for letter in operation.letters:
@@ -108,7 +104,6 @@ def test_a_contest_on_a_device(operation: Operation) -> None:
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 _TWO = "SGD step + 2 predictions"
-_RESTS = ("", " + 1 prediction", " + 2 predictions")
 
 
 def entry(name: str, us: float, kind: str = "ours", best: float = 0.9, **more: Any) -> Any:
@@ -119,10 +114,6 @@ def entry(name: str, us: float, kind: str = "ours", best: float = 0.9, **more: A
     return {"extra_info": about, "stats": stats}
 
 
-def copy(us: float, **more: Any) -> Any:
-    return entry("copy: numpy", us, "copy", **more)
-
-
 def verdict(what: str, *entries: Any, device: str = "cpu") -> targets.Verdict:
     found = targets.judged({"device": device}, entries)
     (one,) = [v for v in found if v.what.startswith(what)]
@@ -130,8 +121,9 @@ def verdict(what: str, *entries: Any, device: str = "cpu") -> targets.Verdict:
 
 
 def test_the_worst_large_workload_and_a_rival_that_is_ahead_anywhere_decide() -> None:
-    good = [entry("Plan", 1.0), entry("operator", 3.0), copy(0.97)]
-    worse = [entry("Plan", 1.0, workload="2^26"), copy(0.94, workload="2^26", best=0.99)]
+    good = [entry("Plan", 1.0), entry("operator", 3.0), entry("copy", 0.97, "copy")]
+    large = {"workload": "2^26"}
+    worse = [entry("Plan", 1.0, **large), entry("copy", 0.94, "copy", 0.99, **large)]
     small = [entry("Plan", 9.0, workload="2^10", elements=2**10)]
     one = verdict("predict_", *good, *worse, *small)
     assert one.met is False and one.measured == "94% at worst (2^26); 103% by best times"
@@ -148,20 +140,18 @@ def test_the_worst_large_workload_and_a_rival_that_is_ahead_anywhere_decide() ->
     assert one.met is None and "| not measured |" in targets.markdown([one])
 
 
-TINY = ("bench_operators.py", "--elements", 6, "--case-seconds", 0, "--threads", 1, "-k")
-
-
 @pytest.mark.processes
 def test_a_group_holds_all_rivals_and_its_file_makes_the_section(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     path = tmp_path / "bench.json"
-    code, printed = run_pytest(BENCH, *TINY, "SGD-step", f"--benchmark-json={path}")
+    tiny = ("--elements", 6, "--case-seconds", 0, "--threads", 1, "-k", "SGD-step")
+    code, printed = run_pytest(BENCH, "bench_operators.py", *tiny, f"--benchmark-json={path}")
     assert code == 0, printed
     assert "benchmark 'SGD step, 2^6, fp32'" in printed
     assert "ours against the best copy and the fastest rival" in printed
     document = json.loads(path.read_text())
     about = [each["extra_info"] for each in document["benchmarks"]]
-    assert {each["operation"] for each in about} == {f"SGD step{rest}" for rest in _RESTS}
+    assert {each["operation"] for each in about} == {"SGD step", "SGD step + 1 prediction", _TWO}
     assert {"Plan", "operator", "fused", "foreach", "for loop", "copy: numpy"} <= {
         each["name"] for each in about if each["operation"] == "SGD step"
     }
@@ -173,6 +163,16 @@ def test_a_group_holds_all_rivals_and_its_file_makes_the_section(tmp_path: Path)
     assert "| SGD step | fp32 | " in speed.operators(tmp_path)
     code, printed = run_pytest(BENCH, "bench_operators.py", "--suite", "nothing")
     assert code == 4 and "invalid choice: 'nothing'" in printed
+
+
+def test_an_instruction_beside_torch_and_its_calls() -> None:
+    found = bench_pipeline.measured(1, ["vanilla"])
+    assert found.keys() >= {"torch, N = 8", "1f1b, N = 4", "auto, N = 1", "own cost, vanilla"}
+    lines = bench_pipeline.report([found], [found]).splitlines()[2:]
+    assert len(lines) == len(found) and all(" | 1.00 (1.00 to 1.00) |" in line for line in lines)
+    calls = bench_pipeline.calls_of("vanilla", 1)
+    steps = {name.partition(" ")[2]: n for name, n in calls.items() if name.startswith("optim/")}
+    assert steps["PredictingOptimizer.step"] == bench_pipeline.COUNTED_STAGES
 
 
 @pytest.mark.processes
