@@ -4,8 +4,8 @@ from .blocks import mark_ties
 from .cut import Cut, cut
 from .materializing import materialize
 from .profile import BlockProfile, Profile, Tie, measure
+from .programs import TracedStage
 from .stages import Partition, cut_at, partition, profile_of
-from .traced import TracedStage
 
 __all__ = [
     "BlockProfile",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
-from .profile import Tie
-from .provenance import slots_of
-from .traced import TracedStage
+from spectrain_ext.transport.message import Value
+
+from .own_loss import NO_LOSS
+from .profile import Profile, Tie, measure, profile_by_parameters, written_buffers
+from .programs import TracedStage
+from .provenance import is_valueless, slots_of
 
 
 class Slice(nn.Sequential):
@@ -84,6 +88,45 @@ def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
 def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
     names, modules = list(blocks), list(blocks.values())
     return [Slice(modules[s:e], names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+class BlockList:
+    """A list of blocks to cut between, by name."""
+
+    narrow: tuple[Tie, ...] = ()
+    columns = None
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        example: Value | None,
+        kept: tuple[str, ...],  # columns for the loss
+        planned: bool,
+    ) -> None:
+        self.names, self.blocks = list(blocks), list(blocks.values())
+        self._named, self._example = blocks, example
+        if example is None and not planned and not is_valueless(*self.blocks):
+            raise TypeError("example_input: expected a microbatch, got None")
+        if kept:
+            raise ValueError(
+                "columns: of a list of blocks the first takes the whole batch, of which nothing is "
+                f"dropped; got {list(kept)}"
+            )
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        return slices_of(self._named, ends)
+
+    def measure(self, repeats: int = 5) -> Profile:
+        if self._example is None:
+            return profile_by_parameters(self.blocks)
+        return measure(self.blocks, self._example, repeats=repeats)
+
+    def written(self, parts: Sequence[nn.Module]) -> set[int]:
+        run = partial(reduce, lambda value, block: block(value), self.blocks)
+        return written_buffers(nn.ModuleList(self.blocks), run, self._example, parts)
+
+    def loss_of(self, stages: object) -> str:
+        return NO_LOSS
 
 
 def ties_of(

@@ -22,15 +22,18 @@ from spectrain_ext.transport.message import Value
 
 from .outline import (
     SPLIT_HINT,
+    Call,
     Inputs,
     Outline,
     adapted,
+    copy_sharing,
     evaluated,
     find_outline,
     hidden_of,
     members_of,
 )
-from .profile import BlockProfile, Profile, measure
+from .own_loss import OwnLoss, own_loss
+from .profile import BlockProfile, Profile, Tie, measure, written_buffers
 from .provenance import Provenance, is_valueless, running
 
 
@@ -228,29 +231,10 @@ def _leave(_: nn.Module, args: object, output: Any) -> Any:
     raise _EndOfStage(output[0] if isinstance(output, (tuple, list)) else output)
 
 
-def copy_sharing(
-    module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = ""
-) -> nn.Module:
-    """Return a copy of a module that shares all parts except those replaced, by name."""
-    copied: nn.Module = object.__new__(type(module))
-    vars(copied).update(vars(module))
-    children = dict(module._modules)
-    for name, child in children.items():
-        path = prefix + name
-        if path in replaced:
-            children[name] = replaced[path]
-        elif child is not None and any(key.startswith(path + ".") for key in replaced):
-            children[name] = copy_sharing(child, replaced, path + ".")
-    vars(copied)["_modules"] = children
-    vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-    for own in ("_buffers", *hooks):
-        vars(copied)[own] = copy.copy(vars(module)[own])
-    return copied
-
-
 class Decoder:
     """A Hugging Face model to cut between its blocks, verified on an example."""
+
+    narrow: tuple[Tie, ...] = ()
 
     def __init__(
         self, given: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
@@ -274,7 +258,8 @@ class Decoder:
         self._valueless_copies = {
             name: copy_without_values(module) for name, module in named.items()
         }
-        whole = outline.columns.of(self.example)
+        self.columns = outline.columns
+        whole = self.columns.of(self.example)
         first = outline.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models need in later stages. Without values the
@@ -313,6 +298,10 @@ class Decoder:
             self.provenance.know(stage, stage.full_name)
         return stage
 
+    def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
+        self.check(stages)
+        return own_loss(self.model, self.outline, self.example, self.output, self.provenance)
+
     def check(self, stages: Sequence[nn.Module]) -> None:
         found, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
         alike = _close if self.provenance is None else self.provenance.same
@@ -323,6 +312,11 @@ class Decoder:
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
+
+    def written(self, parts: Sequence[nn.Module]) -> set[int]:
+        batch = self.columns.of(self.example)
+        run = partial(Call(tuple(batch), fixed=self.outline.fixed).run, self.model)
+        return written_buffers(self.model, run, tuple(batch.values()), parts)
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
         with evaluated(nn.ModuleList([self.model, *stages])), running(self.provenance):

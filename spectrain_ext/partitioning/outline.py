@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -305,6 +306,27 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def copy_sharing(
+    module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = ""
+) -> nn.Module:
+    """Return a copy of a module that shares all parts except those replaced, by name."""
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    children = dict(module._modules)
+    for name, child in children.items():
+        path = prefix + name
+        if path in replaced:
+            children[name] = replaced[path]
+        elif child is not None and any(key.startswith(path + ".") for key in replaced):
+            children[name] = copy_sharing(child, replaced, path + ".")
+    vars(copied)["_modules"] = children
+    vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    for own in ("_buffers", *hooks):
+        vars(copied)[own] = copy.copy(vars(module)[own])
+    return copied
 
 
 class _Watch:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .decoders import copy_sharing
-from .outline import Outline, evaluated, quoted, set_mode
+from .outline import Outline, copy_sharing, evaluated, quoted, set_mode
 from .profile import forked_rng, untouched
 from .provenance import Provenance, running
 
+NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
 #: The label of positions without a loss.
 _IGNORED = -100
 

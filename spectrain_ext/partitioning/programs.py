@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from .outline import Columns, set_mode
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+# (training, whether gradients are enabled); None: the modules' original modes
+Mode = tuple[bool | None, bool]
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 
@@ -157,6 +161,84 @@ class Program:
                 part.recompile()
             self._moved[device] = module
         return self._moved[device]
+
+
+class State(nn.Module):
+    """Holds parameters and module buffers by the model's names; the code is in the graphs."""
+
+    def train(self, mode: bool = True) -> State:
+        raise RuntimeError(
+            f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
+            "their own; set it before the model is cut, or set the stage's"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    program: Program
+    slots: tuple[tuple[nn.Module, str], ...]
+
+    def __call__(self, given: tuple[Tensor, ...]) -> Any:
+        return self.program(given, [getattr(owner, name) for owner, name in self.slots])
+
+
+#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
+Graphs = dict[Mode, "tuple[Bound, ...] | str"]
+
+
+class TracedStage(nn.Module):
+    """One stage of a traced model; ``partition`` makes it.
+
+    Stages pass on a tensor, or a tuple of every tensor that a later stage needs. A tensor that only
+    a later stage uses (a skip connection) passes through unchanged.
+
+    ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
+    parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
+    until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
+    """
+
+    block_names: Sequence[str] = ()  # the modules in it are never called
+
+    def __init__(self, part: State, modes: Graphs, training: bool, given: bool) -> None:
+        super().__init__()
+        self.part = part
+        self._modes = modes
+        self._given: bool | None = None if given else training
+        self.columns: Columns | None = None  # set on a first stage that takes mappings
+        set_mode(self, training)
+
+    @property
+    def takes(self) -> int:
+        """Number of input tensors."""
+        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
+        return len(graphs[-1].program.inputs)
+
+    def full_name(self, name: str) -> str:
+        """Return the uncut model's name of a parameter or module buffer of this stage."""
+        return name.removeprefix("part.")
+
+    def train(self, mode: bool = True) -> TracedStage:
+        """Select the training or evaluation graph; RuntimeError if there is none."""
+        why = self._modes[mode, True]
+        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
+            raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
+        self._given = None
+        set_mode(self, mode)
+        return self
+
+    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
+        """Return the tensors that later stages need, or the model's output."""
+        if self.columns is not None:
+            value = tuple(self.columns.of(value).values())
+        given = value if isinstance(value, tuple) else (value,)
+        mode = None if self._given is self.training else self.training
+        graphs = self._modes[mode, torch.is_grad_enabled()]
+        if isinstance(graphs, str):
+            raise RuntimeError(f"forward: {graphs}")
+        for graph in graphs[:-1]:
+            if graph.program.shape_error(given) is None:
+                return graph(given)
+        return graphs[-1](given)
 
 
 def programs_of(

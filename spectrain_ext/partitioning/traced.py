@@ -3,101 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value
+from spectrain_ext.transport.message import Value, each
 
-from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked, set_mode
-from .profile import blaming_example, untouched
-from .programs import Port, Program
+from .blocks import slices_of
+from .cut import check_stages
+from .outline import (
+    BY_POSITION,
+    SPLIT_HINT,
+    Call,
+    Columns,
+    Outline,
+    columns_in,
+    evaluated,
+    hooked,
+    is_pretrained,
+    outline_columns,
+)
+from .own_loss import NO_LOSS, OwnLoss, own_loss
+from .profile import Profile, Tie, blaming_example, measure, untouched, written_buffers
+from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
 from .provenance import is_valueless, slots_of
-from .tracing import MODE_NAMES, Mode, TracedModel, traces
+from .tracing import MODE_NAMES, TracedModel, traces
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
-
-
-class State(nn.Module):
-    """Holds parameters and module buffers by the model's names; the code is in the graphs."""
-
-    def train(self, mode: bool = True) -> State:
-        raise RuntimeError(
-            f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
-            "their own; set it before the model is cut, or set the stage's"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    program: Program
-    slots: tuple[tuple[nn.Module, str], ...]
-
-    def __call__(self, given: tuple[Tensor, ...]) -> Any:
-        return self.program(given, [getattr(owner, name) for owner, name in self.slots])
-
-
-#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
-_Modes = dict[Mode, "tuple[_Bound, ...] | str"]
-
-
-class TracedStage(nn.Module):
-    """One stage of a traced model; ``partition`` makes it.
-
-    Stages pass on a tensor, or a tuple of every tensor that a later stage needs. A tensor that only
-    a later stage uses (a skip connection) passes through unchanged.
-
-    ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
-    parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
-    until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
-    """
-
-    block_names: Sequence[str] = ()  # the modules in it are never called
-
-    def __init__(self, part: State, modes: _Modes, training: bool, given: bool) -> None:
-        super().__init__()
-        self.part = part
-        self._modes = modes
-        self._given: bool | None = None if given else training
-        self.columns: Columns | None = None  # set on a first stage that takes mappings
-        set_mode(self, training)
-
-    @property
-    def takes(self) -> int:
-        """Number of input tensors."""
-        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
-        return len(graphs[-1].program.inputs)
-
-    def full_name(self, name: str) -> str:
-        """Return the uncut model's name of a parameter or module buffer of this stage."""
-        return name.removeprefix("part.")
-
-    def train(self, mode: bool = True) -> TracedStage:
-        """Select the training or evaluation graph; RuntimeError if there is none."""
-        why = self._modes[mode, True]
-        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
-            raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
-        self._given = None
-        set_mode(self, mode)
-        return self
-
-    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        """Return the tensors that later stages need, or the model's output."""
-        if self.columns is not None:
-            value = tuple(self.columns.of(value).values())
-        given = value if isinstance(value, tuple) else (value,)
-        mode = None if self._given is self.training else self.training
-        graphs = self._modes[mode, torch.is_grad_enabled()]
-        if isinstance(graphs, str):
-            raise RuntimeError(f"forward: {graphs}")
-        for graph in graphs[:-1]:
-            if graph.program.shape_error(given) is None:
-                return graph(given)
-        return graphs[-1](given)
 
 
 def split(
@@ -170,19 +106,19 @@ class _Assembly:
                     where.setdefault(tensor, slot)
         named = len(where)
 
-        def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
+        def bound(program: Program, state: dict[str, Tensor]) -> Bound:
             for tensor in state.values():
                 if tensor not in where:
                     # A constant of the code is not saved, but moves with the stage.
                     where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
-            return _Bound(program, tuple(where[state[name]] for name in program.state))
+            return Bound(program, tuple(where[state[name]] for name in program.state))
 
         if is_valueless(self._model):  # materialize needs the model's initialization rules
             modules = dict(self._model.named_modules())
             for path, owner in part.named_modules():
                 if path in modules:
                     vars(owner)["origin"] = modules[path]
-        kept: _Modes = {
+        kept: Graphs = {
             mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
             for mode, graphs in self._modes.items()
         }
@@ -303,73 +239,149 @@ def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[
 # Where to cut
 
 
-def block_names(names: Sequence[str]) -> list[str]:
+class Traceable:
+    """A model to cut before submodules that it calls once, or at ``split_points``."""
+
+    narrow: tuple[Tie, ...] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n_stages: int,
+        example: Value,
+        split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+        kept: tuple[str, ...],  # columns for the loss
+        planned: Sequence[str] | None,  # the plan's names of blocks
+    ) -> None:
+        if is_valueless(model):
+            example = each(example, lambda tensor: tensor.to("meta"))
+            for name, buffer in model.named_buffers():
+                if not buffer.is_meta:
+                    raise ValueError(
+                        f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
+                        "device; a model that is traced has to be there as a whole"
+                    )
+        self._model, self._example = model, example
+        self._outline: Outline | None = None
+        self.columns: Columns | None = None
+        self._value, self._call = example, BY_POSITION
+        if is_pretrained(model):
+            self._outline, self._output = outline_columns(model, example, more=kept)
+            self.columns = self._outline.columns.narrowed(example)
+        elif isinstance(example, Mapping):
+            self.columns = columns_in(model, example, kept)
+        if self.columns is not None:
+            self._value, self._call = tuple(self.columns.of(example).values()), self.columns.call
+        if self._outline is not None:
+            self._call = replace(self._call, fixed=self._outline.fixed)
+        self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
+        self.blocks: Sequence[nn.Module]
+        if split_points is not None:
+            if not is_valueless(model):  # else the trace tells as much
+                self._calls()
+            check_stages(n_stages, len(split_points) + 1)
+            self.names = [str(index) for index in range(len(split_points) + 1)]
+            self.blocks = self._split(split_points)
+            return
+        levels = list(_levels(model, self._calls()))
+        if planned is None:
+            self._begins, self.blocks = self._finest_cut(levels, n_stages)
+        else:  # nothing is traced, and the blocks are the submodules
+            names = max(levels, key=lambda level: sum(map(eq, _block_names(level), planned)))
+            self._begins, self.blocks = names, [model.get_submodule(name) for name in names]
+        self.names = _block_names(self._begins)
+        self.narrow = tuple(
+            Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
+            for index, block in enumerate(self.blocks)
+            if index and isinstance(block, TracedStage) and block.takes > 1
+        )
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        if self._begins is None:
+            return slices_of(dict(zip(self.names, self.blocks, strict=True)), ends)
+        # Each stage is traced as one graph.
+        return [*self._split([self._begins[end] for end in ends[:-1]])]
+
+    def measure(self, repeats: int = 5) -> Profile:
+        return measure(self.blocks, self._value, repeats=repeats)
+
+    def written(self, parts: Sequence[nn.Module]) -> set[int]:
+        run = partial(self._call.run, self._model)
+        return written_buffers(self._model, run, self._value, parts)
+
+    def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
+        first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
+        first.columns = self.columns
+        if self._outline is None:
+            return NO_LOSS
+        return own_loss(self._model, self._outline, self._example, self._output)
+
+    def _split(
+        self, points: Mapping[str, SplitPoint] | Sequence[str], once: bool = False
+    ) -> list[TracedStage]:
+        return split(self._model, self._value, points, once, self._call)
+
+    def _calls(self) -> dict[nn.Module, int]:
+        """Run the model; return how often each module is called, in the order of first calls."""
+        model, example = self._model, self._value
+        for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
+            if not isinstance(argument, Tensor):
+                raise TypeError(
+                    f"example_input: expected a tensor or a tuple of tensors, got a "
+                    f"{type(argument).__name__} at {index}"
+                )
+        calls: dict[nn.Module, int] = {}
+        running: list[nn.Module] = []
+
+        def begin(module: nn.Module, *_: object) -> None:
+            calls[module] = calls.get(module, 0) + 1
+            running.append(module)
+
+        def end(*_: object) -> None:
+            running.pop()
+
+        try:
+            with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
+                self._call.run(model, example)
+        except Exception as error:
+            names = {module: name for name, module in model.named_modules()}
+            name = names[running[-1]] if running else ""
+            where = f"{type(model).__name__}{f' in its {name!r}' * bool(name)}"
+            with blaming_example(where, example):
+                raise error
+        return calls
+
+    def _finest_cut(
+        self, levels: Sequence[Sequence[str]], n_stages: int
+    ) -> tuple[Sequence[str], Sequence[nn.Module]]:
+        """Cut before as many submodules as possible; return their names, and the blocks."""
+        why: Exception | None = None
+        most = 1
+        # First the innermost modules with parameters of their own. If torch.export fails, or a
+        # value cannot be passed on, then the modules around them.
+        for names in levels:
+            if len(names) < n_stages:
+                most = max(most, len(names))
+                continue
+            try:
+                blocks = self._split(names[1:], once=True)
+            except ValueError as error:  # for example a value that cannot be passed on
+                why = error
+                continue
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
+            if len(blocks) == len(names):
+                return names, blocks
+        if why is not None:
+            raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
+        raise ValueError(
+            f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}"
+        )
+
+
+def _block_names(names: Sequence[str]) -> list[str]:
     """Return names of blocks; the whole model, whose name is empty, is "0"."""
     return [name or str(index) for index, name in enumerate(names)]
-
-
-def calls_in(model: nn.Module, example: Value, call: Call) -> dict[nn.Module, int]:
-    """Run a model; return how often each module is called, in the order of first calls."""
-    for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
-        if not isinstance(argument, Tensor):
-            raise TypeError(
-                f"example_input: expected a tensor or a tuple of tensors, got a "
-                f"{type(argument).__name__} at {index}"
-            )
-    calls: dict[nn.Module, int] = {}
-    running: list[nn.Module] = []
-
-    def begin(module: nn.Module, *_: object) -> None:
-        calls[module] = calls.get(module, 0) + 1
-        running.append(module)
-
-    def end(*_: object) -> None:
-        running.pop()
-
-    try:
-        with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
-            call.run(model, example)
-    except Exception as error:
-        names = {module: name for name, module in model.named_modules()}
-        name = names[running[-1]] if running else ""
-        with blaming_example(f"{type(model).__name__}{f' in its {name!r}' * bool(name)}", example):
-            raise error
-    return calls
-
-
-def finest_cut(
-    model: nn.Module,
-    example: Value,
-    n_stages: int,
-    call: Call,
-    calls: Mapping[nn.Module, int],  # from calls_in
-    planned: Sequence[str] | None = None,
-) -> tuple[Sequence[str], Sequence[nn.Module]]:
-    """Cut as finely as possible, before submodules called once; return names and blocks."""
-    if planned is not None:  # nothing is traced, and the blocks are the submodules
-        levels = list(_levels(model, calls))
-        names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
-        return names, [model.get_submodule(name) for name in names]
-    why: Exception | None = None
-    most = 1
-    # First the innermost modules with parameters of their own. If torch.export fails, or a value
-    # cannot be passed on, then the modules around them.
-    for names in _levels(model, calls):
-        if len(names) < n_stages:
-            most = max(most, len(names))
-            continue
-        try:
-            blocks = split(model, example, names[1:], once=True, call=call)
-        except ValueError as error:  # for example a value that cannot be passed on
-            why = error
-            continue
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
-        if len(blocks) == len(names):
-            return names, blocks
-    if why is not None:
-        raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
-    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}")
 
 
 def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[str]]:

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .outline import BY_POSITION, Call, hooked, modes_kept
-from .programs import Program, programs_of
+from .programs import Mode, Program, programs_of
 
-# (training, whether gradients are enabled); None: the modules' original modes
-Mode = tuple[bool | None, bool]
 MODES = (True, False)
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
 
