@@ -180,17 +180,14 @@ def plan_command(
     save_profile: Path | None,
     devices: int,
     link: Link | tuple[Link, ...] | None,
-    batch: int,
     memory: tuple[float, ...] | None,
     speed: float | None,
     speeds: tuple[float, ...] | None,
-    replicas: int | None,
-    cores: int | None,
     codec: str | None,
     methods: Sequence[str],
     device: str,
-    state: int,
     out: Path | None,
+    **numbers: Any,  # batch, replicas, cores and state, as they are for plan()
 ) -> None:
     """Choose stages, replicas, microbatches, window and method for training a model.
 
@@ -224,15 +221,12 @@ def plan_command(
                 layers,
                 devices,
                 link=measured_link(min(devices, _TOGETHER)) if link is None else link,
-                batch=batch,
                 memory=memory,
                 speed=speed,
                 speeds=speeds,
-                replicas=replicas,
-                cores=cores,
                 methods=[_method(name) for name in methods],
-                state=state,
                 codec=None if codec is None else NAMES[codec],
+                **numbers,
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
