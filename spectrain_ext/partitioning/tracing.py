@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -20,7 +20,6 @@ from .programs import Mode, Program, programs_of
 
 MODES = (True, False)
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
-
 
 #: The stages of a model in one mode, each with its state.
 TracedModel = list[tuple[Program, dict[str, Tensor]]]
@@ -35,29 +34,28 @@ def traces(
     call: Call = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
-    modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
     with (
         _marked(before, after),
         _with_signature(model, call),
         modes_kept(model),
-        modes,
+        _switching_modes(model) as switch,
         _checking_attributes(model),
     ):
         if once:
             with torch.enable_grad():
                 return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
-        given = modes.now()
+        original = [module.training for module in model.modules()]
         first = _traced(model, call, arguments, "as it is")
         for mode in MODES:
             name = MODE_NAMES[mode]
             try:
-                modes.set(mode)
-                same = modes.now() == given
-                made = first if same else _traced(model, call, arguments, name)
+                switch(mode)
+                same = [module.training for module in model.modules()] == original
+                traced = first if same else _traced(model, call, arguments, name)
             except (RuntimeError, ValueError) as error:
-                made = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
-            found.update({(mode, grad): graphs for grad, graphs in made.items()})
+                traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
+            found.update({(mode, grad): graphs for grad, graphs in traced.items()})
     if all(found[mode, True] is not first[True] for mode in MODES):
         found.update({(None, grad): graphs for grad, graphs in first.items()})
     return dict(sorted(found.items(), key=lambda item: item[1] is not first[True]))
@@ -336,60 +334,53 @@ def _recording_dropped_backwards() -> Iterator[set[str]]:
         yield own
 
 
-class _Modes:
-    """Sets the modes of a model's modules, and undoes on exit what their own code does then."""
+@contextmanager
+def _switching_modes(model: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Yield a function that calls the model's train() or eval(); undo on exit what these do."""
+    own_code = [
+        module
+        for module in model.modules()
+        if type(module).train is not nn.Module.train
+        or type(module).eval is not nn.Module.eval
+        or not {"train", "eval"}.isdisjoint(vars(module))
+    ]
+    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    before = {
+        tensor: (tensor.detach().clone(), tensor.requires_grad)
+        for module in own_code
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    training = model.training
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._training = model, model.training
-        own = [
-            module
-            for module in model.modules()
-            if type(module).train is not nn.Module.train
-            or type(module).eval is not nn.Module.eval
-            or not {"train", "eval"}.isdisjoint(vars(module))
-        ]
-        named = (*model.named_parameters(), *model.named_buffers())
-        names = {tensor: name for name, tensor in named}
-        self._kept = {
-            tensor: (names[tensor], tensor.detach().clone(), tensor.requires_grad)
-            for module in own
-            for tensor in (*module.parameters(), *module.buffers())
-        }
-        self._own = bool(own)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._own:
-                self._model.train(self._training)
-        finally:
-            with torch.no_grad():
-                for tensor, (_name, before, learns) in self._kept.items():
-                    if not torch.equal(tensor, before):
-                        tensor.data.copy_(before)
-                    if tensor.requires_grad != learns:
-                        tensor.requires_grad_(learns)
-
-    def now(self) -> list[bool]:
-        return [module.training for module in self._model.modules()]
-
-    def set(self, mode: bool) -> None:
+    def switch(mode: bool) -> None:
         if mode:
-            self._model.train()
+            model.train()
         else:
-            self._model.eval()
+            model.eval()
         # A module's own train() may also merge weights. The graphs of the two modes would then
         # compute with different weights than the stages hold, so refuse that.
-        there = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        for tensor, (name, before, learns) in self._kept.items():
+        present = {id(t) for t in (*model.parameters(), *model.buffers())}
+        for tensor, (value, learns) in before.items():
             if (
-                id(tensor) not in there
+                id(tensor) not in present
                 or tensor.requires_grad != learns
-                or not torch.equal(tensor, before)
+                or not torch.equal(tensor, value)
             ):
                 raise RuntimeError(
-                    f"the model's own {'train()' if mode else 'eval()'} changes {name!r}; cut the "
-                    "model in that mode, or evaluate the whole model"
+                    f"the model's own {'train()' if mode else 'eval()'} changes {names[tensor]!r}; "
+                    "cut the model in that mode, or evaluate the whole model"
                 )
+
+    try:
+        yield switch
+    finally:
+        try:
+            if own_code:
+                model.train(training)
+        finally:
+            with torch.no_grad():
+                for tensor, (value, learns) in before.items():
+                    if not torch.equal(tensor, value):
+                        tensor.data.copy_(value)
+                    if tensor.requires_grad != learns:
+                        tensor.requires_grad_(learns)
