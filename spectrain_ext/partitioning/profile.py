@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -146,13 +147,48 @@ def measure(blocks: Sequence[nn.Module], example_input: Value, *, repeats: int =
     value = as_value(example_input, "example_input")
     if is_valueless(*blocks):
         return Profile(tuple(_estimated(blocks, value)))
-    found: list[BlockProfile] = []
     with forked_rng(blocks):
-        for index, block in enumerate(blocks):
-            with untouched(block):
-                profile, value = _measured(block, value, index, index == len(blocks) - 1, repeats)
-            found.append(profile)
-    return Profile(tuple(found))
+        return Profile(tuple(_timed(blocks, value, repeats)))
+
+
+def _timed(blocks: Sequence[nn.Module], value: Value, repeats: int) -> Iterator[BlockProfile]:
+    for index, block in enumerate(blocks):
+        last = index == len(blocks) - 1
+        device = next((p.device for p in block.parameters()), None)
+        if device is not None:
+            value = each(value, partial(Tensor.to, device=device))
+        saved: dict[int, int] = {}
+        with untouched(block):
+            # The first run is not timed: it counts saved bytes and warms caches.
+            with _counting(block, saved):
+                _, _, output = _forward_backward(block, value, index, last)
+            times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
+        seconds = statistics.median(whole for whole, _ in times)
+        forward = min(seconds, statistics.median(forward for _, forward in times))
+        yield _profile(index, block, seconds, output, sum(saved.values()), forward)
+        value = output
+
+
+def _forward_backward(
+    block: nn.Module, value: Value, index: int, last: bool
+) -> tuple[float, float, Value]:
+    """Return the seconds of both, the seconds of the forward, and the output."""
+    given = _entered(value, index)
+    with torch.enable_grad():
+        _forget(given)
+        start = time.perf_counter()
+        output = _output(block, given, index, last)
+        _wait(output)
+        forward = time.perf_counter() - start
+        roots = [t for t in tensors_in(output) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in roots]
+        _forget(output)
+        start = time.perf_counter()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        _wait(output)
+        backward = time.perf_counter() - start
+    return forward + backward, forward, each(output, Tensor.detach)
 
 
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
@@ -251,55 +287,19 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
             f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
             "every rank must cut the same model"
         )
-    sent = [
+    rows = [
         (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
         for b in profile.blocks
     ]
-    numbers = torch.tensor(sent, dtype=torch.float64, device=device)
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
     dist.broadcast(numbers, 0)
-    told = []
-    for (seconds, *sizes, forward), block in zip(numbers.tolist(), profile.blocks, strict=True):
-        output, parameters, saved = map(int, sizes)
-        told.append(BlockProfile(seconds, output, parameters, saved, block.name, forward))
-    return Profile(tuple(told))
-
-
-def _measured(
-    block: nn.Module, value: Value, index: int, last: bool, repeats: int
-) -> tuple[BlockProfile, Value]:
-    device = next((p.device for p in block.parameters()), None)
-    if device is not None:
-        value = each(value, lambda tensor: tensor.to(device))
-    saved: dict[int, int] = {}
-    # The first run is not timed: it counts saved bytes and warms caches.
-    with _counting(block, saved):
-        _, _, output = _forward_backward(block, value, index, last)
-    times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
-    seconds = statistics.median(whole for whole, _ in times)
-    forward = min(seconds, statistics.median(forward for _, forward in times))
-    return _profile(index, block, seconds, output, sum(saved.values()), forward), output
-
-
-def _forward_backward(
-    block: nn.Module, value: Value, index: int, last: bool
-) -> tuple[float, float, Value]:
-    """Return the seconds of both, the seconds of the forward, and the output."""
-    given = _entered(value, index)
-    with torch.enable_grad():
-        _forget(given)
-        start = time.perf_counter()
-        output = _output(block, given, index, last)
-        _wait(output)
-        forward = time.perf_counter() - start
-        roots = [t for t in tensors_in(output) if t.requires_grad]
-        gradients = [torch.ones_like(t) for t in roots]
-        _forget(output)
-        start = time.perf_counter()
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        _wait(output)
-        backward = time.perf_counter() - start
-    return forward + backward, forward, each(output, Tensor.detach)
+    pairs = zip(numbers.tolist(), profile.blocks, strict=True)
+    return Profile(
+        tuple(
+            BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+            for (seconds, output, parameters, saved, forward), block in pairs
+        )
+    )
 
 
 def _entered(value: Value, index: int) -> Value:
