@@ -103,7 +103,7 @@ def draw_timeline(
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
     if last == first:
         last = first + 1.0
-    length = last - first
+    whole, length = (first, last), last - first
     blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
     usual = blocks[len(blocks) // 4] if blocks else length
     # Inches, so that a usual block has room for its number.
@@ -115,22 +115,21 @@ def draw_timeline(
         row = min(row, max(0.2, _TALLEST / len(rows)))
     with picture(path, width, 0.9 + row * len(rows)) as figure:
         axes = figure.add_subplot()
-        said: str | None
+        left_out: str | None
         if dense:
-            whole = first, last
-            said = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
+            left_out = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
         else:
-            draw_rows(axes, drawn, rows, (first, last - first), communication, points=points)
-            said = _write_numbers(axes, drawn, rows, points, versions)
+            draw_rows(axes, drawn, rows, whole, communication, points=points)
+            left_out = _write_numbers(axes, drawn, rows, points, versions)
         axes.set_yticks(range(len(rows)), rows.names())
-        finish_axes(axes, (first, last), len(rows))
-        axes.set_xlabel(f"{unit}\n{said}" if said else unit)
+        finish_axes(axes, whole, len(rows))
+        axes.set_xlabel(f"{unit}\n{left_out}" if left_out else unit)
         if title:
             axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         bubbles = summarize(drawn, devices).bubbles
         idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
         draw_legend(figure, drawn, communication, idle)
-    return said
+    return left_out
 
 
 class Rows:
@@ -138,17 +137,17 @@ class Rows:
         stages = 1 + max(span.stage for span in drawn)
         self._named = "stage" if devices is None else "device"
         self.of = range(stages) if devices is None else devices
-        self._stages: dict[int, list[int]] = defaultdict(list)
+        self._stages: list[list[int]] = [[] for _ in range(1 + max(self.of[:stages]))]
         for k in range(stages):
             self._stages[self.of[k]].append(k)
 
     def __len__(self) -> int:
-        return 1 + max(self._stages)
+        return len(self._stages)
 
     def names(self) -> list[str]:
         return [
-            f"{self._named} {d}" + (f": {', '.join(map(str, own))}" if own != [d] else "")
-            for d, own in ((d, self._stages[d]) for d in range(len(self)))
+            f"{self._named} {row}" + (f": {', '.join(map(str, own))}" if own != [row] else "")
+            for row, own in enumerate(self._stages)
         ]
 
     def look(self, span: Span) -> _Look:
@@ -173,7 +172,7 @@ def draw_rows(
     axes: Any,
     drawn: Sequence[Span],
     rows: Rows,
-    whole: tuple[float, float],
+    whole: tuple[float, float],  # start and end
     communication: bool,
     edge: float = 0.5,
     points: float = math.inf,  # per unit of time
@@ -194,9 +193,10 @@ def draw_rows(
 
 
 def _draw_idle(axes: Any, rows: Rows, whole: tuple[float, float], communication: bool) -> None:
+    first, last = whole
     for k in range(len(rows)):
         place = _place(k, "compute", communication)
-        axes.broken_barh([whole], place, facecolor=_IDLE.color, linewidth=0)
+        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
 
 
 def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | None:
@@ -221,10 +221,9 @@ def _draw_densities(
     """Draw the shares of each bin of time that every row spends in each kind of work."""
     import numpy as np  # as matplotlib does
 
-    first, last = whole
-    _draw_idle(axes, rows, (first, last - first), communication)
+    _draw_idle(axes, rows, whole, communication)
     parts = 1 + max(span.microbatch for span in drawn)
-    edges = bin_edges(first, last, _BLOCK / points, summarize(drawn).period / parts)
+    edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / parts)
     lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
