@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Mark = float | torch.cuda.Event
 #: Stage, kind, minibatch, microbatch, start and end of an action.
-Record = tuple[int, Kind, int, int, Mark, Mark]
+Action = tuple[int, Kind, int, int, Mark, Mark]
 
 WORK = {kind: work for kind, (_, work) in ACTIONS.items() if work is not None}
 _LANES: dict[Kind, Lane] = {Kind.SEND_ACTIVATION: "to next", Kind.SEND_GRADIENT: "to previous"}
@@ -31,7 +31,7 @@ class _Phase:
 
     rules: Sequence[Rules]
     before: int = 0  # minibatches of earlier phases
-    records: list[Record] = field(default_factory=list)  # which count minibatches from its start
+    records: list[Action] = field(default_factory=list)  # which count minibatches from its start
     # Of each stage here: makes the actions of stage 0; None: the stage has no weights.
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ class Trace(Observer):
 
 
 def marked(
-    stage: Stage, handlers: dict[Kind, Handler], records: list[Record]
+    stage: Stage, handlers: dict[Kind, Handler], records: list[Action]
 ) -> dict[Kind, Handler]:
     return {
         kind: _marked(stage, kind, handler, records) if kind in WORK else handler
@@ -139,7 +139,7 @@ def marked(
     }
 
 
-def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
+def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Action]) -> Handler:
     edges = stage.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
     loads = WORK[kind] in ("predict", "update")
