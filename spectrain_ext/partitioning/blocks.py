@@ -28,11 +28,11 @@ class Slice(nn.Sequential):
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
-        place, _, rest = name.partition(".")
-        block = self[int(place)]
+        position, _, rest = name.partition(".")
+        block = self[int(position)]
         if isinstance(block, TracedStage):  # has the model's names already
             return block.full_name(rest)
-        return f"{self._names[int(place)]}.{rest}"
+        return f"{self._names[int(position)]}.{rest}"
 
 
 class _Calls(nn.Module):
@@ -53,9 +53,9 @@ def blocks_of(
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
         )
-    given = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
+    named = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
     blocks: dict[str, nn.Module] = {}
-    for name, block in given:
+    for name, block in named:
         if not isinstance(block, nn.Module):
             raise TypeError(f"model[{name}]: expected an nn.Module, got {type(block).__name__}")
         blocks[str(name)] = block
@@ -171,9 +171,9 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
     homes: dict[nn.Parameter, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         named = list(stage.named_parameters(remove_duplicate=False))
-        found = {name: homes[p] for name, p in named if p in homes}
-        if found:
-            stage.tied_parameters = found  # type: ignore[assignment]
+        tied = {name: homes[p] for name, p in named if p in homes}
+        if tied:
+            stage.tied_parameters = tied  # type: ignore[assignment]
         for name, p in named:
             homes.setdefault(p, (k, name))
 

@@ -140,9 +140,9 @@ class DecoderStage(nn.Module):
         outline, hand = self._outline, self._hand
 
         def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
-            found = copy_sharing(valueless[name], {})
-            vars(found)["forward"] = forward
-            return found
+            copied = copy_sharing(valueless[name], {})
+            vars(copied)["forward"] = forward
+            return copied
 
         for name, side_module in outline.side_modules.items():
             # A module without parameters may be on two stages; the first one owns it.
@@ -181,11 +181,11 @@ class DecoderStage(nn.Module):
     def forward(self, value: Any) -> Any:
         """Return the hidden state with the columns that later stages need, or the output."""
         hand, outline = self._hand, self._outline
-        hidden, given = (None, outline.columns.of(value)) if self._first else self._received(value)
+        hidden, inputs = (None, outline.columns.of(value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
         output = None
         try:
-            output = self.model(**given, **outline.fixed)
+            output = self.model(**inputs, **outline.fixed)
             left = self._last
         except _EndOfStage as leaving:
             (output,), left = leaving.args, True
@@ -196,26 +196,26 @@ class DecoderStage(nn.Module):
                 f"the model's forward left out a block of {outline.path!r} where a stage begins or "
                 "ends (LayerDrop?), so that it cannot be cut there"
             )
-        return output if self._last else self._packed(output, given)
+        return output if self._last else self._packed(output, inputs)
 
-    def _packed(self, hidden: Tensor, given: Inputs) -> Tensor | tuple[Tensor, ...]:
+    def _packed(self, hidden: Tensor, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
         names = self._outline.passed
-        count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
+        count = max((i + 1 for i, name in enumerate(names) if name in inputs), default=0)
         if not count:
             return hidden
         # An empty tensor stands for a column that the batch lacks.
-        rest = [given[name] if name in given else hidden.new_empty(0) for name in names[:count]]
+        rest = [inputs[name] if name in inputs else hidden.new_empty(0) for name in names[:count]]
         return hidden, *rest
 
     def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
         hidden, *rest = value if isinstance(value, tuple) else (value,)
         pairs = zip(self._outline.passed, rest, strict=False)
-        given = {name: tensor for name, tensor in pairs if tensor.numel()}
+        inputs = {name: tensor for name, tensor in pairs if tensor.numel()}
         if not self._outline.ids:
             # Sizes without values: a model that reads the ids here fails.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-            given = {self._outline.columns.takes[0]: ids, **given}
-        return hidden, given
+            inputs = {self._outline.columns.takes[0]: ids, **inputs}
+        return hidden, inputs
 
 
 # Hooks of a stage's first and last block
@@ -237,9 +237,9 @@ class Decoder:
     narrow: tuple[Tie, ...] = ()
 
     def __init__(
-        self, given: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
+        self, whole_model: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
     ) -> None:
-        self.model, prefix = adapted(given)
+        self.model, prefix = adapted(whole_model)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
         self.provenance: Provenance | None = None
@@ -249,9 +249,9 @@ class Decoder:
         with running(self.provenance):
             outline, self.output = find_outline(model, self.example, example is None, more)
             outline = replace(outline, prefix=prefix)
-            if given is not model:
-                with evaluated(given):
-                    self.output = given(**outline.columns.of(self.example), **outline.fixed)
+            if whole_model is not model:
+                with evaluated(whole_model):
+                    self.output = whole_model(**outline.columns.of(self.example), **outline.fixed)
         blocks = members_of(model.get_submodule(outline.path))
         named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in outline.side_modules)
@@ -259,7 +259,7 @@ class Decoder:
             name: copy_without_values(module) for name, module in named.items()
         }
         self.columns = outline.columns
-        whole = self.columns.of(self.example)
+        inputs = self.columns.of(self.example)
         first = outline.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models need in later stages. Without values the
@@ -269,8 +269,8 @@ class Decoder:
             try:
                 self.blocks = self.stages(range(1, outline.blocks + 1))
                 self.check(self.blocks)
-                if not ids and len(whole) > 1:
-                    self._run(self.blocks, {first: whole[first]})
+                if not ids and len(inputs) > 1:
+                    self._run(self.blocks, {first: inputs[first]})
                 return
             except Exception as error:
                 why = error
@@ -303,10 +303,10 @@ class Decoder:
         return own_loss(self.model, self.outline, self.example, self.output, self.provenance)
 
     def check(self, stages: Sequence[nn.Module]) -> None:
-        found, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
+        outputs, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
         alike = _close if self.provenance is None else self.provenance.same
-        if len(found) != len(wanted) or not all(
-            a.shape == b.shape and alike(a, b) for a, b in zip(found, wanted, strict=True)
+        if len(outputs) != len(wanted) or not all(
+            a.shape == b.shape and alike(a, b) for a, b in zip(outputs, wanted, strict=True)
         ):
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
@@ -326,10 +326,10 @@ class Decoder:
 
     def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
-        given = self.outline.columns.of(self.example)
-        profile = measure(self.blocks, given, repeats=repeats)
+        inputs = self.outline.columns.of(self.example)
+        profile = measure(self.blocks, inputs, repeats=repeats)
         empty = self._stage(1, 1)
-        around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]
+        around = measure([self.blocks[0], empty], inputs, repeats=repeats).blocks[1]
 
         def alone(index: int, block: BlockProfile) -> BlockProfile:
             more = around.parts if index else (0.0, 0.0)
@@ -354,8 +354,8 @@ def example_of(model: Any) -> Tensor:
     """Return token ids for a model's config: one sequence of at most 128."""
     config: Any = model.config.get_text_config(decoder=True)
     sizes = ("max_position_embeddings", "n_positions", "seq_length")
-    given = [getattr(config, size, None) or -1 for size in sizes]
-    most = min(size for size in (*given, 128) if size > 0)
+    lengths = [getattr(config, size, None) or -1 for size in sizes]
+    most = min(size for size in (*lengths, 128) if size > 0)
     device = next(model.parameters()).device
     ids = torch.arange(1, most + 1, device=device).unsqueeze(0)
     return ids.remainder(int(config.vocab_size))

@@ -164,8 +164,8 @@ class _Filler:
         pretrained = next(filter(is_pretrained, modules), None)
         sources, left = sources_of(stored, known, pretrained)
         for held in self._tensors.values():
-            found = {sources[n].names: sources[n] for n in held.names if n in sources}
-            for (key, *more), source in found.items():
+            by_keys = {sources[n].names: sources[n] for n in held.names if n in sources}
+            for (key, *more), source in by_keys.items():
                 if not more:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
@@ -276,22 +276,22 @@ class _Filler:
         with self._device:
             way(module)
 
-    def _note_initialized(self, some: Sequence[_StageTensor]) -> list[_StageTensor]:
+    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> list[_StageTensor]:
         """Return those that have values now, and stop counting them as empty."""
-        found = []
-        for held in some:
+        initialized = []
+        for held in candidates:
             for module, key in held.places:
-                now = getattr(module, key)
-                if now is not held.new and not now.is_meta:
-                    held.put(now)  # replaced by the initializer: use it in all places
+                present = getattr(module, key)
+                if present is not held.new and not present.is_meta:
+                    held.put(present)  # replaced by the initializer: use it in all places
             if _is_marked_by_nan(held.new):
                 is_empty = bool(held.new.sum().isnan())
             else:
                 is_empty = held.new._version == self._empty[held]
             if not is_empty:
                 del self._empty[held]
-                found.append(held)
-        return found
+                initialized.append(held)
+        return initialized
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:
@@ -301,12 +301,12 @@ def _is_marked_by_nan(tensor: Tensor) -> bool:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that initializers draw from."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
+        generators.append(torch.cuda.default_generators[index])
+    return generators
 
 
 def _reset(module: nn.Module) -> None:
@@ -318,8 +318,8 @@ def _reset(module: nn.Module) -> None:
 
 def _origin(module: nn.Module) -> nn.Module:
     """Return the model's module whose tensors a traced stage holds, or the module itself."""
-    found: nn.Module = vars(module).get("origin", module)
-    return found
+    origin: nn.Module = vars(module).get("origin", module)
+    return origin
 
 
 def _full_name(stage: nn.Module, name: str) -> str:
@@ -416,7 +416,7 @@ def sources_of(
             else:
                 renamings.append(each)
     distinct = list(dict.fromkeys(converters.values()))
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
     left: list[str] = []
     prefix = f"{getattr(pretrained, 'base_model_prefix', '')}."
@@ -425,9 +425,9 @@ def sources_of(
         ways = (name, prefix + name, name.removeprefix(prefix))
         return next((way for way in ways if way in known), None)
 
-    def combined(names: tuple[str, ...], given: list[tuple[str, str]], name: str) -> Tensor:
-        converter = deepcopy(converters[given[0][1]])
-        for key, pattern in given:
+    def combined(names: tuple[str, ...], parts: list[tuple[str, str]], name: str) -> Tensor:
+        converter = deepcopy(converters[parts[0][1]])
+        for key, pattern in parts:
             converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
         made = converter.convert(names[0], model=pretrained, config=pretrained.config)[name]
         tensor: Tensor = made[0] if isinstance(made, list) else made
@@ -447,13 +447,13 @@ def sources_of(
         if name is None:
             left.append(key)
         else:
-            found[name] = Source((key,), partial(stored.read, key))
-    for names, given in pieces.items():
-        keys = tuple(key for key, _ in given)
+            sources[name] = Source((key,), partial(stored.read, key))
+    for names, parts in pieces.items():
+        keys = tuple(key for key, _ in parts)
         for name in names:
-            found[name] = Source(keys, partial(combined, names, given, name))
+            sources[name] = Source(keys, partial(combined, names, parts, name))
     ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return found, [key for key in left if not any(re.search(way, key) for way in ignored)]
+    return sources, [key for key in left if not any(re.search(way, key) for way in ignored)]
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

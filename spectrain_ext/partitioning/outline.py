@@ -78,26 +78,26 @@ class Columns:
                 f"{where}: expected a mapping of the model's arguments, or {self.takes[0]!r} "
                 f"alone, got a {type(batch).__name__}"
             )
-        given = {name: value for name, value in batch.items() if value is not None}
-        if any(name not in given for name in self.needed):
+        present = {name: value for name, value in batch.items() if value is not None}
+        if any(name not in present for name in self.needed):
             rest = [name for name in self.takes if name not in self.needed]
-            said = quoted(self.needed) + (f", and maybe {quoted(rest)}" if rest else "")
-            said += f", and for the loss {quoted(self.labels)}" if self.labels else ""
-            raise TypeError(f"{where}: expected {said}; got {quoted(batch)}")
+            expected = quoted(self.needed) + (f", and maybe {quoted(rest)}" if rest else "")
+            expected += f", and for the loss {quoted(self.labels)}" if self.labels else ""
+            raise TypeError(f"{where}: expected {expected}; got {quoted(batch)}")
         for name in self.refused:
-            if name in given and name not in self.more:
+            if name in present and name not in self.more:
                 raise TypeError(
                     f"{where}: the model's forward takes {name!r}, and its stages do not, which "
                     f"were cut with {quoted(self.takes)}; leave it out, or cut the model with an "
                     "example_input that has it"
                 )
-        return {name: given[name] for name in self.takes if name in given}
+        return {name: present[name] for name in self.takes if name in present}
 
     def narrowed(self, example: object) -> Columns:
         """Restrict to an example's columns: a traced model takes and needs exactly these."""
-        given = tuple(self.of(example))
-        left = tuple(name for name in self.takes if name not in given)
-        return replace(self, takes=given, needed=given, refused=(*self.refused, *left))
+        present = tuple(self.of(example))
+        absent = tuple(name for name in self.takes if name not in present)
+        return replace(self, takes=present, needed=present, refused=(*self.refused, *absent))
 
 
 def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
@@ -124,15 +124,15 @@ def columns_in(
     tensors = tuple(name for name, value in example.items() if isinstance(value, Tensor))
     wanted = [name for name in keywords if example.get(name) is not None]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = (*wanted, *(n for n in tensors if any_name and n not in named))
-    if given and set(needed) <= set(given):
-        for name in given:
+    takes = (*wanted, *(n for n in tensors if any_name and n not in named))
+    if takes and set(needed) <= set(takes):
+        for name in takes:
             if name not in tensors:
                 kind = type(example[name]).__name__
                 raise TypeError(f"example_input[{name!r}]: expected a tensor, got a {kind}")
-        labels = tuple(name for name in keywords if _is_label(name) and name not in given)
-        rest = tuple(name for name in keywords if name not in (*given, *labels))
-        return Columns(given, given, labels, rest, more)
+        labels = tuple(name for name in keywords if _is_label(name) and name not in takes)
+        rest = tuple(name for name in keywords if name not in (*takes, *labels))
+        return Columns(takes, takes, labels, rest, more)
     if tensors and not wanted and positional and set(needed) <= {positional[0]}:
         return Columns(tensors, tensors, more=more, whole=True)
     raise TypeError(
@@ -198,15 +198,15 @@ def adapted(model: nn.Module) -> tuple[nn.Module, str]:
     classes = type(model).__mro__
     if not any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in classes):
         return model, ""
-    given: Any = model
-    config = given.active_peft_config
+    peft_model: Any = model
+    config = peft_model.active_peft_config
     if config.is_prompt_learning:
         raise ValueError(
             f"model: {type(config).__name__} puts virtual tokens before every sequence, outside of "
             "the model that is cut; adapters inside of its modules, such as LoRA, DoRA and IA3, "
             "can be cut with it"
         )
-    base: nn.Module = given.get_base_model()
+    base: nn.Module = peft_model.get_base_model()
     name = next(name for name, module in model.named_modules() if module is base)
     return base, f"{name}."
 
@@ -215,28 +215,28 @@ def outline_columns(
     model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
 ) -> tuple[Outline, Any]:
     """Run a model; return an outline with its columns only, and its output."""
-    known = inspect.signature(model.forward).parameters
-    any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    parameters = inspect.signature(model.forward).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", lambda: config)()
-    caches = "use_cache" in known or (any_name and hasattr(of_text, "use_cache"))
+    caches = "use_cache" in parameters or (any_name and hasattr(of_text, "use_cache"))
     fixed = {"use_cache": False} if caches else {}
     outline = Outline("", (), {}, columns_of(model, more), fixed)
-    given = outline.columns.of(example, "example_input")
+    inputs = outline.columns.of(example, "example_input")
     try:
         with evaluated(model):
-            return outline, model(**given, **outline.fixed)
+            return outline, model(**inputs, **outline.fixed)
     except Exception as error:
-        what = f"{type(model).__name__} fails on"
+        failure = f"{type(model).__name__} fails on"
         why = f"{type(error).__name__}: {error}"
         if made_up:
             raise ValueError(
-                f"model: {what} token ids made up for its config; give an example_input ({why})"
+                f"model: {failure} token ids made up for its config; give an example_input ({why})"
             ) from error
-        if "decoder_input_ids" in set(outline.columns.takes).difference(given):
+        if "decoder_input_ids" in set(outline.columns.takes).difference(inputs):
             why += "; give decoder_input_ids too: its stages do not make them from labels"
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
-        raise ValueError(f"example_input: {what} {shapes}: {why}") from error
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items())
+        raise ValueError(f"example_input: {failure} {shapes}: {why}") from error
 
 
 def find_outline(
@@ -367,18 +367,18 @@ class _Watch:
 
     def blocks(self) -> tuple[str, tuple[int, ...]]:
         """Return the list with the most parameters among those whose members form a chain."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, members in self._lists.items():
             once = all(len(self._calls.get(member, ())) == 1 for member in members)
             chain = all(self._follows.get(b) is a for a, b in pairwise(members))
             if once and chain and all(self._returned[member] for member in members):
-                found[name] = sum(p.numel() for member in members for p in member.parameters())
-        if not found:
+                sizes[name] = sum(p.numel() for member in members for p in member.parameters())
+        if not sizes:
             raise ValueError(
                 f"model: {self._kind} has no list of blocks that hand a tensor from one to the "
                 f"next; {SPLIT_HINT}"
             )
-        path = max(found, key=lambda name: found[name])
+        path = max(sizes, key=lambda name: sizes[name])
         return path, tuple(self._returned[member][0] for member in self._lists[path])
 
     def side_modules(self, path: str) -> dict[str, SideModule]:
@@ -386,7 +386,7 @@ class _Watch:
         members = self._lists[path]
         begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
         hidden = self._returned[members[0]][1][:2]  # batch size and sequence length
-        found: dict[str, SideModule] = {}
+        outermost: dict[str, SideModule] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
             if module._parameters:
@@ -404,7 +404,7 @@ class _Watch:
                 if around or (inside and not self._calls.get(child)):
                     look(child, where + ".")
                 else:
-                    found[where] = side_module(where, child)
+                    outermost[where] = side_module(where, child)
 
         def of_hidden(index: int, size: int) -> int:
             if size in hidden[index : index + 1]:
@@ -436,7 +436,7 @@ class _Watch:
             return SideModule(before, between, after, shape)
 
         look(self._model, "")
-        return found
+        return outermost
 
 
 def members_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -47,19 +47,19 @@ class OwnLoss:
         if self._predicted is None:
             raise TypeError("count: the model's loss is no mean over its labels")
         labels = self._with_labels(batch)[self.labels[0]]
-        found: Tensor = (labels[..., self._predicted] != _IGNORED).sum()
-        return found
+        count: Tensor = (labels[..., self._predicted] != _IGNORED).sum()
+        return count
 
     def __call__(self, output: Any, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss; TypeError unless the batch is the labels or a mapping with them."""
         batch = self._with_labels(batch)
         sources = {"output": output, "batch": batch}
 
-        def found(value: Any) -> Any:
+        def value_of(value: Any) -> Any:
             return sources[value.source][value.key] if isinstance(value, _Argument) else value
 
-        args = [found(value) for value in self._args]
-        kwargs = {k: found(v) for k, v in self._kwargs.items()}
+        args = [value_of(value) for value in self._args]
+        kwargs = {k: value_of(v) for k, v in self._kwargs.items()}
         if self._predicted is None:
             return self._function(*args, **kwargs)
         kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
@@ -83,22 +83,22 @@ def own_loss(
     batch = {**outline.columns.of(example), **labels}
     config = vars(model.config)
     before = dict(config)
-    found: OwnLoss | str = ""
+    loss: OwnLoss | str = ""
     try:
         with evaluated(model):
-            found = _learned(model, batch, tuple(labels), outline.fixed, provenance)
-            if isinstance(found, OwnLoss):
+            loss = _learned(model, batch, tuple(labels), outline.fixed, provenance)
+            if isinstance(loss, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
                     set_mode(model, True)
                     trained = _learned(model, batch, tuple(labels), outline.fixed, provenance)
-                    found = trained if isinstance(trained, str) else found
+                    loss = trained if isinstance(trained, str) else loss
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
     finally:
         config.clear()  # some models record the kind of their first labels there
         config.update(before)
-    return found
+    return loss
 
 
 def _learned(
@@ -125,21 +125,21 @@ def _learned(
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs = calls[0]
 
-    def place(value: Any) -> Any:
+    def argument_of(value: Any) -> Any:
         for source, holder in (("output", output), ("batch", batch)):
             for key, tensor in holder.items():
                 if tensor is value:
                     return _Argument(source, key)
         return None if isinstance(value, Tensor) else value
 
-    arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
+    arguments = tuple(map(argument_of, args)), {k: argument_of(v) for k, v in kwargs.items()}
     loss = OwnLoss(real, *arguments, labels)
     try:
         with running(provenance):
-            found = loss(output, batch)
-            assert isinstance(found, Tensor)
+            recomputed = loss(output, batch)
+            assert isinstance(recomputed, Tensor)
             same = torch.equal if provenance is None else provenance.same
-            is_same = same(found, output["loss"])
+            is_same = same(recomputed, output["loss"])
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
     if not is_same:

@@ -38,24 +38,24 @@ def check_number(name: str, value: float, least: float = 0) -> None:
         )
 
 
-def one_each(name: str, given: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
-    """Return ``count`` positive numbers: those given, or the single one repeated."""
-    found = tuple(given) if isinstance(given, Sequence) else (given,) * count
-    if len(found) != count:
-        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(found)}")
-    for number in found:
+def one_each(name: str, values: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
+    """Return ``count`` positive numbers: ``values``, or the single one repeated."""
+    numbers = tuple(values) if isinstance(values, Sequence) else (values,) * count
+    if len(numbers) != count:
+        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(numbers)}")
+    for number in numbers:
         check_number(name, number, 1 / _MOST)
-    return found
+    return numbers
 
 
-def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
+def made_of(kind: Callable[..., Made], entries: Sequence[Any], where: str) -> tuple[Made, ...]:
     """Make objects from a file's entries; an error names the entry."""
     made = []
-    for number, fields in enumerate(given):
+    for number, fields in enumerate(entries):
         try:
             made.append(kind(**fields))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}[{number}]: {error}") from error
+            raise ValueError(f"{where}[{number}]: {error}") from error
     return tuple(made)
 
 
@@ -173,11 +173,11 @@ def _forward_backward(
     block: nn.Module, value: Value, index: int, last: bool
 ) -> tuple[float, float, Value]:
     """Return the seconds of both, the seconds of the forward, and the output."""
-    given = _entered(value, index)
+    batch = _entered(value, index)
     with torch.enable_grad():
-        _forget(given)
+        _forget(batch)
         start = time.perf_counter()
-        output = _output(block, given, index, last)
+        output = _output(block, batch, index, last)
         _wait(output)
         forward = time.perf_counter() - start
         roots = [t for t in tensors_in(output) if t.requires_grad]
@@ -352,10 +352,10 @@ def written_buffers(
                     run(_entered(value, 0))
     except Exception:
         return storages
-    found = writes.storages
+    written = writes.storages
     if provenance is not None:
-        found |= provenance.originals(found)
-    return storages & found
+        written |= provenance.originals(written)
+    return storages & written
 
 
 @contextmanager
@@ -385,8 +385,8 @@ def _wait(value: Value) -> None:
             torch.cuda.synchronize(device)
 
 
-def _output(block: nn.Module, given: Value, index: int, last: bool) -> Value:
+def _output(block: nn.Module, value: Value, index: int, last: bool) -> Value:
     """Run a block; return the value for the next one, or the tensors in the last one's output."""
-    with blaming_example(f"block {index} ({type(block).__name__})", given):
-        output = block(given)
+    with blaming_example(f"block {index} ({type(block).__name__})", value):
+        output = block(value)
     return tuple(tensors_in(output)) if last else as_value(output, f"block {index}", refused)

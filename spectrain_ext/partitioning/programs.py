@@ -95,11 +95,11 @@ class Program:
             "where it is needed"
         )
 
-    def shape_error(self, given: Sequence[Tensor]) -> str | None:
-        if len(given) != len(self.inputs):
+    def shape_error(self, tensors: Sequence[Tensor]) -> str | None:
+        if len(tensors) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
-            return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
-        for port, tensor in zip(self.inputs, given, strict=True):
+            return f"expected {len(self.inputs)} tensors ({names}), got {len(tensors)}"
+        for port, tensor in zip(self.inputs, tensors, strict=True):
             if not port.takes(tensor):
                 return (
                     f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
@@ -107,19 +107,19 @@ class Program:
                 )
         return None
 
-    def branch_error(self, given: Sequence[Tensor]) -> str | None:
+    def branch_error(self, tensors: Sequence[Tensor]) -> str | None:
         if self._guards is None:
             return None
         try:
-            self._guards(*given)
+            self._guards(*tensors)
         except AssertionError as error:
-            if self.single_sample_error is not None and given[0].shape[:1] == (1,):
+            if self.single_sample_error is not None and tensors[0].shape[:1] == (1,):
                 return (
                     f"a single sample: {self.single_sample_error}; leave such a batch out "
                     "(drop_last=True), or have fewer microbatches"
                 )
             return (
-                f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                f"{error}, got shapes {[tuple(t.shape) for t in tensors]}; the model does "
                 "something else there than with example_input: cut it with one of such sizes"
             )
         return None
@@ -178,8 +178,8 @@ class Bound:
     program: Program
     slots: tuple[tuple[nn.Module, str], ...]
 
-    def __call__(self, given: tuple[Tensor, ...]) -> Any:
-        return self.program(given, [getattr(owner, name) for owner, name in self.slots])
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self.program(tensors, [getattr(owner, name) for owner, name in self.slots])
 
 
 #: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
@@ -230,15 +230,15 @@ class TracedStage(nn.Module):
         """Return the tensors that later stages need, or the model's output."""
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
-        given = value if isinstance(value, tuple) else (value,)
+        tensors = value if isinstance(value, tuple) else (value,)
         mode = None if self._given is self.training else self.training
         graphs = self._modes[mode, torch.is_grad_enabled()]
         if isinstance(graphs, str):
             raise RuntimeError(f"forward: {graphs}")
         for graph in graphs[:-1]:
-            if graph.program.shape_error(given) is None:
-                return graph(given)
-        return graphs[-1](given)
+            if graph.program.shape_error(tensors) is None:
+                return graph(tensors)
+        return graphs[-1](tensors)
 
 
 def programs_of(
@@ -299,7 +299,7 @@ class _Cutter:
     # Values that a stage needs from others
 
     def _needed(self, k: int) -> set[fx.Node]:
-        users = [given for node in self._stages[k] for given in node.all_input_nodes]
+        users = [value for node in self._stages[k] for value in node.all_input_nodes]
         if k == self.stages - 1:
             for value in self._returned:
                 if not isinstance(value, fx.Node) or not _is_tensor(value):
@@ -308,25 +308,25 @@ class _Cutter:
                         "of tensors"
                     )
             users += self._returned
-        found = {node for node in users if self._home.get(node, k) < k}
-        for node in found:
+        arriving = {node for node in users if self._home.get(node, k) < k}
+        for node in arriving:
             if not _is_tensor(node):
                 raise ValueError(
                     f"split_points: stage {k} takes {node.name}, a "
                     f"{type(node.meta.get('val')).__name__}; stages can pass on nothing but tensors"
                 )
-        return found
+        return arriving
 
     def _need_sizes(self, k: int) -> None:
         """Read sizes from a tensor that arrives anyway, or else pass on the tensor they are of."""
         waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
         while waiting:
             node = waiting.pop()
-            for given in node.all_input_nodes:
-                if _is_size(given):
-                    waiting.append(given)
-                elif self._home.get(given, k) < k and not self._carrier(node, k):
-                    self._needs[k].add(given)
+            for source in node.all_input_nodes:
+                if _is_size(source):
+                    waiting.append(source)
+                elif self._home.get(source, k) < k and not self._carrier(node, k):
+                    self._needs[k].add(source)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
         """Return a tensor that arrives at the stage and has this size, and the dimension."""
@@ -334,8 +334,8 @@ class _Cutter:
             return None
         wanted = size.meta["val"]
         for node in self._arriving(k):
-            for dim, found in enumerate(node.meta["val"].shape):
-                if not isinstance(found, int) and found.node.expr == wanted.node.expr:
+            for dim, extent in enumerate(node.meta["val"].shape):
+                if not isinstance(extent, int) and extent.node.expr == wanted.node.expr:
                     return node, dim
         return None
 

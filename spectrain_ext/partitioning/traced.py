@@ -65,7 +65,7 @@ def split(
 class _Assembly:
     """Makes stages from a model's traces."""
 
-    def __init__(self, model: nn.Module, found: dict[Mode, list[TracedModel] | str]) -> None:
+    def __init__(self, model: nn.Module, by_mode: dict[Mode, list[TracedModel] | str]) -> None:
         self._model = model
         self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
         self._transient: set[str] = set()  # names of buffers that are not saved
@@ -74,15 +74,15 @@ class _Assembly:
             self._names.setdefault(tensor, []).append(name)
             if key in owner._non_persistent_buffers_set:
                 self._transient.add(name)
-        (first, _), given = next(iter(found.items()))
-        assert not isinstance(given, str)
-        self._first, self._first_name = given[-1], MODE_NAMES[first]
+        (first, _), traces = next(iter(by_mode.items()))
+        assert not isinstance(traces, str)
+        self._first, self._first_name = traces[-1], MODE_NAMES[first]
         self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
         self._modes: dict[Mode, list[TracedModel] | str] = {}
-        for mode, graphs in found.items():
+        for mode, graphs in by_mode.items():
             if not isinstance(graphs, str):
                 name = MODE_NAMES[mode[0]]
-                if graphs is not found[mode[0], True]:
+                if graphs is not by_mode[mode[0], True]:
                     name += " without gradients"
                 graphs = self._mismatch(graphs[-1], name) or self._usable(graphs)
             self._modes[mode] = graphs
@@ -172,7 +172,7 @@ class _Assembly:
         }
         for (one, state), (other, others) in zip(single, many, strict=True):
             its, theirs = [*map(id, state.values())], [*map(id, others.values())]
-            told = any(
+            has_one_sample = any(
                 size == 1 and symbol in samples
                 for port, wide in zip(one.inputs, other.inputs, strict=False)
                 for size, symbol in zip(port.shape, wide.sizes, strict=False)
@@ -180,7 +180,7 @@ class _Assembly:
             if not (
                 _alike(one.inputs, other.inputs, False)
                 and {id(t) for t in state.values() if t in self._names} <= set(theirs)
-                and (told or (one.code == other.code and its == theirs))
+                and (has_one_sample or (one.code == other.code and its == theirs))
             ):
                 return False
         return True
@@ -395,8 +395,8 @@ def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[s
         around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
         # A module that contains other candidates does not begin a block.
         outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
-        found = [name for name in around if name not in outer and name in once]
-        if found and found != before:
-            yield found
-        before = found
+        level_names = [name for name in around if name not in outer and name in once]
+        if level_names and level_names != before:
+            yield level_names
+        before = level_names
     yield [""]  # the whole model

@@ -34,7 +34,7 @@ def traces(
     call: Call = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
-    found: dict[Mode, list[TracedModel] | str] = {}
+    by_mode: dict[Mode, list[TracedModel] | str] = {}
     with (
         _marked(before, after),
         _with_signature(model, call),
@@ -55,27 +55,27 @@ def traces(
                 traced = first if same else _traced(model, call, arguments, name)
             except (RuntimeError, ValueError) as error:
                 traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
-            found.update({(mode, grad): graphs for grad, graphs in traced.items()})
-    if all(found[mode, True] is not first[True] for mode in MODES):
-        found.update({(None, grad): graphs for grad, graphs in first.items()})
-    return dict(sorted(found.items(), key=lambda item: item[1] is not first[True]))
+            by_mode.update({(mode, grad): graphs for grad, graphs in traced.items()})
+    if all(by_mode[mode, True] is not first[True] for mode in MODES):
+        by_mode.update({(None, grad): graphs for grad, graphs in first.items()})
+    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first[True]))
 
 
 def _traced(
     model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
 ) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and also disabled if its code checks for that."""
-    found: dict[bool, list[TracedModel] | str] = {}
+    by_grad: dict[bool, list[TracedModel] | str] = {}
     with torch.enable_grad(), _recording_grad_checks() as asked:
-        found[True] = _sized(model, call, arguments, name)
-    found[False] = found[True]
+        by_grad[True] = _sized(model, call, arguments, name)
+    by_grad[False] = by_grad[True]
     if asked:
         try:
             with torch.no_grad():
-                found[False] = _sized(model, call, arguments, f"{name} without gradients")
+                by_grad[False] = _sized(model, call, arguments, f"{name} without gradients")
         except (RuntimeError, ValueError) as error:
-            found[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
-    return found
+            by_grad[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
+    return by_grad
 
 
 def _sized(
