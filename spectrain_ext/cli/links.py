@@ -49,8 +49,8 @@ def measured_link(processes: int = 2) -> Link:
             raise RuntimeError(
                 f"link: processes to measure it with have failed: {error}"
             ) from error
-        found = json.loads(path.read_text())
-    return Link("gloo, measured", **found)
+        numbers = json.loads(path.read_text())
+    return Link("gloo, measured", **numbers)
 
 
 class _Scale(nn.Module):
@@ -78,9 +78,9 @@ def _rank(rank: int, ranks: int, port: int, path: str) -> None:
     # share a core; no layer's time includes these.
     busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
     if rank == 0:
-        found = {"bandwidth": link.bandwidth, "latency": latency}
-        found |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
-        Path(path).write_text(json.dumps(found))
+        numbers = {"bandwidth": link.bandwidth, "latency": latency}
+        numbers |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
+        Path(path).write_text(json.dumps(numbers))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -123,7 +123,7 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
     batch = torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
     ends = tuple(range(1, ranks + 1))
     cores = len(os.sched_getaffinity(0))
-    stage, found = cut_at(blocks, ends)[rank], []
+    stage, beyond = cut_at(blocks, ends)[rank], []
     for _ in range(_ROUNDS):
         planned = 0.0
         dist.barrier()
@@ -132,8 +132,8 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
             way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
             planned = Costs(Setting(measured, link, _ROWS, cores), way).work
         dist.barrier()
-        found.append(_used(stage, batch) - planned)
-    return median(found) / _ends(ranks)
+        beyond.append(_used(stage, batch) - planned)
+    return median(beyond) / _ends(ranks)
 
 
 def _ends(ranks: int) -> int:

@@ -282,8 +282,8 @@ class Meter:
         if self.window.minibatches:
             self._close()
 
-    def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
-        timed = marked(self.stage, given, self._records)
+    def handlers(self, handlers: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
+        timed = marked(self.stage, handlers, self._records)
 
         def forward(i: int, j: int) -> None:
             self.window.samples += self.stage.samples
@@ -367,12 +367,12 @@ _NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
 
 
 def _numbers(record: Record) -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    numbers: list[tuple[str, float]] = []
     for name, value in record.items():
         if isinstance(value, dict):
-            found += [(f"{name}/{key}", part) for key, part in _numbers(value)]
+            numbers += [(f"{name}/{key}", part) for key, part in _numbers(value)]
         elif isinstance(value, list):
-            found += [(f"{name}/{place}", part) for place, part in enumerate(value)]
+            numbers += [(f"{name}/{index}", part) for index, part in enumerate(value)]
         elif isinstance(value, (int, float)):
-            found.append((name, value))
-    return found
+            numbers.append((name, value))
+    return numbers

@@ -89,7 +89,7 @@ class Trace(Observer):
 
         Waits for CUDA devices. After a failed run, these are the actions that ended.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
         first = self._first()
         for phase in self._phases:
@@ -110,8 +110,8 @@ class Trace(Observer):
                 begun = max(self._seconds(start) - first, free)
                 ended = max(self._seconds(end) - first, begun)
                 lane_ends[k, lane] = ended
-                found.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
-        return found
+                spans.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
+        return spans
 
     @property
     def origin(self) -> float:
@@ -143,8 +143,8 @@ def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Action]) -
     edges = stage.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
     loads = WORK[kind] in ("predict", "update")
-    own = stage.predict if loads else stage.compute
-    stream = sends[0].stream if sends else own
+    stream_of_work = stage.predict if loads else stage.compute
+    stream = sends[0].stream if sends else stream_of_work
     k = stage.index
 
     def run(i: int, j: int) -> None:

@@ -194,7 +194,7 @@ class Costs:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes per device of each stage: weights, gradients, state, activations, messages."""
-        found = []
+        by_stage = []
         before = 0  # bytes of a stage's input
         for stage in self._stages:
             count = _count(self.way.method, self.places[0], stage.place)
@@ -205,9 +205,9 @@ class Costs:
             )
             if self.setting.unpacks:  # inputs are not receive buffers then
                 rings += count.in_flight * before
-            found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
+            by_stage.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
             before = stage.outputs
-        return tuple(found)
+        return tuple(by_stage)
 
     @cached_property
     def bound(self) -> float:
@@ -224,17 +224,17 @@ class Costs:
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
-        found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
+        bounds = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
-            found.append(all_work / self.setting.cores)
+            bounds.append(all_work / self.setting.cores)
         if not self.rounds:
             # The earlier stages' forwards come before a stage's first microbatch, their backwards
             # after its last; with a flush nothing else happens meanwhile.
             above = accumulate(
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
-            found += [
+            bounds += [
                 before + m * o + step * stages[0].parameters / stages[0].speed
                 for before, m, o in zip(above, parts, once, strict=True)
             ]
@@ -243,8 +243,8 @@ class Costs:
             trip = 0.0
             for k in reversed(range(len(stages))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
-                found.append(parts[k] * trip / self.places[k].window)
-        return max(found)
+                bounds.append(parts[k] * trip / self.places[k].window)
+        return max(bounds)
 
     @property
     def work(self) -> float:
@@ -262,10 +262,10 @@ class Costs:
         if self._columns:
             parts, schedule = self.places[0].microbatches, self.way.method.schedule
             windows = [place.window for place in self.places]
-            found = simulate_repeating(schedule, windows, parts, minibatches, self.durations)
+            summary = simulate_repeating(schedule, windows, parts, minibatches, self.durations)
         else:
-            found = summarize(self.spans(minibatches))
-        return max(found.period, self.bound)
+            summary = summarize(self.spans(minibatches))
+        return max(summary.period, self.bound)
 
     @property
     def _columns(self) -> bool:
@@ -335,7 +335,7 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
     versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
     warm = (entry.window + place.window) // parts + 2
     end = warm + max(4, warm)
-    found = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
+    totals = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
     following = generate(place)
     turn = next(following)
     while versions.version < end:
@@ -358,11 +358,11 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
                 versions.room(wanted)
                 moved = 12 if wanted.law else 8
         if counted:
-            found[kind] += moved
+            totals[kind] += moved
         turn = then
     updates = end - warm
     return Passes(
-        found[Kind.FORWARD] / (updates * parts),
-        found[Kind.BACKWARD] / (updates * parts),
-        found[Kind.UPDATE] / updates,
+        totals[Kind.FORWARD] / (updates * parts),
+        totals[Kind.BACKWARD] / (updates * parts),
+        totals[Kind.UPDATE] / updates,
     )

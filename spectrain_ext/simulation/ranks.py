@@ -51,12 +51,12 @@ def simulate_ranks(
         >>> max(span.end for span in two)
         16.0
     """
-    for name, found, wanted in (
+    for name, number, wanted in (
         ("actions", len(actions), replicas.ranks),
         ("durations", len(durations.forward), replicas.stages),
     ):
-        if found != wanted:
-            raise ValueError(f"{name}: expected {wanted}, got {found}")
+        if number != wanted:
+            raise ValueError(f"{name}: expected {wanted}, got {number}")
     if cores is not None and cores < 1:
         raise ValueError(f"cores: expected at least 1, got {cores}")
     return _Machine(actions, durations, replicas, minibatches, cores or replicas.ranks).run()

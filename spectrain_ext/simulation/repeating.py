@@ -86,17 +86,17 @@ def simulate_repeating(
 
 def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> tuple[_Turns, _Turns]:
     """Return a stage's turns up to its first update, and between later ones as of minibatch 0."""
-    found = bounded(actions, k)
-    first, second, third = (_until_update(found, i, microbatches) for i in range(3))
+    instructions = bounded(actions, k)
+    first, second, third = (_until_update(instructions, i, microbatches) for i in range(3))
     later = second - 8 * microbatches
     if not np.array_equal(third - 16 * microbatches, later):
         raise ValueError(f"schedule: the actions of stage {k} do not repeat with the minibatch")
     return first, later
 
 
-def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> _Turns:
+def _until_update(instructions: Iterator[Instruction], i: int, microbatches: int) -> _Turns:
     codes: list[int] = []
-    for kind, minibatch, j in found:
+    for kind, minibatch, j in instructions:
         if kind is Kind.UPDATE:
             if minibatch != i or not codes or not codes[-1] & 3:
                 break
