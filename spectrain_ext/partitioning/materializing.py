@@ -89,12 +89,13 @@ def materialize(
         [stages] if isinstance(stages, nn.Module) else list(stages), torch.device(device), init
     )
     if source is not None:
+        source = Path(source)
         filler.find(Stored(source), strict)
     with torch.no_grad():
         try:
             filler.allocate()
             filler.initialize()
-            filler.read()
+            filler.read(source)
         except BaseException:
             filler.undo()
             raise
@@ -131,7 +132,6 @@ class _Filler:
         self._stages, self._device, self._init = stages, device, init
         self._tensors: dict[int, _StageTensor] = {}
         self._own: dict[nn.Module, list[_StageTensor]] = {}
-        self._where: object = None
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
         # What initialized them
         self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
@@ -157,7 +157,6 @@ class _Filler:
 
     def find(self, stored: Stored, strict: bool) -> None:
         """Match tensors with the files' entries and check them; reads only values of ties."""
-        self._where = stored.path
         known = {name for held in self._tensors.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
         modules = (module for stage in self._stages for module in stage.modules())
@@ -203,12 +202,12 @@ class _Filler:
                 self._empty[held] = new._version
             held.put(new)
 
-    def read(self) -> None:
+    def read(self, source: object) -> None:
         for held in self._tensors.values():
             if held.source is not None:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
-                _check(held, self._where, names, value.shape, kind_of(value.dtype))
+                _check(held, source, names, value.shape, kind_of(value.dtype))
                 held.put(held.new)  # an outer module's initializer may have replaced it
                 held.new.copy_(value)
                 del value  # unmap it before the next one
@@ -227,7 +226,13 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        self._generators = _generators(self._device)
+        # That initializers draw from.
+        self._generators = [torch.default_generator]
+        if self._device.type == "cuda":
+            torch.cuda.init()
+            index = self._device.index
+            index = torch.cuda.current_device() if index is None else index
+            self._generators.append(torch.cuda.default_generators[index])
         others = [generator.device for generator in self._generators[1:]]
         with RNG_LOCK, torch.random.fork_rng(others):
             self._seed = torch.initial_seed()
@@ -299,16 +304,6 @@ def _is_marked_by_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that initializers draw from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
-
-
 def _reset(module: nn.Module) -> None:
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, name, None)):
@@ -345,8 +340,8 @@ def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], k
 class Stored:
     """A safetensors file, or a folder with one or with an index of several."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
         index = self.path / MODEL_INDEX
         if not self.path.is_dir() or (self.path / _ONE).is_file():
