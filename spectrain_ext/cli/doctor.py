@@ -29,8 +29,6 @@ _CUDA_SETTINGS = {
     "CUDA_MODULE_LOADING": "LAZY",
     "CUDA_LAUNCH_BLOCKING": "0",
 }
-
-
 # Files of NVIDIA's driver; the second is WSL's, where every vendor's GPU has /dev/dxg.
 _DRIVER_FILES = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"
 
@@ -121,14 +119,11 @@ def peer_access() -> Table:
     table = Table("from \\ to", title="Peer access", title_justify="left")
     for target in every:
         table.add_column(f"cuda:{target}", justify="center")
-
-    def reaches(source: int, target: int) -> str:
-        if source == target:
-            return "-"
-        return "yes" if torch.cuda.can_device_access_peer(source, target) else "no"
-
     for source in every:
-        table.add_row(f"cuda:{source}", *(reaches(source, target) for target in every))
+        reached = (a == source or torch.cuda.can_device_access_peer(source, a) for a in every)
+        shown = ["yes" if can else "no" for can in reached]
+        shown[source] = "-"
+        table.add_row(f"cuda:{source}", *shown)
     return table
 
 

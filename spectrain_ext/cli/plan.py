@@ -209,8 +209,8 @@ def plan_command(
             raise click.UsageError(
                 f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
-    alone = out is not None and out.suffix == ".json"
-    if out is not None and not alone:
+    file = out if out is None or out.suffix == ".json" else out / "plan.json"
+    if file is not out:  # a folder, with a picture
         require_matplotlib()
     try:
         layers = _measured(model, device) if profile is None else read_layers(profile)
@@ -230,33 +230,30 @@ def plan_command(
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    file = None
-    if out is not None:
-        file = out if alone else out / "plan.json"
+    if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_plan(file, planned)
-            if not alone:
-                _draw(out, planned)
+            if file is not out:
+                _draw(file.parent, planned)
         except OSError as error:
             raise click.ClickException(str(error)) from error
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     _print_table(console, planned)
     for line in (*_missed(planned), *planned.assumptions):
-        console.print(f"- {printable(line)}", soft_wrap=True)
+        console.print(f"- {printable(line)}")
     if planned.left_out:
         console.print(
             f"- left out: {planned.left_out} faster candidates that need more memory than a device "
-            f"has, {planned.least_memory:.4g} bytes at least",
-            soft_wrap=True,
+            f"has, {planned.least_memory:.4g} bytes at least"
         )
     console.print(f"- {planned.tried} candidates compared, {planned.simulated} simulated")
     for title, best in (("first", planned.soonest), ("fastest", planned.fastest)):
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
-        console.print(f"{title}: {where}: {best.code}", soft_wrap=True)
+        console.print(f"{title}: {where}: {best.code}")
     if file is not None:
-        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})", soft_wrap=True)
+        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})")
 
 
 def _method(name: str) -> Any:
@@ -363,10 +360,10 @@ def _print_table(console: Console, planned: Plan) -> None:
         table = _table(planned, columns, gap)
         if whole or roomy.measure(table).maximum <= console.width:
             break
-    (roomy if whole else console).print(table)
+    (roomy if whole else console).print(table, soft_wrap=False)
     if columns < most:
         hidden = ", ".join(heading.replace("\n", " ") for heading in [*_COLUMNS][columns:])
-        console.print(f"- no room for: {hidden}", soft_wrap=True)
+        console.print(f"- no room for: {hidden}")
 
 
 def _missed(planned: Plan) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Draws the simulated timeline of a method, or of a schedule from a file."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -128,9 +128,8 @@ def timeline(
         raise click.BadParameter(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
-    devices = None
+    devices = left_out = None
     parts: int | Literal["auto"] = microbatches or "auto"
-    times = {"forward": forward, "backward": backward, "update": update}
     inbound = False
     try:
         if link is not None or message is not None:
@@ -138,8 +137,10 @@ def timeline(
                 raise ValueError(
                     "--link and --message are given together, and instead of --communication"
                 )
-            found_link = find_link(link)
-            communication, inbound = found_link.seconds(message), found_link.inbound
+            wire = find_link(link)
+            communication, inbound = wire.seconds(message), wire.inbound
+        times: dict[str, Any] = {"forward": forward, "backward": backward, "update": update}
+        times["inbound"] = inbound
         if instructions:
             if csv is not None:
                 raise ValueError("--instructions are those of a method, not of --csv")
@@ -151,14 +152,9 @@ def timeline(
             return
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
-            durations = Durations.of(
-                len(actions),
-                **times,
-                activation=communication,
-                gradient=communication,
-                inbound=inbound,
-            )
-            name, spans = printable(csv.name), list(simulate(actions, durations))
+            times |= {"activation": communication, "gradient": communication}
+            spans = list(simulate(actions, Durations.of(len(actions), **times)))
+            name = printable(csv.name)
         else:
             chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
@@ -175,21 +171,12 @@ def timeline(
                         f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
                         f"multiple of {chunks}, got {stages}"
                     )
-                simulated = simulate_method(
-                    chosen,
-                    stages,
-                    minibatches,
-                    microbatches=parts,
-                    window=window,
-                    **times,
-                    prediction=prediction,
-                    communication=communication,
-                    inbound=inbound,
-                )
-                spans, devices = list(simulated), devices_under(chosen, stages)
+                times |= {"prediction": prediction, "communication": communication}
+                run = chosen, stages, minibatches
+                spans = list(simulate_method(*run, microbatches=parts, window=window, **times))
+                devices = devices_under(chosen, stages)
         if not spans:
             raise ValueError(f"{csv}: expected forwards and backwards, got none")
-        left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
