@@ -22,7 +22,6 @@ from spectrain_ext.transport.message import Value
 
 from .outline import (
     SPLIT_HINT,
-    Call,
     Inputs,
     Outline,
     adapted,
@@ -185,7 +184,7 @@ class DecoderStage(nn.Module):
         hand.hidden, hand.taken = hidden, not self._takes
         output = None
         try:
-            output = self.model(**inputs, **outline.fixed)
+            output = self.model(**inputs, **outline.columns.fixed)
             left = self._last
         except _EndOfStage as leaving:
             (output,), left = leaving.args, True
@@ -237,7 +236,7 @@ class Decoder:
     narrow: tuple[Tie, ...] = ()
 
     def __init__(
-        self, whole_model: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
+        self, whole_model: nn.Module, example: Value | None, kept: tuple[str, ...]
     ) -> None:
         self.model, prefix = adapted(whole_model)
         model = self.model
@@ -247,20 +246,18 @@ class Decoder:
             self.provenance = Provenance(model)
             self.example = self.provenance.given(self.example)
         with running(self.provenance):
-            outline, self.output = find_outline(model, self.example, example is None, more)
+            outline, self.output = find_outline(model, self.example, kept, example is None)
             outline = replace(outline, prefix=prefix)
+            self.columns = outline.columns
+            inputs = self.columns.of(self.example)
             if whole_model is not model:
                 with evaluated(whole_model):
-                    self.output = whole_model(**outline.columns.of(self.example), **outline.fixed)
+                    self.output = whole_model(**inputs, **self.columns.fixed)
         blocks = members_of(model.get_submodule(outline.path))
         named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in outline.side_modules)
-        self._valueless_copies = {
-            name: copy_without_values(module) for name, module in named.items()
-        }
-        self.columns = outline.columns
-        inputs = self.columns.of(self.example)
-        first = outline.columns.takes[0]
+        self._valueless = {name: copy_without_values(module) for name, module in named.items()}
+        first = self.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models need in later stages. Without values the
         # check cannot tell, so the ids are always passed on.
@@ -293,14 +290,14 @@ class Decoder:
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:
-        stage = DecoderStage(self.model, self.outline, self._valueless_copies, start, end)
+        stage = DecoderStage(self.model, self.outline, self._valueless, start, end)
         if self.provenance is not None:
             self.provenance.know(stage, stage.full_name)
         return stage
 
     def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
         self.check(stages)
-        return own_loss(self.model, self.outline, self.example, self.output, self.provenance)
+        return own_loss(self.model, self.columns, self.example, self.output, self.provenance)
 
     def check(self, stages: Sequence[nn.Module]) -> None:
         outputs, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
@@ -315,7 +312,7 @@ class Decoder:
 
     def written(self, parts: Sequence[nn.Module]) -> set[int]:
         batch = self.columns.of(self.example)
-        run = partial(Call(tuple(batch), fixed=self.outline.fixed).run, self.model)
+        run = partial(replace(self.columns.call, names=tuple(batch)).run, self.model)
         return written_buffers(self.model, run, tuple(batch.values()), parts)
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
@@ -326,7 +323,7 @@ class Decoder:
 
     def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
-        inputs = self.outline.columns.of(self.example)
+        inputs = self.columns.of(self.example)
         profile = measure(self.blocks, inputs, repeats=repeats)
         empty = self._stage(1, 1)
         around = measure([self.blocks[0], empty], inputs, repeats=repeats).blocks[1]

@@ -58,10 +58,11 @@ class Columns:
     refused: tuple[str, ...] = ()  # parameters of the forward that stages do not accept
     more: tuple[str, ...] = ()  # that the caller keeps for the loss
     whole: bool = False  # whether the forward takes a dict
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every call
 
     @property
     def call(self) -> Call:
-        return Call(self.takes, self.whole)
+        return Call(self.takes, self.whole, self.fixed)
 
     def kept(self, batch: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the columns to keep, as transformers' ``Trainer`` does; checks as ``of``."""
@@ -109,7 +110,12 @@ def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
     labels = tuple(n for n in named if _is_label(n) and n not in refused)
     rest = [n for n in named if n not in (*labels, *refused)]
     rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    return Columns((main, *rest), (main,), labels, refused, more)
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    caches = "use_cache" in parameters or (any_name and hasattr(of_text, "use_cache"))
+    fixed = {"use_cache": False} if caches else {}
+    return Columns((main, *rest), (main,), labels, refused, more, fixed=fixed)
 
 
 def columns_in(
@@ -170,7 +176,6 @@ class Outline:
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
-    fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
     prefix: str = ""  # of the model's names inside a PeftModel
 
@@ -211,21 +216,15 @@ def adapted(model: nn.Module) -> tuple[nn.Module, str]:
     return base, f"{name}."
 
 
-def outline_columns(
-    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
-) -> tuple[Outline, Any]:
-    """Run a model; return an outline with its columns only, and its output."""
-    parameters = inspect.signature(model.forward).parameters
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    config: Any = getattr(model, "config", None)
-    of_text = getattr(config, "get_text_config", lambda: config)()
-    caches = "use_cache" in parameters or (any_name and hasattr(of_text, "use_cache"))
-    fixed = {"use_cache": False} if caches else {}
-    outline = Outline("", (), {}, columns_of(model, more), fixed)
-    inputs = outline.columns.of(example, "example_input")
+def run_pretrained(
+    model: nn.Module, example: object, more: tuple[str, ...], made_up: bool = False
+) -> tuple[Columns, Any]:
+    """Run a Hugging Face model on an example; return the columns that it takes, and its output."""
+    columns = columns_of(model, more)
+    inputs = columns.of(example, "example_input")
     try:
         with evaluated(model):
-            return outline, model(**inputs, **outline.fixed)
+            return columns, model(**inputs, **columns.fixed)
     except Exception as error:
         failure = f"{type(model).__name__} fails on"
         why = f"{type(error).__name__}: {error}"
@@ -233,14 +232,14 @@ def outline_columns(
             raise ValueError(
                 f"model: {failure} token ids made up for its config; give an example_input ({why})"
             ) from error
-        if "decoder_input_ids" in set(outline.columns.takes).difference(inputs):
+        if "decoder_input_ids" in set(columns.takes).difference(inputs):
             why += "; give decoder_input_ids too: its stages do not make them from labels"
         shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items())
         raise ValueError(f"example_input: {failure} {shapes}: {why}") from error
 
 
 def find_outline(
-    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
+    model: nn.Module, example: object, more: tuple[str, ...], made_up: bool
 ) -> tuple[Outline, Any]:
     """Run a model with hooks on its modules; return its outline and its output."""
     config = getattr(model, "config", None)
@@ -262,10 +261,9 @@ def find_outline(
         )
     watch = _Watch(model)
     with hooked(model.modules(), watch.begin, watch.end):
-        outline, output = outline_columns(model, example, made_up, more)
+        columns, output = run_pretrained(model, example, more, made_up)
     path, members = watch.blocks()
-    outside = watch.side_modules(path)
-    return replace(outline, path=path, members=members, side_modules=outside), output
+    return Outline(path, members, watch.side_modules(path), columns), output
 
 
 @contextmanager

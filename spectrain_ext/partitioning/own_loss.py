@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .outline import Outline, copy_sharing, evaluated, quoted, set_mode
+from .outline import Columns, copy_sharing, evaluated, quoted, set_mode
 from .profile import forked_rng, untouched
 from .provenance import Provenance, running
 
@@ -72,27 +73,27 @@ class _Argument(NamedTuple):
 
 
 def own_loss(
-    model: Any, outline: Outline, example: object, output: Any, provenance: Provenance | None = None
+    model: Any, columns: Columns, example: object, output: Any, provenance: Provenance | None = None
 ) -> OwnLoss | str:
     """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
-    labels = _labels(model.config, outline.columns.labels, example, output)
+    labels = _labels(model.config, columns.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
-    batch = {**outline.columns.of(example), **labels}
+    batch = {**columns.of(example), **labels}
+    learned = partial(_learned, model, batch, tuple(labels), columns.fixed, provenance)
     config = vars(model.config)
     before = dict(config)
     loss: OwnLoss | str = ""
     try:
         with evaluated(model):
-            loss = _learned(model, batch, tuple(labels), outline.fixed, provenance)
+            loss = learned()
             if isinstance(loss, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
                     set_mode(model, True)
-                    trained = _learned(model, batch, tuple(labels), outline.fixed, provenance)
-                    loss = trained if isinstance(trained, str) else loss
+                    loss = why if isinstance(why := learned(), str) else loss
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from .outline import (
     SPLIT_HINT,
     Call,
     Columns,
-    Outline,
     columns_in,
     evaluated,
     hooked,
     is_pretrained,
-    outline_columns,
+    run_pretrained,
 )
 from .own_loss import NO_LOSS, OwnLoss, own_loss
 from .profile import Profile, Tie, blaming_example, measure, untouched, written_buffers
@@ -262,18 +260,15 @@ class Traceable:
                         "device; a model that is traced has to be there as a whole"
                     )
         self._model, self._example = model, example
-        self._outline: Outline | None = None
         self.columns: Columns | None = None
-        self._value, self._call = example, BY_POSITION
+        self._value, self._call, self._output = example, BY_POSITION, None
         if is_pretrained(model):
-            self._outline, self._output = outline_columns(model, example, more=kept)
-            self.columns = self._outline.columns.narrowed(example)
+            columns, self._output = run_pretrained(model, example, kept)
+            self.columns = columns.narrowed(example)
         elif isinstance(example, Mapping):
             self.columns = columns_in(model, example, kept)
         if self.columns is not None:
             self._value, self._call = tuple(self.columns.of(example).values()), self.columns.call
-        if self._outline is not None:
-            self._call = replace(self._call, fixed=self._outline.fixed)
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:
@@ -312,9 +307,9 @@ class Traceable:
     def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
         first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
         first.columns = self.columns
-        if self._outline is None:
+        if self.columns is None or self._output is None:
             return NO_LOSS
-        return own_loss(self._model, self._outline, self._example, self._output)
+        return own_loss(self._model, self.columns, self._example, self._output)
 
     def _split(
         self, points: Mapping[str, SplitPoint] | Sequence[str], once: bool = False
