@@ -31,7 +31,7 @@ from spectrain_ext.planning.costs import Costs, Setting, Way
 _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8
 _ROUNDS = 3
-_PARTS = 8
+_MICROBATCHES = 8
 _WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute for some milliseconds
 
 
@@ -107,7 +107,7 @@ def _sent(rank: int, size: int) -> float:
 
 
 def _handled(ranks: int, size: int) -> float:
-    batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
+    batch = torch.ones(_MICROBATCHES, size // 4), torch.zeros(_MICROBATCHES, size // 4)
     return _used(_Scale(), batch) / _ends(ranks)
 
 
@@ -129,7 +129,7 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
         dist.barrier()
         if rank < cores:  # all cores are busy, as in the run
             measured = measure_layers(blocks, batch[0], repeats=9)
-            way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
+            way = Way(find_method("vanilla"), ends, (1,) * ranks, _MICROBATCHES)
             planned = Costs(Setting(measured, link, _ROWS, cores), way).work
         dist.barrier()
         beyond.append(_used(stage, batch) - planned)
@@ -137,7 +137,7 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
 
 
 def _ends(ranks: int) -> int:
-    return 2 * 2 * (ranks - 1) * _PARTS
+    return 2 * 2 * (ranks - 1) * _MICROBATCHES
 
 
 def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
@@ -146,7 +146,7 @@ def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
         lambda params: optim.SGD(params, lr=0.0, momentum=0.9),
         nn.functional.mse_loss,
         "vanilla",
-        microbatches=_PARTS,
+        microbatches=_MICROBATCHES,
         timeout=60.0,
     )
     times = []

@@ -269,8 +269,8 @@ def _measured(name: str | None, device: str) -> Layers:
         raise click.BadParameter(f"expected module:function, got {name!r}", param_hint="'--model'")
     try:
         model, example = result_of(f"{name!r}, called,", imported(name))
-        parts = [model] if isinstance(model, nn.Module) else list(model)
-        if not all(isinstance(part, nn.Module) for part in parts):
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        if not all(isinstance(module, nn.Module) for module in modules):
             raise ValueError(f"got a {type(model).__name__} as the model")
     except (ValueError, TypeError) as error:
         raise click.BadParameter(
@@ -279,8 +279,8 @@ def _measured(name: str | None, device: str) -> Layers:
         ) from error
     try:
         place = torch.device(device)
-        for part in parts:
-            part.to(place)
+        for module in modules:
+            module.to(place)
     except (RuntimeError, AssertionError) as error:  # "Torch not compiled with CUDA enabled"
         raise click.BadParameter(str(error).splitlines()[0], param_hint="'--device'") from error
 

@@ -1,7 +1,7 @@
 """Draws the simulated timeline of a method, or of a schedule from a file."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -129,7 +129,6 @@ def timeline(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
     devices = left_out = None
-    parts: int | Literal["auto"] = microbatches or "auto"
     inbound = False
     try:
         if link is not None or message is not None:
@@ -146,7 +145,12 @@ def timeline(
                 raise ValueError("--instructions are those of a method, not of --csv")
             with own_failures(method):
                 for line in instructions_of(
-                    method_of(method), stages, stage, minibatches, microbatches=parts, window=window
+                    method_of(method),
+                    stages,
+                    stage,
+                    minibatches,
+                    microbatches=microbatches or "auto",
+                    window=window,
                 ):
                     click.echo(line)
             return
@@ -159,10 +163,10 @@ def timeline(
             chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
-                parts = microbatches or microbatches_of(chosen, stages)
-                if (blocks := 2 * stages * minibatches * parts) > _MOST_BLOCKS:
+                count = microbatches or microbatches_of(chosen, stages)
+                if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
                     raise ValueError(
-                        f"{stages} stages, {minibatches} minibatches and {parts} microbatches make "
+                        f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
                         f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
                     )
                 chunks = chunks_of(chosen)
@@ -173,7 +177,7 @@ def timeline(
                     )
                 times |= {"prediction": prediction, "communication": communication}
                 run = chosen, stages, minibatches
-                spans = list(simulate_method(*run, microbatches=parts, window=window, **times))
+                spans = list(simulate_method(*run, microbatches=count, window=window, **times))
                 devices = devices_under(chosen, stages)
         if not spans:
             raise ValueError(f"{csv}: expected forwards and backwards, got none")

@@ -56,22 +56,22 @@ class _EndOfStage(BaseException):
 
 
 def _pass_hidden_on(
-    hand: _Inbox, members: int, enters: bool, leaves: bool, *args: Any, **kwargs: Any
+    inbox: _Inbox, members: int, enters: bool, leaves: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
     if leaves:
         raise _EndOfStage(hidden)
     if enters:
-        hidden = hand.take()
+        hidden = inbox.take()
     return (hidden, *[None] * (members - 1)) if members else hidden
 
 
-def _return_nan(hand: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+def _return_nan(inbox: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
     """Return NaN in the place of what comes before the blocks, such as an embedding."""
-    assert hand.hidden is not None
-    sizes = [size if size >= 0 else hand.hidden.shape[~size] for size in shape]
-    return hand.hidden.new_full(sizes, torch.nan)
+    assert inbox.hidden is not None
+    sizes = [size if size >= 0 else inbox.hidden.shape[~size] for size in shape]
+    return inbox.hidden.new_full(sizes, torch.nan)
 
 
 def _refuse(name: str, *args: object, **kwargs: object) -> Any:
@@ -120,7 +120,7 @@ class DecoderStage(nn.Module):
         self._first = start == 0
         self._last = end == outline.blocks
         self._takes = 0 < start < end  # false for the first stage, and for one without blocks
-        self._hand = _Inbox()
+        self._inbox = _Inbox()
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = copy_sharing(model, dict(self._stand_ins(model, valueless, start, end)))
         if not self._first:  # copies, because this stage may be on another device
@@ -136,7 +136,7 @@ class DecoderStage(nn.Module):
     def _stand_ins(
         self, model: nn.Module, valueless: Mapping[str, nn.Module], start: int, end: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        outline, hand = self._outline, self._hand
+        outline, inbox = self._outline, self._inbox
 
         def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
             copied = copy_sharing(valueless[name], {})
@@ -152,7 +152,7 @@ class DecoderStage(nn.Module):
                 if side_module.after or not self._last:  # the last stage keeps unused modules
                     yield name, stand_in(name, partial(_refuse, name))
             elif side_module.shape is not None:
-                yield name, stand_in(name, partial(_return_nan, hand, side_module.shape))
+                yield name, stand_in(name, partial(_return_nan, inbox, side_module.shape))
             elif not self._first:
                 # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
@@ -166,22 +166,22 @@ class DecoderStage(nn.Module):
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
             if not first <= index < last:
-                yield name, stand_in(name, partial(_pass_hidden_on, hand, members, enters, leaves))
+                yield name, stand_in(name, partial(_pass_hidden_on, inbox, members, enters, leaves))
                 continue
             self.block_names.append(f"model.{name}")
             if enters or leaves:
                 block = copy_sharing(module, {})
                 if enters:
-                    block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
+                    block.register_forward_pre_hook(partial(_enter, inbox), with_kwargs=True)
                 if leaves:
                     block.register_forward_hook(_leave)
                 yield name, block
 
     def forward(self, value: Any) -> Any:
         """Return the hidden state with the columns that later stages need, or the output."""
-        hand, outline = self._hand, self._outline
+        inbox, outline = self._inbox, self._outline
         hidden, inputs = (None, outline.columns.of(value)) if self._first else self._received(value)
-        hand.hidden, hand.taken = hidden, not self._takes
+        inbox.hidden, inbox.taken = hidden, not self._takes
         output = None
         try:
             output = self.model(**inputs, **outline.columns.fixed)
@@ -189,8 +189,8 @@ class DecoderStage(nn.Module):
         except _EndOfStage as leaving:
             (output,), left = leaving.args, True
         finally:
-            hand.hidden = None
-        if not hand.taken or not left:
+            inbox.hidden = None
+        if not inbox.taken or not left:
             raise RuntimeError(
                 f"the model's forward left out a block of {outline.path!r} where a stage begins or "
                 "ends (LayerDrop?), so that it cannot be cut there"
@@ -220,10 +220,10 @@ class DecoderStage(nn.Module):
 # Hooks of a stage's first and last block
 
 
-def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(inbox: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
-        return (hand.take(), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hand.take()}
+        return (inbox.take(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": inbox.take()}
 
 
 def _leave(_: nn.Module, args: object, output: Any) -> Any:

@@ -131,7 +131,7 @@ class _Filler:
     ) -> None:
         self._stages, self._device, self._init = stages, device, init
         self._tensors: dict[int, _StageTensor] = {}
-        self._own: dict[nn.Module, list[_StageTensor]] = {}
+        self._by_module: dict[nn.Module, list[_StageTensor]] = {}
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
         # What initialized them
         self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
@@ -149,7 +149,7 @@ class _Filler:
                 if (origin := _origin(module)) is not module:
                     held.places.append((origin, key))
                 held.saved |= key not in module._non_persistent_buffers_set
-                own = self._own.setdefault(module, [])
+                own = self._by_module.setdefault(module, [])
                 if held not in own:
                     own.append(held)
 
@@ -213,7 +213,7 @@ class _Filler:
                 del value  # unmap it before the next one
 
     def keep(self) -> None:
-        for module in self._own:
+        for module in self._by_module:
             vars(module).pop("origin", None)
         for held in self._tensors.values():
             if held.new is not held.old and len(held.names) > 1:
@@ -250,36 +250,36 @@ class _Filler:
             )
 
     def _initialize_module(
-        self, module: nn.Module, path: str, stage: nn.Module, own: Initializer
+        self, module: nn.Module, path: str, stage: nn.Module, default: Initializer
     ) -> bool:
         """Initialize a module's children, then itself; return whether anything was empty."""
         subject = _origin(module)
-        own = getattr(subject, "_init_weights", own) if is_pretrained(subject) else own
+        default = getattr(subject, "_init_weights", default) if is_pretrained(subject) else default
         needed = False
         for name, child in module.named_children():
-            needed |= self._initialize_module(child, f"{path}{name}.", stage, own)
-        mine = self._own.get(module, [])
-        here = [held for held in mine if held in self._empty]
-        if not here and not needed:
+            needed |= self._initialize_module(child, f"{path}{name}.", stage, default)
+        tensors = self._by_module.get(module, [])
+        empty = [held for held in tensors if held in self._empty]
+        if not empty and not needed:
             return False
         name = _full_name(stage, f"{path}x")[:-2] if path else ""
-        if here and all(len(held.names) > 1 for held in here):  # tied: use its home's name
-            name = here[0].names[0].rpartition(".")[0]
-        transient = here and not any(held.saved for held in here)
-        for way in (own, self._init) if transient else (self._init or own,):
-            if way is not None and (not here or any(held in self._empty for held in here)):
-                self._call(subject, name, way)
-                for held in self._note_initialized(here):
-                    self._homes[held] = (subject, name, way)
-        self._overwritten += [held for held in mine if held in self._homes and held not in here]
+        if empty and all(len(held.names) > 1 for held in empty):  # tied: use its home's name
+            name = empty[0].names[0].rpartition(".")[0]
+        transient = empty and not any(held.saved for held in empty)
+        for initialize in (default, self._init) if transient else (self._init or default,):
+            if initialize is not None and (not empty or any(held in self._empty for held in empty)):
+                self._call(subject, name, initialize)
+                for held in self._note_initialized(empty):
+                    self._homes[held] = (subject, name, initialize)
+        self._overwritten += [held for held in tensors if held in self._homes and held not in empty]
         return True
 
-    def _call(self, module: nn.Module, name: str, way: Initializer) -> None:
+    def _call(self, module: nn.Module, name: str, initializer: Initializer) -> None:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         for generator in self._generators:
             generator.manual_seed(mixed_seed(self._seed, number))
         with self._device:
-            way(module)
+            initializer(module)
 
     def _note_initialized(self, candidates: Sequence[_StageTensor]) -> list[_StageTensor]:
         """Return those that have values now, and stop counting them as empty."""

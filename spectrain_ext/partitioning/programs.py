@@ -199,11 +199,12 @@ class TracedStage(nn.Module):
 
     block_names: Sequence[str] = ()  # the modules in it are never called
 
-    def __init__(self, part: State, modes: Graphs, training: bool, given: bool) -> None:
+    def __init__(self, part: State, modes: Graphs, training: bool) -> None:
         super().__init__()
         self.part = part
         self._modes = modes
-        self._given: bool | None = None if given else training
+        # The stage's mode that stands for the modules' mixed ones, until train() or eval().
+        self._mixed: bool | None = training if (None, True) in modes else None
         self.columns: Columns | None = None  # set on a first stage that takes mappings
         set_mode(self, training)
 
@@ -222,7 +223,7 @@ class TracedStage(nn.Module):
         why = self._modes[mode, True]
         if isinstance(why, str) and isinstance(self._modes[mode, False], str):
             raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
-        self._given = None
+        self._mixed = None
         set_mode(self, mode)
         return self
 
@@ -231,7 +232,7 @@ class TracedStage(nn.Module):
         if self.columns is not None:
             value = tuple(self.columns.of(value).values())
         tensors = value if isinstance(value, tuple) else (value,)
-        mode = None if self._given is self.training else self.training
+        mode = None if self._mixed is self.training else self.training
         graphs = self._modes[mode, torch.is_grad_enabled()]
         if isinstance(graphs, str):
             raise RuntimeError(f"forward: {graphs}")

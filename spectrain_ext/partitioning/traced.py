@@ -120,7 +120,7 @@ class _Assembly:
             mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
             for mode, graphs in self._modes.items()
         }
-        return TracedStage(part, kept, self._model.training, (None, True) not in kept)
+        return TracedStage(part, kept, self._model.training)
 
     def _names_at(self, k: int, tensor: Tensor) -> list[str]:
         """Return the names of a tensor on one of its stages; all its names are used somewhere."""

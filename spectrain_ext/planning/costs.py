@@ -215,16 +215,16 @@ class Costs:
         # Without loading weights, whose cost takes a count of the schedule.
         stages, sent, back = self._stages, self._sent, self._sent_back
         step = STEP * self.setting.layers.byte_seconds / _FLOAT
-        parts = [place.microbatches for place in self.places]
+        microbatches = [place.microbatches for place in self.places]
         once = [stage.forward + stage.backward for stage in stages]
         work = [
             m * o + step * stage.parameters / stage.speed + stage.reduced
-            for m, o, stage in zip(parts, once, stages, strict=True)
+            for m, o, stage in zip(microbatches, once, stages, strict=True)
         ]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
-        bounds = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
+        bounds = [*work, *(m * seconds for m, seconds in zip(microbatches, wires, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
             bounds.append(all_work / self.setting.cores)
@@ -236,14 +236,14 @@ class Costs:
             )
             bounds += [
                 before + m * o + step * stages[0].parameters / stages[0].speed
-                for before, m, o in zip(above, parts, once, strict=True)
+                for before, m, o in zip(above, microbatches, once, strict=True)
             ]
         else:
             # A window of microbatches in the time that one takes to the last stage and back.
             trip = 0.0
             for k in reversed(range(len(stages))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
-                bounds.append(parts[k] * trip / self.places[k].window)
+                bounds.append(microbatches[k] * trip / self.places[k].window)
         return max(bounds)
 
     @property
@@ -260,9 +260,9 @@ class Costs:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
         minibatches = 3 * (2 + 2 * max(1, self.rounds))
         if self._columns:
-            parts, schedule = self.places[0].microbatches, self.way.method.schedule
+            count, schedule = self.places[0].microbatches, self.way.method.schedule
             windows = [place.window for place in self.places]
-            summary = simulate_repeating(schedule, windows, parts, minibatches, self.durations)
+            summary = simulate_repeating(schedule, windows, count, minibatches, self.durations)
         else:
             summary = summarize(self.spans(minibatches))
         return max(summary.period, self.bound)
@@ -327,13 +327,13 @@ def _unused_optimizer() -> SGD:
 def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
     """Count with the engine's own ``Versions``; ``entry`` is the place of stage 0."""
     method = find_method(method)
-    rules, parts = _rules_at(method, place), place.microbatches
+    rules, microbatches = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)
     # Of a stage without parameters, whose optimizer writes predictions.
     storage = Storage([], _unused_optimizer(), rules, master=rules.predicts)
     storage.predicts = True
     versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
-    warm = (entry.window + place.window) // parts + 2
+    warm = (entry.window + place.window) // microbatches + 2
     end = warm + max(4, warm)
     totals = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
     following = generate(place)
@@ -362,7 +362,7 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
         turn = then
     updates = end - warm
     return Passes(
-        totals[Kind.FORWARD] / (updates * parts),
-        totals[Kind.BACKWARD] / (updates * parts),
+        totals[Kind.FORWARD] / (updates * microbatches),
+        totals[Kind.BACKWARD] / (updates * microbatches),
         totals[Kind.UPDATE] / updates,
     )

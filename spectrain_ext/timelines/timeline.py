@@ -156,8 +156,8 @@ class Rows:
         share = 0.5 * own.index(span.stage) / max(1, len(own) - 1)
         if not share or look not in (_FORWARD, _BACKWARD):
             return look
-        parts = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
-        mixed = "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
+        channels = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
+        mixed = "".join(f"{round(channel + share * (255 - channel)):02X}" for channel in channels)
         return look._replace(color=f"#{mixed}", text=look.text if share < 0.3 else "#000000")
 
 
@@ -222,8 +222,8 @@ def _draw_densities(
     import numpy as np  # as matplotlib does
 
     _draw_idle(axes, rows, whole, communication)
-    parts = 1 + max(span.microbatch for span in drawn)
-    edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / parts)
+    microbatches = 1 + max(span.microbatch for span in drawn)
+    edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / microbatches)
     lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
