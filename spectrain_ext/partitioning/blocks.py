@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport.message import Value
 
 from .own_loss import NO_LOSS
-from .profile import Profile, Tie, measure, profile_by_parameters, written_buffers
+from .profile import Profile, Tie, measure, profile_by_parameters
 from .programs import TracedStage
 from .provenance import is_valueless, slots_of
 
@@ -104,7 +104,9 @@ class BlockList:
         planned: bool,
     ) -> None:
         self.names, self.blocks = list(blocks), list(blocks.values())
-        self._named, self._example = blocks, example
+        self._named, self.value = blocks, example
+        self.model = nn.ModuleList(self.blocks)
+        self.run = partial(reduce, lambda value, block: block(value), self.blocks)
         if example is None and not planned and not is_valueless(*self.blocks):
             raise TypeError("example_input: expected a microbatch, got None")
         if kept:
@@ -117,13 +119,9 @@ class BlockList:
         return slices_of(self._named, ends)
 
     def measure(self, repeats: int = 5) -> Profile:
-        if self._example is None:
+        if self.value is None:
             return profile_by_parameters(self.blocks)
-        return measure(self.blocks, self._example, repeats=repeats)
-
-    def written(self, parts: Sequence[nn.Module]) -> set[int]:
-        run = partial(reduce, lambda value, block: block(value), self.blocks)
-        return written_buffers(nn.ModuleList(self.blocks), run, self._example, parts)
+        return measure(self.blocks, self.value, repeats=repeats)
 
     def loss_of(self, stages: object) -> str:
         return NO_LOSS

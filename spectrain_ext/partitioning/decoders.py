@@ -32,7 +32,7 @@ from .outline import (
     members_of,
 )
 from .own_loss import OwnLoss, own_loss
-from .profile import BlockProfile, Profile, Tie, measure, written_buffers
+from .profile import BlockProfile, Profile, Tie, measure
 from .provenance import Provenance, is_valueless, running
 
 
@@ -250,6 +250,8 @@ class Decoder:
             outline = replace(outline, prefix=prefix)
             self.columns = outline.columns
             inputs = self.columns.of(self.example)
+            self.value = tuple(inputs.values())
+            self.run = partial(replace(self.columns.call, names=tuple(inputs)).run, model)
             if whole_model is not model:
                 with evaluated(whole_model):
                     self.output = whole_model(**inputs, **self.columns.fixed)
@@ -309,11 +311,6 @@ class Decoder:
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
-
-    def written(self, parts: Sequence[nn.Module]) -> set[int]:
-        batch = self.columns.of(self.example)
-        run = partial(replace(self.columns.call, names=tuple(batch)).run, self.model)
-        return written_buffers(self.model, run, tuple(batch.values()), parts)
 
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
         with evaluated(nn.ModuleList([self.model, *stages])), running(self.provenance):

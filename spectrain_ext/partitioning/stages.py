@@ -19,7 +19,7 @@ from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages,
 from .decoders import Decoder
 from .outline import adapted, is_pretrained
 from .own_loss import OwnLoss
-from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters
+from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
 from .provenance import is_valueless, storage_of
 from .traced import Traceable
 
@@ -282,7 +282,8 @@ _Source = BlockList | Decoder | Traceable
 
 def _ties(source: _Source, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
     """Return what blocks or stages share and cannot have copies of."""
-    written = cache(lambda: source.written(parts))  # takes two forwards, and is seldom needed
+    # Takes two forwards, and is seldom needed.
+    written = cache(lambda: written_buffers(source.model, source.run, source.value, parts))
     return ties_of(parts, kinds, lambda buffer: storage_of(buffer) not in written())
 
 

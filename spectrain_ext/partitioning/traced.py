@@ -25,7 +25,7 @@ from .outline import (
     run_pretrained,
 )
 from .own_loss import NO_LOSS, OwnLoss, own_loss
-from .profile import Profile, Tie, blaming_example, measure, untouched, written_buffers
+from .profile import Profile, Tie, blaming_example, measure, untouched
 from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
 from .provenance import is_valueless, slots_of
 from .tracing import MODE_NAMES, TracedModel, traces
@@ -259,16 +259,18 @@ class Traceable:
                         f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
                         "device; a model that is traced has to be there as a whole"
                     )
-        self._model, self._example = model, example
+        self.model, self._example = model, example
         self.columns: Columns | None = None
-        self._value, self._call, self._output = example, BY_POSITION, None
+        self.value, self._output, call = example, None, BY_POSITION
         if is_pretrained(model):
             columns, self._output = run_pretrained(model, example, kept)
             self.columns = columns.narrowed(example)
         elif isinstance(example, Mapping):
             self.columns = columns_in(model, example, kept)
         if self.columns is not None:
-            self._value, self._call = tuple(self.columns.of(example).values()), self.columns.call
+            self.value, call = tuple(self.columns.of(example).values()), self.columns.call
+        self.run = partial(call.run, model)
+        self._split = partial(split, model, self.value, call=call)
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:
@@ -298,27 +300,18 @@ class Traceable:
         return [*self._split([self._begins[end] for end in ends[:-1]])]
 
     def measure(self, repeats: int = 5) -> Profile:
-        return measure(self.blocks, self._value, repeats=repeats)
-
-    def written(self, parts: Sequence[nn.Module]) -> set[int]:
-        run = partial(self._call.run, self._model)
-        return written_buffers(self._model, run, self._value, parts)
+        return measure(self.blocks, self.value, repeats=repeats)
 
     def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
         first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
         first.columns = self.columns
         if self.columns is None or self._output is None:
             return NO_LOSS
-        return own_loss(self._model, self.columns, self._example, self._output)
-
-    def _split(
-        self, points: Mapping[str, SplitPoint] | Sequence[str], once: bool = False
-    ) -> list[TracedStage]:
-        return split(self._model, self._value, points, once, self._call)
+        return own_loss(self.model, self.columns, self._example, self._output)
 
     def _calls(self) -> dict[nn.Module, int]:
         """Run the model; return how often each module is called, in the order of first calls."""
-        model, example = self._model, self._value
+        model, example = self.model, self.value
         for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
             if not isinstance(argument, Tensor):
                 raise TypeError(
@@ -337,7 +330,7 @@ class Traceable:
 
         try:
             with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
-                self._call.run(model, example)
+                self.run(example)
         except Exception as error:
             names = {module: name for name, module in model.named_modules()}
             name = names[running[-1]] if running else ""
