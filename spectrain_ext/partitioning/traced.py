@@ -151,16 +151,16 @@ class _Assembly:
     def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
         """Leave out the graph for a single sample if a stage cannot recognize one."""
         *single, many = graphs
-        kept = [trace for trace in single if self._told_apart(trace, many)]
-        if len(kept) < len(single):
-            many[0][
-                0
-            ].single_sample_error = (
-                "the model does something else with one, of which no later stage could tell"
-            )
-        return [*kept, many]
+        if not single or self._distinguishable(single[0], many):
+            return graphs
+        program, _ = many[0]
+        program.single_sample_error = (
+            "the model does something else with one, of which no later stage could tell"
+        )
+        return [many]
 
-    def _told_apart(self, single: TracedModel, many: TracedModel) -> bool:
+    def _distinguishable(self, single: TracedModel, many: TracedModel) -> bool:
+        """Whether each stage knows by its inputs which graph to run, or both graphs are alike."""
         if len(single) != len(many):
             return False
         samples = {
