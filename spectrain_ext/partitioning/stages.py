@@ -277,6 +277,10 @@ def profile_of(
     return replace(measured, ties=_ties(source, source.blocks), shared=shared)
 
 
+#: The forms of a model: ``blocks`` with ``names``, between which it can be cut; ``stages(ends)``;
+#: ``measure()``; ``run(value)``, which runs ``model``; ``loss_of(stages)``, which checks them and
+#: returns the model's own loss, or why there is none; ``columns`` of a batch that is a mapping;
+#: ``narrow``: ties that allow only cuts which a single tensor crosses.
 _Source = BlockList | Decoder | Traceable
 
 

@@ -63,14 +63,13 @@ def write_csv(
         ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']
     """
     letters = {kind: letter for letter, kind in _KINDS.items()}
-    n = len(actions)
     rows = [
         [
             f"{k}{letters[kind]}{i * microbatches + j}"
-            for kind, i, j in bounded(actions[k], k, minibatches)
+            for kind, i, j in bounded(run, k, minibatches)
             if kind is not Kind.UPDATE
         ]
-        for k in range(n)
+        for k, run in enumerate(actions)
     ]
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)

@@ -177,7 +177,11 @@ def draw_rows(
     edge: float = 0.5,
     points: float = math.inf,  # per unit of time
 ) -> None:
-    _draw_idle(axes, rows, whole, communication)
+    """Draw the spans on rows that are grey where they are idle."""
+    first, last = whole
+    for k in range(len(rows)):
+        place = _place(k, "compute", communication)
+        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
     blocks: dict[tuple[int, _Look, Lane, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
         start, length = span.start, span.end - span.start
@@ -190,13 +194,6 @@ def draw_rows(
             line = edge if edged else 0
             look_of = {"facecolor": look.color, "edgecolor": "#FFFFFF", "linewidth": line}
             axes.broken_barh(intervals, place, **look_of)
-
-
-def _draw_idle(axes: Any, rows: Rows, whole: tuple[float, float], communication: bool) -> None:
-    first, last = whole
-    for k in range(len(rows)):
-        place = _place(k, "compute", communication)
-        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
 
 
 def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | None:
@@ -221,7 +218,7 @@ def _draw_densities(
     """Draw the shares of each bin of time that every row spends in each kind of work."""
     import numpy as np  # as matplotlib does
 
-    _draw_idle(axes, rows, whole, communication)
+    draw_rows(axes, (), rows, whole, communication)
     microbatches = 1 + max(span.microbatch for span in drawn)
     edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / microbatches)
     lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
