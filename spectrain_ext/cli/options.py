@@ -174,7 +174,7 @@ def imported(name: str) -> Any:
         raise ValueError(
             f"there is no module {module!r} in {here} or on PYTHONPATH"
             if missing
-            else f"module {module!r} cannot be imported: {_told(error)}"
+            else f"module {module!r} cannot be imported: {_described(error)}"
         ) from error
     try:
         for part in attribute.split("."):
@@ -189,10 +189,10 @@ def result_of(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        raise ValueError(f"{what} failed: {_told(error)}") from error
+        raise ValueError(f"{what} failed: {_described(error)}") from error
 
 
-def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
+def _described(error: Exception, files: Sequence[str | None] = ()) -> str:
     """Describe an error with its last line in ``files``, or else in the working directory."""
     lines = traceback.extract_tb((error.__cause__ or error).__traceback__)
     own = [at for at in lines if at.filename in files]
@@ -210,7 +210,7 @@ def own_failures(*names: str) -> Iterator[None]:
     except Exception as error:
         files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
         if any(at.filename in files for at in traceback.extract_tb(error.__traceback__)):
-            raise ValueError(_told(error, files)) from error
+            raise ValueError(_described(error, files)) from error
         if modules and isinstance(error, TypeError):
             raise ValueError(str(error)) from error
         raise
