@@ -133,7 +133,7 @@ class _Filler:
         self._tensors: dict[int, _StageTensor] = {}
         self._by_module: dict[nn.Module, list[_StageTensor]] = {}
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
-        # What initialized them
+        # The module, its name and the initializer that gave a tensor its value.
         self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
         self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
@@ -226,8 +226,7 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        # That initializers draw from.
-        self._generators = [torch.default_generator]
+        self._generators = [torch.default_generator]  # that initializers draw from
         if self._device.type == "cuda":
             torch.cuda.init()
             index = self._device.index
