@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 from spectrain_ext.method import rules_at
-from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind
 from spectrain_ext.simulation import streams, validate

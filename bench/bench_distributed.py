@@ -129,7 +129,7 @@ def ours(
         microbatches=parts,
         window=window,
         timeout=120.0,
-        share_loss=True,
+        passes=[st.passes.ShareLoss()],
     )
     return throughput_of(pipe, batch, parts)
 

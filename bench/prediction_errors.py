@@ -27,8 +27,8 @@ from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
-from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.losses import Result
+from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights

@@ -117,7 +117,11 @@ gpus = torch.cuda.device_count() >= stages
 if ranks > 1:
     device = f"cuda:{rank}" if gpus else None
     pipe = st.DistributedPipeline(
-        parts.stages[rank], device=device, dynamic_shapes=True, share_loss=True, **options
+        parts.stages[rank],
+        device=device,
+        dynamic_shapes=True,
+        passes=[st.passes.ShareLoss()],
+        **options,
     )
 else:
     devices = [f"cuda:{k}" for k in range(stages)] if gpus else None

@@ -104,7 +104,7 @@ pipe = st.Pipeline(
     [Stage(k == 0, k == last) for k in range(args.stages)],
     lambda parameters: st.optim.AdamW(parameters, lr=3e-3),
     loss_fn,
-    codec=st.codecs.Int8(),
+    passes=[st.passes.Compress(st.codecs.Int8())],
 )
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "metrics.jsonl"

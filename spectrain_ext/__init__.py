@@ -58,7 +58,7 @@ from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
-    from spectrain_ext import checkpoint, codecs, partitioning
+    from spectrain_ext import checkpoint, codecs, partitioning, passes
     from spectrain_ext.distributed import DistributedPipeline, join_ranks
     from spectrain_ext.observation import Metrics, Trace
     from spectrain_ext.operators import averaging
@@ -101,6 +101,7 @@ __all__ = [
     "optim",
     "partition",
     "partitioning",
+    "passes",
     "pipemare",
     "predict",
     "predict_",
@@ -128,6 +129,7 @@ _LATER = {
     "materialize": "partitioning",
     "partition": "partitioning",
     "partitioning": "partitioning",
+    "passes": "passes",
 }
 
 

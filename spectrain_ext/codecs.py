@@ -10,7 +10,7 @@ A codec is an object with two methods, which are called outside of autograd:
 
 If its attribute ``draws`` is true, it gets ``pack(tensor, backward, key)``: ``key`` is an integer
 that is different for each packed tensor in all runs. Random numbers seeded with it are the same in
-any number of processes and in a resumed run. Under a flush, a minibatch that ``on_nonfinite`` skips
+any number of processes and in a resumed run. Under a flush, a minibatch that ``CheckFinite`` skips
 leaves its keys to the next one.
 """
 
@@ -36,7 +36,8 @@ class Codec(Protocol):
         ...         return packed.to(like.dtype)
         >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
         >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
-        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, codec=Half())
+        >>> passes = [st.passes.Compress(Half())]
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, passes=passes)
         >>> len(pipe.fit([(torch.ones(4, 2), torch.ones(4, 1))]))
         1
         >>> pipe.release()

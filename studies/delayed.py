@@ -31,7 +31,7 @@ from spectrain_ext.method import (
     rules_at,
 )
 from spectrain_ext.operators.averaging import Averaging, Exchange, in_a_row, taken_apart
-from spectrain_ext.pipeline.coding import packed_message, unpacked_message
+from spectrain_ext.passes.compress import packed_message, unpacked_message
 from spectrain_ext.pipeline.loads import gradient_norm
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, find_generator, flushes
 from spectrain_ext.transport import Buffer, Message
@@ -58,6 +58,7 @@ class DelayedStage:
     """One stage: its module, and the weights that future minibatches will use."""
 
     weights: StageWeights | None = None  # None: no trainable parameters
+    averaged = False  # whether an update is followed by other weights
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -190,7 +191,7 @@ class DelayedStage:
         self._peeked = (next(self._actions),)
         kind, i, j = self._peeked[0]
         following = (i, j) if kind is Kind.FORWARD else None
-        weights.step(self._versions.begin_update(following, weights.moves, weights.rates_move))
+        weights.step(self._versions.begin_update(following, self.averaged, weights.rates_move))
         if self._storage.bound is not self._storage.true:
             self._storage.point(self._storage.true)
 
@@ -361,9 +362,9 @@ class Replicated:
         self._averaged = []
         for k, of_all in enumerate(zip(*(replica.stages for replica in replicas), strict=True)):
             messages: dict[int, list[Tensor]] = defaultdict(list)  # of all replicas, by number
+            for stage in of_all:
+                stage.averaged = True
             weights = [stage.weights for stage in of_all if stage.weights]
-            for each in weights:
-                each.moves = True
             exchanges = [_exchange(messages, len(replicas)) for _ in weights]
             self._averaged.append(
                 [

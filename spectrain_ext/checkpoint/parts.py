@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.errors import differing, kind_of
-from spectrain_ext.pipeline.averaging import Averaged
+from spectrain_ext.passes import AverageWeights, averagers
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, names_of
@@ -81,7 +81,7 @@ class Part:
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     replica: int = 0  # the first replica's weights are saved
     replicas: int = 1
-    averaged: Averaged | None = None  # averages its weights over replicas
+    averaged: AverageWeights | None = None  # averages its weights over replicas
     # names of tensors that an earlier stage saves, with their names there
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -128,11 +128,11 @@ def parts_of(
     if bind:
         target.masters(bind)
     replica, replicas = 0, 1
-    averaged = target._executor.connections.averaged
+    averaged = averagers(target._executor.stages)
     if averaged and not isinstance(target, DistributedPipeline):
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "
-            "checkpoints are for DistributedPipeline(..., averaging=...)"
+            "checkpoints are for DistributedPipeline"
         )
     if isinstance(target, DistributedPipeline):
         replica, replicas = target.replica, target.replicas[target.first_stage]

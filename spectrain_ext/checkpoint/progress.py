@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import phases_of
-from spectrain_ext.pipeline.averaging import Averaged
+from spectrain_ext.passes import AverageWeights
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import RNG_LOCK, States
 
@@ -90,7 +90,7 @@ class Training(Item):
     def put(self, state: Any) -> None:
         self._pipe.minibatches = state["minibatches"]
         for stage in self._pipe._executor.stages:
-            stage.undone = state["undone"]
+            stage.continue_after(state["undone"])
         self._pipe.phase = min(state["phase"], len(phases_of(self._pipe.method)) - 1)
 
 
@@ -184,7 +184,7 @@ def _are_states(references: Any, body: Json) -> bool:
 class AveragingState(Item):
     """The averaging state of one stage's replica; empty before it has begun."""
 
-    def __init__(self, part: Part, averaged: Averaged) -> None:
+    def __init__(self, part: Part, averaged: AverageWeights) -> None:
         self.what = f"the averaging of stage {part.stage}"
         self.key = f"averaging.stage{part.stage}"
         self._stage = part.stage

@@ -234,7 +234,7 @@ class DistributedNorm(GlobalNorm):
         super().__init__(replicas.stages)
         self._replicas, self._board = replicas, board
         self._mine = replicas.stages_on(board.rank)
-        self._own = torch.zeros(replicas.stages, dtype=torch.float64)
+        self._own = torch.zeros(replicas.stages, 2, dtype=torch.float64)
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """Add a stage's norm of minibatch i; the rank's last one waits for all ranks'."""
@@ -250,10 +250,8 @@ class DistributedNorm(GlobalNorm):
         ).wait()
         for k in range(self._replicas.stages):
             of_replicas = [found[rank][k] for rank in self._replicas.ranks_of(k)]
-            # With averaging, replicas differ. A negative norm marks a non-finite number, which
-            # concerns all of them.
-            origin = min(of_replicas)
-            if k not in self._mine or origin < 0:
+            told = torch.stack(of_replicas)[:, 1].amax()  # with averaging, replicas differ
+            if k not in self._mine or told:
                 # Replicas have summed their gradients, so they share one norm, counted once.
-                theirs = origin if origin < 0 else of_replicas[0]
+                theirs = torch.stack([of_replicas[0][0], told])
                 super().give(i, k, theirs, Buffer(f"gradient norm of stage {k}"), stream)

@@ -9,22 +9,22 @@ from math import nan
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spectrain_ext.method import Method, check_replicas, phases_of
-from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.operators.averaging import Exchange
+from spectrain_ext.passes import ShareLoss
 from spectrain_ext.pipeline.arguments import check_hidden, check_trains, cut_place, hidden_use
-from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
-from spectrain_ext.pipeline.coding import in_words
 from spectrain_ext.pipeline.connections import Connections
-from spectrain_ext.pipeline.edges import TIED, SharedLosses, Traffic
-from spectrain_ext.pipeline.loads import GlobalNorm, Handler
+from spectrain_ext.pipeline.edges import TIED, Traffic
+from spectrain_ext.pipeline.loads import GlobalNorm
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
+from spectrain_ext.pipeline.passes import Handler, Pass
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy, look_of
-from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas, name_of
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas, name_of
 from spectrain_ext.schedule.order import device_order
 from spectrain_ext.transport import Receiver
 
@@ -44,6 +44,7 @@ from .links import Links, RankGroup, backend_of_bodies, open_links, open_rank_gr
 class RankConnections(Connections):
     """The edges and collectives of one rank's stages."""
 
+    receives_block = True
     links: Links
     _receivers: list[RemoteReceiver]
     _senders: list[RemoteSender]
@@ -55,31 +56,29 @@ class RankConnections(Connections):
         board: Board,
         replicas: Replicas,
         dynamic_shapes: bool,
-        share_loss: bool,
         clip_norm: float | None,
         clip_scope: str,
-        averaging: Averaging | None = None,
+        passes: Sequence[Pass] = (),
         split_dim: SplitDim = 0,
     ) -> None:
         super().__init__(replicas.stages, split_dim)
         self.replicas = replicas
         self.indices = replicas.stages_on(board.rank)
         self.takes_batches = board.rank == 0  # rank 0 also decides the length of a run
-        self.own_minibatches = averaging is not None
+        self.own_minibatches = any(each.own_minibatches for each in passes)
         self.replica = replicas.stage_and_replica(board.rank)[1]
         self._group, self._board = group, board
         self._settings = {
             "dynamic_shapes": dynamic_shapes,
-            "share_loss": share_loss,
             "clip_scope": clip_scope,
-            "averaging": repr(averaging),
+            "passes": repr(passes),
             "split_dim": repr(split_dim),
         }
-        self._averaging, self._share_loss = averaging, share_loss
+        self._passes = passes
         self.norm: GlobalNorm | None = DistributedNorm(replicas, board)
         self._clip_norm = clip_norm
         self._total: GradientSum | None = None  # over the stage's replicas
-        self._shared: dict[int, SharedLosses] = {}
+        self._exchange: Exchange | None = None  # with a stage's other replicas
 
     def connect(
         self,
@@ -95,7 +94,7 @@ class RankConnections(Connections):
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
-        if self._averaging is None:
+        if not self.own_minibatches:
             check_replicas(method, of_phases, replicas)
         found = compare_settings(
             board,
@@ -109,8 +108,6 @@ class RankConnections(Connections):
                 **rules_to_compare(method, of_phases),
                 "device": first.device.type,
                 "count": "none" if self.count is None else "given",
-                "codec": in_words(self.codecs),
-                "on_nonfinite": first.on_nonfinite,
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
@@ -130,31 +127,23 @@ class RankConnections(Connections):
         if replicas.dealt:
             optimizer = None if first.weights is None else first.weights.optimizer
             check_equal_start(board, replicas, first.module, optimizer)
-            first.random = StageRandom(first.index, first.device, self.replica)
         bodies = backend_of_bodies(board, first.device)
-        grows = len(of_phases) > 1 and first.on_nonfinite  # a phase sends checks with gradients
+        grows = len(of_phases) > 1 and any(each.resizes for each in self._passes)
         dynamic = bool(self._settings["dynamic_shapes"] or grows)
         self.links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
         if isinstance(self.norm, DistributedNorm):
             self.norm.rank_group = self.all_ranks()
         rank_group, weights = self.links.rank_group, first.weights
-        if rank_group is not None and self._averaging is None:
+        if rank_group is not None and not self.own_minibatches:
             params = [] if weights is None else weights.params
             self._total = GradientSum(
                 params, rank_group, board, first.compute, first.weight_gradients
             )
-            first.join = self._total.largest
-        elif rank_group is not None and self._averaging is not None and weights is not None:
-            exchange = weight_exchange(rank_group, board)
-            self.averaged = {first.index: Averaged(first, self._averaging, exchange)}
-        if self._share_loss:
-            self._shared = {s.index: SharedLosses(replicas.dealt, s.index > 0) for s in stages}
-            for stage in stages:
-                stage.losses = self._shared[stage.index]
+        elif rank_group is not None:
+            self._exchange = weight_exchange(rank_group, board)
         self._losses = None
-        if (last := stages[-1].index) == replicas.stages - 1:
-            shared, held = self._shared.get(last), self._total is not None
-            self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
+        if stages[-1].index == replicas.stages - 1:
+            self._losses = Losses(stages[-1], loss_fn, self.results, held=self._total is not None)
         self._open(ties, copies, method, places)
 
     def all_ranks(self) -> RankGroup:
@@ -188,7 +177,7 @@ class RankConnections(Connections):
         super()._join(places, postponed)
 
     def _only_forward(self) -> None:
-        self._total, self._shared = None, {}
+        self._total = None
         self.links = self.links.evaluating()
 
     def receivers(self) -> Iterable[Receiver]:
@@ -196,30 +185,24 @@ class RankConnections(Connections):
 
     # Instructions of a stage
 
-    def duties(self, stage: Stage) -> Duties:
-        first = self._stages[0]
-        found = super().duties(stage)
-        return found._replace(
-            pulls=stage is first and self._source is not None,
-            blocks=True,
-            sums=self._total is not None,
-            reports=(stage is first and self._losses is None) or stage.index in self._shared,
-        )
-
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
-        total, shared = self._total, self._shared.get(stage.index)
+        total = self._total
+        shared = next((each for each in stage.passes if isinstance(each, ShareLoss)), None)
 
         def report(i: int, j: int) -> None:
             told = None
             if shared is not None:
                 told = torch.tensor(shared.known.pop(i, nan), dtype=torch.float64)
-                if shared.dealt and stage.divisor is not None:
+                if shared.in_parts and stage.divisor is not None:
                     with stage.predict.using():  # which has waited for the sum
                         told = mean_of(told, stage.divisor.cpu())
             if stage is self._stages[0] and self._losses is None:
                 self.results.append(Result(i, told))
 
-        found = {**super().handlers(stage), Kind.REPORT: report}
+        found = super().handlers(stage)
+        reports = shared is not None or (stage is self._stages[0] and self._losses is None)
+        if reports and not self.evaluates:
+            found[Kind.REPORT] = report
         if total is not None:
             found[Kind.EXPECT_SUM] = partial(self._expect_last, stage, total)
             found[Kind.SUM_GRADIENTS] = partial(self._sum_up, stage, total, shared)
@@ -230,7 +213,7 @@ class RankConnections(Connections):
             total.expect()
 
     def _sum_up(
-        self, stage: Stage, total: GradientSum, shared: SharedLosses | None, i: int, j: int
+        self, stage: Stage, total: GradientSum, shared: ShareLoss | None, i: int, j: int
     ) -> None:
         total.send_rest(stage.counts.get(i))
         stage.compute.record(stage.computed)
@@ -252,6 +235,13 @@ class RankConnections(Connections):
                 count = torch.full_like(count, counted)
                 loss = mean_of(loss, count)
             self.results.append(Result(i, loss, kept, count))
+
+    def largest(self, number: float) -> float:
+        return number if self._total is None else self._total.largest(number)
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        assert self._exchange is not None
+        return self._exchange(message)
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None]:
         board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]
@@ -286,8 +276,6 @@ class RankConnections(Connections):
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
         for receiver in self._receivers:
             receiver.begin()
-        for shared in self._shared.values():
-            shared.begin()
         if self._total is not None:
             self._total.begin()
         super().begin(batches, keep)

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method, find_method
-from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.activations import Offload, Recompute
-from spectrain_ext.pipeline.averaging import check_averaged
+from spectrain_ext.passes import averagers
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.evaluation import minibatches
-from spectrain_ext.pipeline.loads import OnNonfinite
 from spectrain_ext.pipeline.loops import checked_batches, share_of
 from spectrain_ext.pipeline.losses import Keep, LossFn, Result
 from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.passes import Pass, checked_passes
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
@@ -34,8 +32,8 @@ from .store import Peers
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from spectrain_ext.codecs import Codec
     from spectrain_ext.method import Window
+    from spectrain_ext.pipeline.recomputing import Recompute
 
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -53,24 +51,20 @@ class DistributedPipeline(Pipeline):
         stage: stage k on rank k or on each of its replicas; or the list ``stages[rank::ranks]``, of
             the same length on every rank, without replicas.
         loss_fn: called on the ranks of the last stage.
-        count: called on rank 0; not allowed with ``averaging``.
+        count: called on rank 0; not allowed with ``passes.AverageWeights``.
         window: counts the microbatches of one replica.
         clip_norm, clip_scope: a global norm makes the ranks wait for one another on the CPU. With
-            ``averaging``, ``"auto"`` clips by stage.
+            ``passes.AverageWeights``, ``"auto"`` clips by stage.
         replicas: ranks per stage, one number or one per stage (default 1; 1 with tied weights).
             Ranks are numbered stage by stage. Replica c of r runs microbatches c, c + r, ...; r
-            divides ``microbatches``. All start from the same weights, which is checked here.
-        averaging: a value of ``spectrain_ext.averaging``; all stages have equally many replicas.
-            Replica c of all stages forms a pipeline with its own minibatches and losses, whose
-            weights are averaged at every update. None: replicas sum their gradients.
+            divides ``microbatches``. All start from the same weights, which is checked here. They
+            sum their gradients, or average their weights: ``passes.AverageWeights``.
         group: all ranks, stage by stage; None: the default group.
         device: where the stages go, a CPU or a CUDA device on all ranks; None: they stay. Messages
             use NCCL if every rank has its own GPU, else gloo through CPU memory.
         timeout: seconds that a rank waits for another before all raise ``RankError``; at least 15
             while the pipeline is made.
         dynamic_shapes: allow messages larger than the first; smaller ones are always allowed.
-        share_loss: give every rank the losses, as float64; on CUDA the last rank's CPU waits for
-            each of them.
 
     Attributes:
         rank: this process's rank in the group.
@@ -106,7 +100,6 @@ class DistributedPipeline(Pipeline):
         method: str | Method = "auto",
         *,
         replicas: int | Sequence[int] | None = None,
-        averaging: Averaging | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
         scheduler: Callable[[Any], LRScheduler] | None = None,
@@ -118,12 +111,9 @@ class DistributedPipeline(Pipeline):
         recompute: Recompute = False,
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
-        share_loss: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
-        on_nonfinite: OnNonfinite = None,
-        offload: Offload = None,
-        codec: Codec | tuple[Codec | None, Codec | None] | None = None,
+        passes: Sequence[Pass] = (),
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -141,7 +131,6 @@ class DistributedPipeline(Pipeline):
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
         self.timeout = timeout
-        self._averages = averaging is not None
         # All ranks make their pipelines in the same order, so a count identifies this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
@@ -150,25 +139,33 @@ class DistributedPipeline(Pipeline):
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             all_replicas = _replicas_of(len(modules), replicas, self.ranks)
-            if averaging is not None:
+            own_passes = checked_passes(passes, find_method(method))
+            if any(each.own_minibatches for each in own_passes):
                 _check_averaging(all_replicas, clip_scope)
                 if count is not None:
                     raise ValueError(
-                        "count: with averaging every replica has a minibatch of its own; have "
+                        "count: with AverageWeights every replica has a minibatch of its own; have "
                         "loss_fn return a pair (sum, count)"
                     )
-                check_averaged(find_method(method))
                 clip_scope = "stage"
             self._connections = around = RankConnections(
-                *(group, board, all_replicas, dynamic_shapes, share_loss),
-                *(clip_norm, clip_scope, averaging, split_dim),
+                *(group, board, all_replicas, dynamic_shapes),
+                *(clip_norm, clip_scope, own_passes, split_dim),
             )
             self.replicas, self.replica = all_replicas.counts, around.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
-                *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
-                *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count, on_nonfinite),
-                *(offload, codec),
+                *(modules, optimizer, loss_fn, method, devices),
+                scheduler=scheduler,
+                microbatches=microbatches,
+                window=window,
+                clip_norm=clip_norm,
+                clip_scope=clip_scope,
+                master_dtype=master_dtype,
+                recompute=recompute,
+                split_dim=split_dim,
+                count=count,
+                passes=own_passes,
             )
 
     def run(
@@ -191,9 +188,9 @@ class DistributedPipeline(Pipeline):
 
         Yields:
             A ``Result`` per minibatch, as soon as the stages of this rank have issued their update
-            from it. Except on the last stage, reading the loss raises RuntimeError unless
-            ``share_loss`` is set. Leaving the loop on rank 0 ends the run of all ranks; on any
-            other rank, ``close()`` trains on the rest of the run.
+            from it. Except on the last stage, reading the loss raises RuntimeError without the
+            pass ``ShareLoss``. Leaving the loop on rank 0 ends the run of all ranks; on any other
+            rank, ``close()`` trains on the rest of the run.
 
         Raises:
             RankError: another rank failed or kept this one waiting too long. Every rank then ends
@@ -235,25 +232,26 @@ class DistributedPipeline(Pipeline):
         """Set the parameters to the replicas' average inside a ``with`` block, between two runs.
 
         The average is the centre of ``Elastic`` and the mean over replicas of ``Sparse``. On exit
-        each replica gets its own weights back. Without ``averaging`` nothing changes. All ranks
-        must enter it. ``evaluate`` and calling the pipeline enter it themselves; ``state_dict``
-        holds the replica's own weights unless called inside.
+        each replica gets its own weights back. Without ``AverageWeights`` nothing changes. All
+        ranks must enter it. ``evaluate`` and calling the pipeline enter it themselves;
+        ``state_dict`` holds the replica's own weights unless called inside.
 
         Raises:
             RuntimeError: a run has not ended, or an earlier one failed.
             RankError: another rank has failed.
         """
-        around = self._executor.connections
         with ExitStack() as held, self._executor.callers_turn():
             what = "averaging the replicas"
             with self.together(what), self._board.busy(what):
-                found = [(each, each.average()()) for each in around.averaged.values()]
+                averaged = averagers(self._executor.stages).values()
+                found = [(each, each.average()()) for each in averaged]
             for each, values in found:
                 held.enter_context(each.holding(values))
             yield
 
     def _forward_all(self, *given: Any, **more: Any) -> None:
-        with self.averaged() if self._averages else nullcontext():
+        averages = any(each.own_minibatches for each in self._passes)
+        with self.averaged() if averages else nullcontext():
             super()._forward_all(*given, **more)
 
     def together(self, what: str) -> AbstractContextManager[None]:
@@ -328,11 +326,11 @@ def _needs_all(what: str, name: str, count: int) -> str:
 def _check_averaging(replicas: Replicas, clip_scope: str) -> None:
     if len(set(replicas.counts)) > 1 or replicas.counts[0] == 1:
         raise ValueError(
-            "averaging: needs the same number of replicas of every stage, at least 2, got "
+            "AverageWeights: needs the same number of replicas of every stage, at least 2, got "
             f"{list(replicas.counts)}"
         )
     if clip_scope == "global":
         raise ValueError(
-            "averaging: clip_scope='global' is a norm of one gradient, and every replica has its "
-            "own; expected clip_scope='stage'"
+            "AverageWeights: clip_scope='global' is a norm of one gradient, and every replica has "
+            "its own; expected clip_scope='stage'"
         )

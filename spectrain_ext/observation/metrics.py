@@ -19,8 +19,8 @@ from spectrain_ext.extras import require_tensorboard
 from spectrain_ext.files import finite
 from spectrain_ext.method import delay_under
 from spectrain_ext.operators import distance
-from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, Place, Rules, flushes

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import ACTIONS, Observer
+from spectrain_ext.pipeline.passes import Handler
 from spectrain_ext.schedule import COMPUTE, Entries, Instruction, Kind, Lane, Ledger, Rules, Span
 from spectrain_ext.transport import CudaStream, Stream
 

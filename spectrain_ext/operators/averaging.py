@@ -72,7 +72,7 @@ class Elastic(Averaging):
         strength: a, at least 0; 0 keeps the replicas independent. At most 1/r in the papers.
 
     Example:
-        >>> averaging = st.averaging.Elastic(0.4)  # DistributedPipeline(..., averaging=averaging)
+        >>> averaging = st.averaging.Elastic(0.4)  # passes=[st.passes.AverageWeights(averaging)]
         >>> averaging.strength
         0.4
     """

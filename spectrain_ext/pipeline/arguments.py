@@ -288,7 +288,7 @@ def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> No
         )
 
 
-def check_options(recompute: object, offload: object, on_nonfinite: object) -> None:
+def check_recompute(recompute: object) -> None:
     if not isinstance(recompute, int) and not callable(recompute):
         raise TypeError(
             "recompute: expected a bool, an int or a function of a name and a module, got "
@@ -297,17 +297,6 @@ def check_options(recompute: object, offload: object, on_nonfinite: object) -> N
     if not isinstance(recompute, bool) and isinstance(recompute, int) and recompute < 1:
         raise ValueError(
             f"recompute: expected at least 1, for every block, or a bool, got {recompute}"
-        )
-    if offload not in (None, "activations"):
-        raise ValueError(f"offload: expected 'activations' or None, got {offload!r}")
-    if recompute is True and offload is not None:
-        raise ValueError(
-            "offload: with recompute=True, which keeps no activations, there are none to move; "
-            "give recompute a policy"
-        )
-    if on_nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"on_nonfinite: expected 'raise', 'skip', or None for no checks, got {on_nonfinite!r}"
         )
 
 

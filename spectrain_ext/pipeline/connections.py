@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, put_off_by
-from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Microbatches, Receiver
 
 from .arguments import check_hidden, hidden_use
 from .batch import SplitDim, is_pair, microbatches_in
 from .edges import Source, StageEdges, Traffic
-from .loads import GlobalNorm, Handler
+from .loads import GlobalNorm
 from .losses import Keep, Losses, LossFn, Result
+from .passes import Handler
 from .phases import widest
 from .stage import Mode, Stage
 from .ties import Copy, TiedStages, ties_of
 
 if TYPE_CHECKING:
-    from spectrain_ext.codecs import Codecs
-
-    from .averaging import Averaged
     from .tie_ends import Borrower, Lender
 
 _logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ class Connections:
     edges: dict[int, StageEdges]  # by stage
     measure: Callable[[Any, Any], object]  # receives the output and the target of every batch
     count: Callable[[Any], float | Tensor] | None = None  # of a target: what losses are divided by
-    codecs: Codecs = (None, None)
+    receives_block = False  # a stage then loads weights before it receives
     takes_batches = True  # whether the caller's batches come in at this process
     own_minibatches = False  # whether each replica trains on its own minibatches
     _source: Source | None
@@ -63,7 +61,6 @@ class Connections:
         # The replicas of all stages, and the index of the one here.
         self.replicas, self.replica = Replicas((1,) * stages), 0
         self.split_dim = split_dim
-        self.averaged: Mapping[int, Averaged] = {}  # by stage
         self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase needs it
         self.results: deque[Result] = deque()  # waiting for the caller
         self.mode = Mode.TRAIN
@@ -191,7 +188,7 @@ class Connections:
         """Return connections of the same stages for evaluations, with edges of their own."""
         made = copy(self)
         made.mode, made.own_minibatches = Mode.EVALUATE, False
-        made.norm, made.averaged = None, {}
+        made.norm = None
         made._losses, made.results = None, deque()
         made._only_forward()
         made._join(places, [1] * len(places))  # parts are whole batches of any size
@@ -211,31 +208,18 @@ class Connections:
 
     # The instructions of a stage.
 
-    def duties(self, stage: Stage) -> Duties:
-        k = stage.index
-        return Duties(
-            evaluates=self.evaluates,
-            recomputes=stage.recomputes,
-            lends=bool(self._ties.lenders[k]),
-            borrows=bool(self._ties.borrowers[k]),
-            divides=True,  # only a computed loss shows whether it is a sum
-            clips=stage.max_norm is not None,
-            checks=stage.on_nonfinite is not None,
-            tells_norm=stage.global_norm is not None,
-            averages=k in self.averaged,
-        )
-
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
-        found = {**stage.handlers(), **self._ties.handlers(stage.index)}
-        if self._source is not None:
+        """Return what a stage does in this run: its instructions consist of these steps."""
+        found = stage.handlers()
+        if not self.evaluates:
+            found |= self._ties.handlers(stage.index)
+        if self._source is not None and stage is self._stages[0]:
             found[Kind.PULL] = self._source.pull
-        if self._losses is not None:
-            found[Kind.LOSS] = self._losses.loss
-        if self.evaluates:
-            found[Kind.MEASURE] = lambda i, j: stage.measure(i, j, self.measure)
-        averaged = self.averaged.get(stage.index)
-        if averaged is not None:
-            found[Kind.SEND_WEIGHTS], found[Kind.AVERAGE] = averaged.send, averaged.average_in
+        if self.edges[stage.index].targets:
+            if self.evaluates:
+                found[Kind.MEASURE] = lambda i, j: stage.measure(i, j, self.measure)
+            elif self._losses is not None:
+                found[Kind.LOSS] = self._losses.loss
         return found
 
     def ready(self, stage: Stage) -> dict[Kind, Ready]:
@@ -251,6 +235,14 @@ class Connections:
             norm = stage.global_norm
             found[Kind.CLIP] = found[Kind.AGREE] = lambda i, j: norm.complete(i)
         return found
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers that a stage's replicas give."""
+        return number
+
+    def exchange(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        """Begin to send a message to a stage's replicas; the call waits for theirs, in order."""
+        return lambda: [message]
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:
         """Return what is called with each instruction that begins."""
@@ -282,8 +274,6 @@ class Connections:
             self._losses.begin(keep)
         if not self.evaluates:
             self._ties.begin(*self._phase)
-        for averaged in self.averaged.values():
-            averaged.begin()
 
     @property
     def columns(self) -> Any:
@@ -371,14 +361,16 @@ class Ties:
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
         lend, borrow = self.lenders[stage], self.borrowers[stage]
-        return {
-            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
-            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
-            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
-            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
-            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
-            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
-        }
+        found: dict[Kind, Handler] = {}
+        if lend:
+            found[Kind.SEND_TIED_WEIGHTS] = _each([end.send_weights for end in lend])
+            found[Kind.ADD_TIED_GRADIENTS] = _each([end.add_gradients for end in lend])
+        if borrow:
+            found[Kind.RECEIVE_TIED_WEIGHTS] = _each([end.receive_weights for end in borrow])
+            found[Kind.LOAD_TIED_WEIGHTS] = _each([end.load_weights for end in borrow])
+            found[Kind.FREE_TIED_WEIGHTS] = _each([end.free_weights for end in borrow])
+            found[Kind.SEND_TIED_GRADIENTS] = _each([end.send_gradients for end in borrow])
+        return found
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients; a copy may put off those of its weights."""

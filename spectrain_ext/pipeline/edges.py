@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import nan
 from typing import Any
 
 from torch import Tensor
@@ -202,39 +201,3 @@ class Source:
         totals = [sum(sizes[c::count]) for c in range(count)]
         found = ((size, totals[j % count]) for j, size in enumerate(sizes))
         return [size / total if total else 1.0 for size, total in found]
-
-
-class SharedLosses:
-    """Passes losses back to all ranks, together with gradients; one stage's part of that."""
-
-    def __init__(self, dealt: bool, sends_back: bool) -> None:
-        # Whether stages have replicas: a minibatch's last gradient then does not carry the whole
-        # loss, so every gradient carries its own microbatch's part.
-        self.dealt = dealt
-        self._sends_back = sends_back  # whether there is an earlier stage
-        self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known
-        self._parts: dict[tuple[int, int], float] = {}
-
-    def begin(self) -> None:
-        self.known, self._parts = {}, {}
-
-    def computed(self, i: int, j: int, part: Tensor, total: Tensor | None) -> None:
-        """Note a microbatch's part of the loss on the last stage; ``total``: of the minibatch."""
-        if self.dealt:
-            self._pass_on(i, j, part.item())
-        elif total is not None:
-            self.known[i] = total.item()
-
-    def came_back(self, i: int, j: int, value: float) -> None:
-        """Note the loss that arrived with a gradient."""
-        if self.dealt:
-            self._pass_on(i, j, value)
-            value += self.known.get(i, 0.0)
-        self.known[i] = value
-
-    def _pass_on(self, i: int, j: int, part: float) -> None:
-        if self._sends_back:
-            self._parts[i, j] = part
-
-    def header(self, i: int, j: int) -> Header:
-        return Header(1, self._parts.pop((i, j), nan) if self.dealt else self.known.get(i, nan))

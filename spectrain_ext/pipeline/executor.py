@@ -12,14 +12,15 @@ from weakref import ref
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
 from spectrain_ext.interrupts import STATE, boundary, callers, deferred
 from spectrain_ext.schedule import Generator as Schedule
-from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, tables
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, steps
+from spectrain_ext.schedule.lowering import ORDER
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .connections import Connections, Ready
 from .edges import Cursor
-from .loads import Handler
 from .losses import Keep, Result
 from .observer import Observer, with_observers
+from .passes import Handler
 from .stage import Stage
 
 
@@ -35,7 +36,7 @@ class _Program:
     """The steps of each compute instruction of a stage."""
 
     def __init__(
-        self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
+        self, stage: Stage, connections: Connections, observers: Sequence[Observer]
     ) -> None:
         self.stage = stage
         handlers = with_observers(observers, stage, connections.handlers(stage))
@@ -48,10 +49,13 @@ class _Program:
             self.takes = Kind.UPDATE, Kind.BACKWARD
         self.first, self.later = (
             {
-                kind: [_Step(each, ready.get(each), handlers[each]) for each in to]
-                for kind, to in table.items()
+                kind: [
+                    _Step(each, ready.get(each), handlers[each])
+                    for each in steps(kind, handlers, connections.receives_block, first)
+                ]
+                for kind in ORDER
             }
-            for table in tables(place, connections.duties(stage))
+            for first in (True, False)
         )
 
 
@@ -243,7 +247,7 @@ class Executor:
         connections, results = self.connections, self.connections.results
         # Made per run: if kept, these methods would form a cycle that holds all buffers until the
         # next garbage collection.
-        programs = [_Program(s, self.places[s.index], connections, observers) for s in self.stages]
+        programs = [_Program(stage, connections, observers) for stage in self.stages]
         if self._order is not None:
             for program in programs:
                 program.takes = ()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,7 @@ from spectrain_ext.weights.storage import Content, SavedWeights, Storage, Versio
 
 from .edges import Cursor
 from .names import bare
-
-#: Runs an instruction of a stage, for minibatch i and microbatch j.
-Handler = Callable[[int, int], None]
-
-#: What to do about a loss or gradient that is not finite; None: no checks.
-OnNonfinite: TypeAlias = Literal["raise", "skip"] | None
+from .passes import Pass
 
 NOTHING = nullcontext()
 
@@ -37,10 +31,7 @@ class Loads:
     divisor: Tensor | None = None  # of the last update
     clips_globally = False  # whether by the norm of all stages' gradients
     global_norm: GlobalNorm | None = None  # exchanged by all stages; None: not needed
-    on_nonfinite: OnNonfinite = None
-    # The source of this minibatch's first non-finite number: k + 1 for a gradient of stage k, inf
-    # for the loss, 0 for none. Of two sources the larger one comes first in time.
-    origin = 0.0
+    passes: Sequence[Pass] = ()
 
     def __init__(
         self,
@@ -82,10 +73,9 @@ class Loads:
         max_norm: float | None,
         clips_globally: bool,
         global_norm: GlobalNorm | None,
-        on_nonfinite: OnNonfinite,
     ) -> None:
         self.max_norm, self.clips_globally = max_norm, clips_globally
-        self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
+        self.global_norm = global_norm
 
     @property
     def storage(self) -> Storage | None:
@@ -136,6 +126,11 @@ class Loads:
                 "checkpoint into that"
             )
 
+    @property
+    def skips(self) -> bool:
+        """Whether a pass leaves out the update of the minibatch that the stage is finishing."""
+        return any(each.skips for each in self.passes)
+
     def begin_weights(self, follows: bool = False) -> None:
         """Start a run with the weights that the module holds; ``follows``: use SavedWeights."""
         weights = self.weights
@@ -146,7 +141,7 @@ class Loads:
         for stream in (self.compute, self.predict):
             stream.lend(weights.buffers())
         with self.predict.using(writes=self.memory):
-            weights.begin()
+            weights.begin(any(each.moves_weights for each in self.passes))
         self.weights_written()
         # Where the backward uses other weights, the forward's graph must find those.
         if (follows or weights.differs_in_backward) and weights.storage is not None:
@@ -260,14 +255,23 @@ class Loads:
 
     # Instructions around an update.
 
+    @contextmanager
+    def changing_gradients(self) -> Iterator[list[Tensor]]:
+        """Inside, gradients may be read and changed in place, between backward and update.
+
+        Yields the gradients of the stage's trainable parameters, without those that have none.
+        """
+        params = () if self.weights is None else self.weights.params
+        self.predict.wait(self.computed)
+        with self.predict.using(writes=(self.weight_gradients,)), torch.no_grad():
+            yield [p.grad for p in params if p.grad is not None]
+
     def divide(self, i: int, j: int) -> None:
         """Divide the gradients of sums by the count of the minibatch."""
         self.divisor = self.counts.pop(i, None)
         if self.divisor is None or self.weights is None:
             return
-        self.predict.wait(self.computed)
-        with self.predict.using(writes=(self.weight_gradients,)), torch.no_grad():
-            gradients = [p.grad for p in self.weights.params if p.grad is not None]
+        with self.changing_gradients() as gradients:
             if gradients:  # if the count is 0, they are zeros
                 torch._foreach_div_(gradients, self.divisor + (self.divisor == 0))
 
@@ -277,14 +281,14 @@ class Loads:
         predict.wait(self.computed)
         params = () if self.weights is None else self.weights.params
         with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
-            norm = gradient_norm(params, self.device)
-            if self.origin:  # told by a negative number, which no norm is
-                norm = torch.full_like(norm, -self.origin)
+            norm = gradient_norm(params, self.device).double()
+            told = max([each.tells(i) for each in self.passes], default=0.0)
+            norm = torch.stack([norm, torch.full_like(norm, told)])
         self.global_norm.give(i, self.index, norm, buffer, predict)
 
     def clip(self, i: int, j: int) -> None:
         weights = self.weights
-        if weights is None or self.max_norm is None or self.origin:
+        if weights is None or self.max_norm is None or self.skips:
             return
         self.predict.wait(self.computed)
         if self.clips_globally:
@@ -297,7 +301,7 @@ class Loads:
             nn.utils.clip_grads_with_norm_(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer, unless a number was not finite; write the next forward's weights."""
+        """Step the optimizer, unless a pass skips that; write the next forward's weights."""
         weights = self.weights
         if weights is None:
             return
@@ -306,7 +310,7 @@ class Loads:
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
         storage = weights.storage
-        moves, left_out = (weights.moves, weights.rates_move), self.origin > 0
+        moves, left_out = (weights.moves, weights.rates_move), self.skips
         update = weights.versions.begin_update(forward, *moves, left_out)
         step = weights.skip if left_out else weights.step
         assert storage is not None
@@ -361,7 +365,7 @@ def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
 class GlobalNorm:
     """The norm of a minibatch's gradient over all stages: each stage gives its own and waits.
 
-    A stage with a non-finite number gives minus its origin, which no norm is. Only for schedules
+    With it goes a number that passes tell, of which all stages get the largest. Only for schedules
     that flush: no stage gives its next norm before all have used this one.
     """
 
@@ -371,7 +375,7 @@ class GlobalNorm:
         self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
-        """Give a stage's own norm of minibatch i, written on a stream."""
+        """Give a stage's own norm of minibatch i and its number, float64 [2], of a stream."""
         if i != self._minibatch:  # all streams have used the last one's
             self._minibatch = i
             self._given = {}
@@ -388,14 +392,14 @@ class GlobalNorm:
         """Return the norm over all stages, computed on one stage's stream."""
         given = self._taken(i, stream, device)
         with stream.using():
-            total: Tensor = torch.linalg.vector_norm(given)
+            total: Tensor = torch.linalg.vector_norm(given[:, 0])
         return total
 
-    def origin(self, i: int, stream: Stream, device: torch.device) -> float:
-        """Return the origin of the first non-finite number of all stages, or 0. Synchronizes."""
+    def told(self, i: int, stream: Stream, device: torch.device) -> float:
+        """Return the largest number of all stages. Synchronizes."""
         given = self._taken(i, stream, device)
         with stream.using():
-            return -min(0.0, float(given.amin()))
+            return float(given[:, 1].amax())
 
     def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         assert self.complete(i)

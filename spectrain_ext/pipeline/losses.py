@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, callers_stream
 
-from .edges import SharedLosses
 from .stage import Stage
 
 #: ``(output, target) -> loss``, or a pair (sum, count).
@@ -62,8 +61,8 @@ class Result:
         """
         if self._loss is None:
             raise RuntimeError(
-                f"minibatch {self.index}: its loss is on the last rank; DistributedPipeline(..., "
-                "share_loss=True) sends it to all"
+                f"minibatch {self.index}: its loss is on the last rank; the pass ShareLoss "
+                "sends it to all"
             )
         return self._loss
 
@@ -88,11 +87,10 @@ class Losses:
         last: Stage,
         loss_fn: LossFn,
         results: deque[Result],
-        shared: SharedLosses | None = None,
         held: bool = False,  # whether the results wait for other replicas
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
-        self._shared, self._held = shared, held
+        self._held = held
         self.begin()
 
     def begin(self, keep: Keep | None = None) -> None:
@@ -121,8 +119,9 @@ class Losses:
             if count is not None:
                 self._count = count if j == 0 else self._count + count
             mean = self._sum if count is None else mean_of(self._sum, self._count)
-            if self._shared is not None:  # the CPU waits for this stream and reads the loss
-                self._shared.computed(i, j, part, mean if ends else None)
+            if ends:
+                for note in last.finished:
+                    note(i, mean)
         if ends:
             self._append_result(i, self._samples if last.divided else shares, mean)
 

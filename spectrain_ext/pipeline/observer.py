@@ -14,8 +14,8 @@ from spectrain_ext.errors import make_all, noted_on
 from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
-    from .loads import Handler
     from .losses import Result
+    from .passes import Handler
     from .stage import Stage
 
 #: The actions that are shown. First their ranges of torch.profiler: "F17", or "F17.1" for

@@ -27,8 +27,8 @@ from .arguments import (
     check_loss_fn,
     check_master_dtype,
     check_mode,
-    check_options,
     check_order,
+    check_recompute,
     check_trains,
     checked_devices,
     checked_microbatches,
@@ -40,11 +40,11 @@ from .arguments import (
 from .batch import SplitDim, sides_of
 from .connections import Connections
 from .executor import Executor
-from .loads import OnNonfinite
 from .loops import Loops, checked_batches, warn_unless_begun
 from .losses import Keep, LossFn, Result
 from .names import use_model_names
 from .observer import Observer, observers_of, observing
+from .passes import Pass, checked_passes, hooks
 from .phases import TrainingPhase, set_up
 from .stage import Stage
 from .tape import ModuleModes
@@ -53,9 +53,7 @@ from .ties import Copy, copies_in, copies_of
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from spectrain_ext.codecs import Codec
-
-    from .activations import Offload, Recompute
+    from .recomputing import Recompute
 
 
 _logger = logging.getLogger(__name__)
@@ -84,9 +82,7 @@ class Pipeline(Loops):
             k-th block; or a policy ``(name, module) -> bool``.
         split_dim: the dimension of the samples in a batch's tensors, for all or for each of them.
         count: ``target -> number`` that a minibatch's sum of losses is divided by.
-        on_nonfinite: what to do if a loss or gradient is inf or nan: ``"raise"``, ``"skip"``, None.
-        offload: ``"activations"`` keeps what autograd saves in CPU memory.
-        codec: packs what stages send one another, see ``spectrain_ext.codecs``.
+        passes: optional behaviours, of ``spectrain_ext.passes`` or your own, in order.
 
     Attributes:
         method: the Method.
@@ -127,9 +123,7 @@ class Pipeline(Loops):
         recompute: Recompute = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
-        on_nonfinite: OnNonfinite = None,
-        offload: Offload = None,
-        codec: Codec | tuple[Codec | None, Codec | None] | None = None,
+        passes: Sequence[Pass] = (),
     ) -> None:
         super().__init__()
         with deferred():
@@ -138,10 +132,7 @@ class Pipeline(Loops):
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
             connections.count = count
-            if codec is not None:
-                from spectrain_ext.codecs import codecs_of
-
-                connections.codecs = codecs_of(codec)
+            own_passes = checked_passes(passes, chosen)
             replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -153,11 +144,11 @@ class Pipeline(Loops):
             parts = checked_microbatches(microbatches, chosen, replicas)
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
-            check_options(recompute, offload, on_nonfinite)
-            self._on_nonfinite = on_nonfinite
+            check_recompute(recompute)
+            self._passes = own_passes
             blocks: Mapping[int, Mapping[str, nn.Module]] = {}
             if not isinstance(recompute, bool):
-                from .activations import recomputed_blocks
+                from .recomputing import recomputed_blocks
 
                 blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
@@ -173,9 +164,9 @@ class Pipeline(Loops):
             self.minibatches, self.phase = 0, 0
             if len(here) == replicas.stages:
                 check_trains(weights is not None for weights in made)
-            recomputes, offloads = recompute is True, offload is not None
+            more = connections, own_passes, recompute is True
             own = [
-                Stage(k, module, device, weights, recomputes, blocks.get(k), offloads)
+                Stage(k, module, device, weights, *more, blocks.get(k))
                 for (k, module), device, weights in zip(here.items(), where, made, strict=True)
             ]
             own[-1].divided = count is not None
@@ -189,7 +180,6 @@ class Pipeline(Loops):
                     if stage.weights is not None:
                         stage.weights.bind()
                     self.add_module(str(stage.index), stage.module)
-                    stage.codecs = connections.codecs
                 self._train_by(self._phases[0])
                 self._log(clip_norm)
                 # Not earlier: a loss function that is a module must not become part of the model.
@@ -400,12 +390,12 @@ class Pipeline(Loops):
         connections.change(phase.method, phase.places)
         norm = connections.norm if self._exchanges_norms(phase) else None
         for stage, max_norm in zip(executor.stages, phase.max_norms, strict=True):
-            stage.train_by(max_norm, phase.globally, norm, self._on_nonfinite)
+            stage.train_by(max_norm, phase.globally, norm)
         self._entered = phase
 
     def _exchanges_norms(self, phase: TrainingPhase) -> bool:
-        checks = self._on_nonfinite is not None
-        return phase.globally or (checks and flushes(phase.method.schedule))
+        tells = any(each.tells_all for each in self._passes)
+        return phase.globally or (tells and flushes(phase.method.schedule))
 
     def _describe_stages(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -446,14 +436,11 @@ class Pipeline(Loops):
         columns = self._executor.connections.columns
         if columns is not None and isinstance(value, Mapping):
             value = columns.kept(value, "batch")
-        codec = self._executor.connections.codecs[0]
-        if codec is not None:
-            from .coding import crossed
         with self._executor.callers_turn():
-            for k, (module, device) in enumerate(zip(self.children(), self.devices, strict=True)):
-                if k and codec is not None:
-                    value = crossed(codec, value, False, False, k - 1, 0, 0)
-                value = module(each(value, methodcaller("to", device)))
+            for stage in self._executor.stages:
+                for cross in hooks(stage.passes, "crosses"):
+                    value = cross(value)
+                value = stage.module(each(value, methodcaller("to", stage.device)))
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -531,8 +518,9 @@ class Pipeline(Loops):
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """How many updates each stage here has skipped, in all runs: see ``on_nonfinite``."""
-        return tuple(stage.skipped for stage in self._executor.stages)
+        """How many updates each stage here has skipped, in all runs: see ``passes.CheckFinite``."""
+        stages = self._executor.stages
+        return tuple(sum(each.skipped for each in stage.passes) for stage in stages)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -651,6 +639,7 @@ def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
 def _follow_load(pipe: Pipeline, *_: object) -> None:
     for copy in pipe._copies:
         copy.follow(changed=True)
-    for averaged in pipe._executor.connections.averaged.values():
-        averaged.forget()  # its center belongs to other weights
+    for stage in pipe._executor.stages:
+        for one in stage.passes:
+            one.weights_loaded()
     pipe._executor.follow_caller()

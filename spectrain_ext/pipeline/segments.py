@@ -18,8 +18,8 @@ from spectrain_ext.schedule import Kind
 from .observer import Observer
 
 if TYPE_CHECKING:
-    from .loads import Handler
     from .losses import Result
+    from .passes import Handler
     from .stage import Stage
 
 

@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import NO_HEADER, Buffer, Message, Microbatches, Slot, Transit
+from spectrain_ext.transport import (
+    NO_HEADER,
+    Buffer,
+    Header,
+    Message,
+    Microbatches,
+    Slot,
+    Transit,
+)
 
-from .checks import Checks
-from .edges import Cursor, SharedLosses, StageEdges, received
-from .loads import NOTHING, Handler
+from .edges import Cursor, StageEdges, received
+from .loads import NOTHING, Loads
+from .passes import Handler, Pass, hooks
 from .tape import (
     ModuleBuffers,
     ModuleModes,
@@ -35,10 +43,12 @@ from .tape import (
 )
 
 if TYPE_CHECKING:
-    from spectrain_ext.codecs import Codecs
     from spectrain_ext.weights import StageWeights
 
-    from .activations import OnHost, RecomputedBlocks
+    from .recomputing import RecomputedBlocks
+
+
+_NO_INPUTS = Message(())
 
 
 class Mode(Enum):
@@ -47,7 +57,7 @@ class Mode(Enum):
     CALL = "call"  # forwards only, modules in the mode they are in
 
 
-class Stage(Checks):
+class Stage(Loads):
     """One stage: its module, weights, random numbers, streams and edges, and what it has in flight.
 
     A method named like an instruction runs it, for minibatch ``i`` and microbatch ``j``; ``loss``
@@ -63,9 +73,7 @@ class Stage(Checks):
     """
 
     edges: StageEdges
-    losses: SharedLosses | None = None  # sends losses back with gradients
     divided = False  # whether ``count`` gives the divisor of the losses in advance
-    codecs: Codecs = (None, None)  # for activations, for gradients
     before = 0  # minibatches in earlier runs
     sent: list[int] | None = None  # bytes, to the next and the previous stage; None: not counted
 
@@ -75,20 +83,21 @@ class Stage(Checks):
         module: nn.Module,
         device: torch.device,
         weights: StageWeights | None,
+        connections: Any,  # see ``Pass.on``
+        passes: Sequence[Pass] = (),
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] | None = None,  # recomputed in the backward
-        offloads: bool = False,  # moves what autograd saves to CPU memory
     ) -> None:
         super().__init__(index, module, device, weights)
-        self.random = StageRandom(index, device)
-        self.recomputes, self.offloads = recomputes, offloads
+        self.random = StageRandom(index, device, connections.replica)
+        self.recomputes = recomputes
         self._blocks: RecomputedBlocks | None = None
         if blocks:
-            from .activations import RecomputedBlocks
+            from .recomputing import RecomputedBlocks
 
             self._blocks = RecomputedBlocks(module, blocks)
-        self._on_host: OnHost | None = None
         self._entered: Sequence[ModuleBuffers] = ()  # during a recomputation
+        self._undone_before = 0  # by the training that this one continues
         self.peak = 0  # the most microbatches in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -96,12 +105,60 @@ class Stage(Checks):
         self._in_place: bool | None = None  # whether the module modifies its input in place
         self._in_transit = Transit(self.compute)  # gradients that are being sent
         self._sent = Transit(self.compute)  # activations being sent that no tape holds
+        self.passes = [each.on(self, connections) for each in passes]
+        self._called, self._lost, self.finished, self._sends_activation, self._sends_gradient = (
+            hooks(self.passes, name)
+            for name in ("calls", "lost", "finished", "sends_activation", "sends_gradient")
+        )
+        # The last one's message arrives outermost.
+        self._received_activation, self._received_gradient = (
+            hooks(self.passes, name)[::-1] for name in ("received_activation", "received_gradient")
+        )
+        self._number_back, self._came_back, self._saving = (
+            hooks(self.passes, name) for name in ("number_back", "came_back", "saving")
+        )
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
-        """Return the methods that have the names of instructions."""
-        named = {kind: getattr(self, kind.name.lower(), None) for kind in Kind}
-        return {kind: handler for kind, handler in named.items() if handler is not None}
+        """Return what the stage does in this run, by the steps of its instructions."""
+        edges = self.edges
+        found: dict[Kind, Handler] = {
+            Kind.RECEIVE_ACTIVATION: self.receive_activation,
+            Kind.FORWARD: self.forward,
+        }
+        if edges.to_next:
+            found[Kind.SEND_ACTIVATION] = self.send_activation
+        if self._mode is not Mode.TRAIN:
+            if edges.gradients:
+                found[Kind.RECEIVE_WORD] = self.receive_word
+            if edges.to_previous:
+                found[Kind.SEND_WORD] = self.send_word
+            return found
+        found |= {
+            Kind.LOAD_FORWARD: self.load_forward,
+            Kind.LOAD_BACKWARD: self.load_backward,
+            Kind.LOAD_BACKWARD_INPUT: self.load_backward_input,
+            Kind.BACKWARD: self.backward,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHTS: self.backward_weights,
+            Kind.DIVIDE: self.divide,  # only a computed loss shows whether it is a sum
+            Kind.UPDATE: self.update,
+        }
+        if edges.gradients:
+            found[Kind.RECEIVE_GRADIENT] = self.receive_gradient
+        if edges.to_previous:
+            found[Kind.SEND_GRADIENT] = self.send_gradient
+        if self.recomputes:
+            found[Kind.RECOMPUTE] = self.recompute
+        if self.global_norm is not None:
+            found[Kind.SEND_NORM] = self.send_norm
+        if self.max_norm is not None:
+            found[Kind.CLIP] = self.clip
+        for steps in self._steps_of_passes:
+            for kind, step in steps.items():
+                own = found.get(kind)
+                found[kind] = step if own is None else _both(own, step)
+        return found
 
     # A run.
 
@@ -109,13 +166,12 @@ class Stage(Checks):
         self.cursor, self.edges, self._mode = cursor, edges, mode
         self.forget()
         self._numbers: AbstractContextManager[object] = self.random
-        self._keeps_graph = mode is Mode.TRAIN and not self.recomputes
-        if mode is Mode.TRAIN:
-            self.begin_weights(follows=self.offloads)
-            if self.offloads:
-                from .activations import OnHost
-
-                self._follows = self._on_host = OnHost(self.module, self.device, self._follows)
+        self._keeps_graph = self.trains and not self.recomputes
+        if self.trains:
+            self.begin_weights(follows=bool(self._saving))
+            self._steps_of_passes = [each.begin() for each in self.passes]
+            for save in self._saving:
+                self._follows = save(self._follows)
             if self._blocks is not None:
                 self._blocks.begin()
             return
@@ -139,7 +195,7 @@ class Stage(Checks):
                 self._entered = ()
                 if self._blocks is not None:
                     self._blocks.end()
-                self._follows, self._on_host = NOTHING, None  # they would keep all buffers
+                self._follows = NOTHING  # it would keep all buffers
                 self.compute.record(self.computed)
             finally:
                 self.random.leave()
@@ -148,7 +204,6 @@ class Stage(Checks):
         self._sent.reset()
 
     def forget(self) -> None:
-        super().forget()
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
         # Inputs whose gradients go to the previous stage, the buffer that stands for their memory,
@@ -169,37 +224,43 @@ class Stage(Checks):
         header = slot.header
         if j == 0:
             self.cursor.add(edges.microbatches_of(header))
-        if self.codecs[0] is not None:
-            self._unpack(slot, False)
+        if self._received_activation and self.edges.to_previous:
+            with self.computing(reads=(slot.buffer,)):
+                for unpack in self._received_activation:
+                    slot.message = unpack(slot.message)
         self.cursor.shares[i][j] = header.value
         self._received = slot
 
-    def _unpack(self, slot: Slot, backward: bool) -> None:
-        from .coding import unpacked_message
+    def _as_sent(
+        self, sends: Sequence[Any], i: int, j: int, message: Message, buffer: Buffer
+    ) -> Message:
+        """Return a message as passes send it; ``buffer`` stands for its memory."""
+        with self.computing(writes=(buffer,)):
+            for send in sends:
+                message = send(i, j, message)
+        self.compute.record(self.computed)
+        return message
 
-        codec, message = self.codecs[backward], slot.message
-        assert codec is not None
-        with self.computing(reads=(slot.buffer,)):
-            slot.message = unpacked_message(codec, message, backward)
-
-    def _packed(self, message: Message, buffer: Buffer, i: int, j: int, backward: bool) -> Message:
-        """Return a message as it is sent; ``buffer`` stands for its memory."""
-        codec = self.codecs[backward]
-        if codec is not None:
-            from .coding import packed_message
-
-            edges, trains = self.edges, self._mode is Mode.TRAIN
-            key = (
-                *(backward, trains, self.index),
-                i + (self.before - self.undone if trains else 0),
-                edges.replica + j * edges.count,
-            )
-            with self.computing(writes=(buffer,)):
-                message = packed_message(codec, message, backward, *key)
-            self.compute.record(self.computed)
+    def _count_bytes(self, message: Message, backward: bool) -> None:
         if self.sent is not None:
             self.sent[backward] += sum(t.nbytes for t in message.tensors if t is not None)
-        return message
+
+    @property
+    def trains(self) -> bool:
+        return self._mode is Mode.TRAIN
+
+    def number_of(self, i: int) -> int:
+        """Return a minibatch's number in all runs, without those of which nothing remained."""
+        return i + self.before - self.undone if self.trains else i
+
+    @property
+    def undone(self) -> int:
+        """Minibatches of all runs after which all was as if they had never come."""
+        return self._undone_before + sum(each.undone for each in self.passes)
+
+    def continue_after(self, undone: int) -> None:
+        """Continue a training in which so many minibatches were undone."""
+        self._undone_before += undone - self.undone
 
     def pass_on_end(self) -> None:
         self.cursor.stop()
@@ -214,8 +275,6 @@ class Stage(Checks):
         slot = self._received
         message = slot.message
         tape = Tape(slot, self._untracked or Buffer("activations"))
-        if self._on_host is not None:
-            self._on_host.lent = message.tensors
         graph = self._keeps_graph
         # A first layer that works in place writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
@@ -226,8 +285,9 @@ class Stage(Checks):
             self._numbers,
             self._follows,
         ):
-            if self._mode is Mode.TRAIN:
-                self.keep(i, j, self.module)
+            if self._called and self.trains:
+                for call in self._called:
+                    call(i, j, self.module, message)
             if graph:
                 tape.leaves, tape.output = self._run(message)
             elif self._mode is Mode.TRAIN:
@@ -271,11 +331,14 @@ class Stage(Checks):
 
     def send_activation(self, i: int, j: int) -> None:
         tape = self._tapes[i, j]
-        codes, to = self.codecs[0] is not None, self.edges.to_next[j]
-        buffer = Buffer("packed activations") if codes else tape.buffer
-        message = self._packed(tape.message, buffer, i, j, backward=False)
+        sends, to = self._sends_activation, self.edges.to_next[j]
+        message, buffer = tape.message, tape.buffer
+        if sends:
+            buffer = Buffer("activations as passes send them")
+            message = self._as_sent(sends, i, j, message, buffer)
+        self._count_bytes(message, False)
         read = to.send(message, buffer, self.computed, header=tape.header)
-        if codes or not self._keeps_graph:
+        if sends or not self._keeps_graph:
             self._sent.hold(read, buffer, message)
         if self._keeps_graph:
             return
@@ -309,7 +372,8 @@ class Stage(Checks):
             self.random,
             self._follows,
         ):
-            self.keep(i, j, loss_fn)
+            for call in self._called:
+                call(i, j, loss_fn, _NO_INPUTS)
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
@@ -321,7 +385,8 @@ class Stage(Checks):
             part = loss.detach() if weight == 1.0 else loss.detach() * weight
             if self.divided and not weight:
                 part = part * nan  # the mean of nothing
-            self.note_loss(i, part)
+            for note in self._lost:
+                note(i, j, part)
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
@@ -352,12 +417,13 @@ class Stage(Checks):
 
     def receive_gradient(self, i: int, j: int) -> None:
         slot = received(self.edges.gradients[j], "the next stage has ended its run, and a gradient")
-        if self.codecs[1] is not None:
-            self._unpack(slot, True)
-        self.take_origin(i, slot)
+        if self._received_gradient:
+            with self.computing(reads=(slot.buffer,)):
+                for unpack in self._received_gradient:
+                    slot.message = unpack(i, slot.message)
         self._tapes[i, j].arrived = slot
-        if self.losses is not None:
-            self.losses.came_back(i, j, slot.header.value)
+        for note in self._came_back:
+            note(i, j, slot.header.value)
 
     def recompute(self, i: int, j: int) -> None:
         tape = self._tapes[i, j]
@@ -454,13 +520,23 @@ class Stage(Checks):
         gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
         if count is not None:
             gradients = (*gradients, count)
-        gradients = self.with_origin(i, gradients)
-        header = NO_HEADER if self.losses is None else self.losses.header(i, j)
+        message, header = Message(gradients), NO_HEADER
+        if self._sends_gradient:
+            message = self._as_sent(self._sends_gradient, i, j, message, buffer)
+        for number in self._number_back:
+            header = Header(1, number(i, j))
+        self._count_bytes(message, True)
         to = self.edges.to_previous[j]
-        message = self._packed(Message(gradients), buffer, i, j, backward=True)
         read = to.send(message, buffer, self.computed, header=header)
         if not self.immediate:
             self._in_transit.hold(read, buffer, message)
+
+    def input_gradients(self) -> tuple[list[Tensor], Buffer]:
+        """Return what the next send gives back, and the buffer that stands for its memory."""
+        assert self._outgoing is not None
+        leaves, buffer, _ = self._outgoing
+        found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+        return found, buffer
 
     # In an evaluation: the notice that a batch is finished, which is an empty message.
 
@@ -470,6 +546,14 @@ class Stage(Checks):
 
     def send_word(self, i: int, j: int) -> None:
         self.edges.to_previous[j].send(Message(()), Buffer("nothing"), self.computed)
+
+
+def _both(first: Handler, second: Handler) -> Handler:
+    def run(i: int, j: int) -> None:
+        first(i, j)
+        second(i, j)
+
+    return run
 
 
 def _versions(message: Message) -> list[int]:

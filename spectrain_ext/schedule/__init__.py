@@ -26,7 +26,7 @@ from .instructions import (
     forward,
 )
 from .ledger import Count, Ledger, count_stage
-from .lowering import Duties, tables
+from .lowering import plain_steps, steps
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reads, Rules
 
@@ -36,7 +36,6 @@ __all__ = [
     "GENERATORS",
     "Backward",
     "Count",
-    "Duties",
     "Entries",
     "Generator",
     "Instruction",
@@ -63,7 +62,8 @@ __all__ = [
     "flushes",
     "forward",
     "name_of",
+    "plain_steps",
     "put_off",
-    "tables",
+    "steps",
     "takes_window",
 ]

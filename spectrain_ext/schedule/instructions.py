@@ -45,6 +45,7 @@ class Kind(Enum):
     SEND_NORM = "send norm"
     AGREE = "agree whether to update"
     CLIP = "clip"
+    CHANGE_GRADIENTS = "change gradients"  # of a pass of yours
     SEND_WEIGHTS = "send weights to replicas"
     UPDATE = "update"
     AVERAGE = "average weights over replicas"
@@ -57,7 +58,7 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-#: The kinds that schedules consist of; ``tables`` add the rest.
+#: The kinds that schedules consist of; ``lowering.ORDER`` adds the rest.
 COMPUTE = frozenset(
     (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
 )

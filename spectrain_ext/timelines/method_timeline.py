@@ -16,14 +16,14 @@ from spectrain_ext.method import (
     rules_at,
 )
 from spectrain_ext.schedule import (
-    Duties,
     Entries,
     Kind,
     Ledger,
     Span,
     bounded,
     find_generator,
-    tables,
+    plain_steps,
+    steps,
 )
 from spectrain_ext.simulation import Durations, simulate, streams
 
@@ -152,11 +152,11 @@ def instructions_of(
         microbatches=parts,
         entries=Entries(generate(places[0])),
     )
-    first, later = tables(place, Duties())
+    handled = plain_steps(place)
     for instruction in bounded(generate(place), stage, minibatches):
         ((version, horizon),) = ledger.enter([instruction])
         kind, i, j = instruction
-        for step in (later if j else first)[kind]:
+        for step in steps(kind, handled, first=not j):
             line = f"{step.value:<36} {i}"
             if parts > 1 and step not in (Kind.PULL, Kind.UPDATE):
                 line += f".{j}"

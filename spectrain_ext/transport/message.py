@@ -61,7 +61,7 @@ CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
     "list": list,
     "microbatches": Microbatches,
-    "coded": tuple,  # what was packed, and the form; see pipeline/coding.py
+    "coded": tuple,  # what was packed, and the form; see passes/compress.py
 }
 CONSTANTS = (bool, int, float, str, type(None))
 

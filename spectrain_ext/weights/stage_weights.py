@@ -48,8 +48,6 @@ class StageWeights:
     ``Storage`` holds the memory, ``Versions`` knows what each buffer contains.
     """
 
-    moves = False  # whether ``move`` may be called after an update
-
     def __init__(
         self,
         module: nn.Module,
@@ -204,8 +202,9 @@ class StageWeights:
 
     # A run.
 
-    def begin(self) -> None:
-        """Take what the parameters hold as version 0."""
+    def begin(self, moves: bool = False) -> None:
+        """Take what the parameters hold as version 0; ``moves``: ``move`` may follow an update."""
+        self.moves = moves
         storage, rates = self._bound, partial(_rates, self.updater, self.optimizer)
         storage.begin()
         self._scale_rates()

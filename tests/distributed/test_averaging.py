@@ -80,8 +80,13 @@ def test_over_processes_the_bits_are_those_of_one(ranks, way, tmp_path):
         kept = {**settings, "microbatches": settings["microbatches"] // r, "scheduler": steps}
         torch.manual_seed(0)
         mse = nn.functional.mse_loss
-        pipes = [st.Pipeline(stages(n), sgd, mse, method, **kept) for _ in range(r)]
-        side = SideBySide(pipes, averaging)
+        kept["clip_scope"] = "stage"  # as in distributed training
+
+        def make_one(passes, n=n, method=method, kept=kept, mse=mse):
+            return st.Pipeline(stages(n), sgd, mse, method, passes=passes, **kept)
+
+        side = SideBySide(make_one, r, averaging)
+        pipes = side.pipes
         losses = [[[e.loss.item() for e in each] for each in side.run(data(*k))] for k in RUNS]
         owns = [[row(stage) for stage in pipe.children()] for pipe in pipes]
         with side.averaged():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.nonfinite_programs import Passes, infinite, poisoned
+from helpers.passes import with_passes
 from helpers.rank_cases import same
 from helpers.ranks import run_ranks
 from helpers.replica_programs import make, sgd, stage_and_replica
@@ -67,7 +68,7 @@ def test_all_ranks_skip_what_is_not_finite_on_one() -> None:
     found = list(zip(*run_ranks(train, 3), strict=True))
     for (counts, method, settings), of_ranks in zip(CASES, found, strict=False):
         n, given = len(counts), {**settings, "on_nonfinite": "skip"}
-        pipe = st.Pipeline(stages(n), sgd, infinite, method, **given)
+        pipe = st.Pipeline(stages(n), sgd, infinite, method, **with_passes(given))
         losses = [result.loss.item() for result in pipe.run(batches())]
         expected = pipe.state_dict()
         if max(counts) > 1:  # replicas add in another order

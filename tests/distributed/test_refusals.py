@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.passes import with_passes
 from helpers.ranks import run_ranks
 from helpers.replica_programs import averaging, data, mse, sgd, stages
 from torch import nn
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.processes
 def make(rank, stage=None, optimizer=sgd, method="vanilla", **more):
     """Make a pipeline with this rank's stage, of four that all ranks know."""
     stage = stages(4)[rank] if stage is None else stage
-    return st.DistributedPipeline(stage, optimizer, mse, method, **{"timeout": 20.0, **more})
+    settings = with_passes({"timeout": 20.0, **more})
+    return st.DistributedPipeline(stage, optimizer, mse, method, **settings)
 
 
 def in_chunks(rank, parts=None, **more):
@@ -91,6 +93,7 @@ HORIZONS = [
 LAWS = [st.spectrain(law=law) for law in ("linear", "geometric")]
 RATES = [st.hybrid("sync", st.pipemare(updates=n)) for n in (10, 11)]
 CODECS = [st.codecs.Int8(block=n) for n in (64, 65)]
+STRENGTHS = [st.averaging.Elastic(strength) for strength in (0.1, 0.2)]
 #: Calls by number of ranks, and what an error says; nothing: there is none.
 ROWS = {
     1: [(lambda r: in_chunks(r, stages(2)), "stage: got 2 for the only rank")],
@@ -109,7 +112,10 @@ ROWS = {
         (differ(method=[st.second_order(clip=c) for c in (recipe_clip, lambda _: 1)]), "[0.403"),
         (differ(microbatches=(1, 2)), "rank 1 has 2 and rank 0 has 1"),
         (differ(count=(len, None)), "count: rank 0 has 'given' and rank 1 has 'none'; all must"),
-        (differ(codec=CODECS), "codec: rank 0 has ['Int8(block=64, seed=0)', 'Int8(block=64,"),
+        (
+            differ(codec=CODECS),
+            "passes: rank 0 has '[Compress(Int8(block=64, ",
+        ),
         (
             differ(optimizer=(sgd, lambda params: None)),
             "first cause: rank 1, meeting: TypeError: optimizer: for stages[1] it made a",
@@ -133,10 +139,13 @@ ROWS = {
         (alike(tied_to, "bias", bias=False), CUT.format("bias")),
         (alike(tied_to, "bias"), "[[5, 5], 'float32', True] here and [[5], 'float32', True] there"),
         # Averaging
-        (alike(averages, 1), "averaging: needs the same number of replicas of every stage"),
-        (alike(averages, method="sync", **CLIPPED), "averaging: clip_scope='global'"),
-        (differ(averages, averaging=[st.averaging.Elastic(s) for s in (0.1, 0.2)]), "averaging: r"),
-        (alike(averages, count=len), "count: with averaging every replica has a minibatch"),
+        (alike(averages, 1), "AverageWeights: needs the same number of replicas of every stage"),
+        (alike(averages, method="sync", **CLIPPED), "AverageWeights: clip_scope='global'"),
+        (
+            differ(averages, averaging=STRENGTHS),
+            "passes: rank 0 has '[AverageWeights(averaging=E",
+        ),
+        (alike(averages, count=len), "count: with AverageWeights every replica has a minibatch"),
     ],
     4: [
         (alike(replicas, [2, 1]), "replicas: [2, 1] are 3 ranks in all, and there are 4"),

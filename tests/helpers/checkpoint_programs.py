@@ -111,7 +111,7 @@ def errors(rank, ranks, path):
 def manager_of(path, rank, ranks, seed, timeout=60.0, chunks=1, **more):
     torch.manual_seed(4)  # the same on all ranks, as in one process
     parts = cut_at(model(seed), ends(4, chunks * ranks))[rank::ranks]
-    given = {"scheduler": halving, "share_loss": True, "timeout": timeout}
+    given = {"scheduler": halving, "passes": [st.passes.ShareLoss()], "timeout": timeout}
     pipe = st.DistributedPipeline(
         parts if chunks > 1 else parts[0], sgd, LOSS, "spectrain", **given
     )
@@ -162,7 +162,12 @@ def replicated(rank, ranks, path):
     def manager_of(seed, counts, stage, cuts):
         torch.manual_seed(4)
         part = cut_at(model(seed), ends(4, cuts))[stage]
-        more = {"replicas": counts, "microbatches": 2, "share_loss": True, "timeout": 60.0}
+        more = {
+            "replicas": counts,
+            "microbatches": 2,
+            "passes": [st.passes.ShareLoss()],
+            "timeout": 60.0,
+        }
         pipe = st.DistributedPipeline(part, sgd, LOSS, scheduler=halving, **more)
         return CheckpointManager(f"{path}/replicas", pipe, keep=9)
 

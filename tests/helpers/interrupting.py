@@ -13,6 +13,8 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.rng import RNG_LOCK
 
+from .passes import with_passes
+
 PACKAGE = str(Path(st.__file__).parent)
 MINIBATCHES = 5
 
@@ -95,7 +97,9 @@ class Case:
         return copy.deepcopy(self._stages)
 
     def pipe_of(self, modules):
-        return st.Pipeline(modules, self._optimizer, nn.functional.mse_loss, **self._settings)
+        return st.Pipeline(
+            modules, self._optimizer, nn.functional.mse_loss, **with_passes(self._settings)
+        )
 
     def _trained(self, count):
         pipe = self.pipe()

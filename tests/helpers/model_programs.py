@@ -85,7 +85,12 @@ def decoder(rank, ranks, tied):
     else:
         stage = parts.stages[rank]
         pipe = st.DistributedPipeline(
-            stage, sgd, parts.loss_fn, microbatches=3, share_loss=True, dynamic_shapes=True
+            stage,
+            sgd,
+            parts.loss_fn,
+            microbatches=3,
+            passes=[st.passes.ShareLoss()],
+            dynamic_shapes=True,
         )
     losses = [result.loss.item() for result in pipe.run(batches())]
     said = warnings_of(model.state_dict)
@@ -172,7 +177,9 @@ def trained_from_files(rank, ranks, source, folder):
         model = gpt2()
     parts = st.partition(model, 2)
     st.materialize(parts.stages[rank], source)
-    pipe = st.DistributedPipeline(parts.stages[rank], sgd, parts.loss_fn, share_loss=True)
+    pipe = st.DistributedPipeline(
+        parts.stages[rank], sgd, parts.loss_fn, passes=[st.passes.ShareLoss()]
+    )
     torch.manual_seed(7)
     losses = [result.loss.item() for result in pipe.run(list(batches())[:2])]
     st.checkpoint.save(folder, pipe, only_model=True)

@@ -13,6 +13,8 @@ from torch import nn
 
 import spectrain_ext as st
 
+from .passes import with_passes
+
 METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -88,7 +90,7 @@ class Compared:
         offload = more.pop("offload", None)  # it changes no result
         self.oracle = Oracle(stages, theirs, loss_fn, definition or method, scheduler, **more)
         more |= {"scheduler": scheduler, "offload": offload}
-        self.pipe = st.Pipeline(list(stages), mine, loss_fn, method, **more)
+        self.pipe = st.Pipeline(list(stages), mine, loss_fn, method, **with_passes(more))
 
     def run(self, data):
         expected = self.oracle.run(data)

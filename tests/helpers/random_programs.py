@@ -29,6 +29,8 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.partitioning import cut_at
 
+from .passes import with_passes
+
 COUNT = 400
 
 
@@ -384,7 +386,7 @@ class Program:
                 self.loss_fn,
                 method_of(self.method),
                 scheduler=self.optimizer.make_scheduler,
-                **{**self.options, "offload": self.offload, **more},
+                **with_passes({**self.options, "offload": self.offload, **more}),
             )
 
     def batches(self, sizes, salt=0):

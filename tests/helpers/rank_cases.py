@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 
+from .passes import with_passes
+
 WIDTH = 6
 CONSTANTS = [1, True, 1.0, -0.0, float("inf"), "é\ud800", None]
 RUNS = ((8, 8, 5), (0, 8, 8), (4, 8, 1))  # minibatches, samples of each, samples of the last
@@ -194,12 +196,12 @@ class Case:
         torch.manual_seed(5)
         given = {"scheduler": steps, **self.settings}
         if rank is None:
-            return st.Pipeline(stages, self.make_optimizer, loss_fn, **given)
+            return st.Pipeline(stages, self.make_optimizer, loss_fn, **with_passes(given))
         given |= {"share_loss": self.losses == "shared", "dynamic_shapes": self.sizes == "growing"}
         given |= {"timeout": 90.0, **more}  # on machines that are busy with other tests
         mine = stages[rank :: self.ranks]
         part = mine if len(mine) > 1 else mine[0]
-        return st.DistributedPipeline(part, self.make_optimizer, loss_fn, **given)
+        return st.DistributedPipeline(part, self.make_optimizer, loss_fn, **with_passes(given))
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "Muon":

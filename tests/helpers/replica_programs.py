@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 
+from .passes import with_passes
+
 WIDTH = 5
 RUNS = [(6, 12, 5), (4, 12, 3)]  # minibatches, samples of each, samples of the last
 mse = nn.functional.mse_loss
@@ -64,7 +66,7 @@ def make(
         part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     settings = {"timeout": 30.0, "replicas": counts, **settings}
     loss = settings.pop("loss_fn", mse)
-    return st.DistributedPipeline(part, optimizer, loss, method, **settings)
+    return st.DistributedPipeline(part, optimizer, loss, method, **with_passes(settings))
 
 
 def row(module: nn.Module) -> Tensor:

@@ -6,17 +6,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, Self
 
 from oracle.definition import cut
 from torch import Tensor
 
-from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.operators.averaging import Averaging, Exchange
+from spectrain_ext.passes import AverageWeights, Pass, averagers
 from spectrain_ext.pipeline import Microbatches, Pipeline, Result
-from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.rng import StageRandom
+
+
+class Echoed(AverageWeights):
+    """Averages with replicas that are no ranks."""
+
+    def __init__(self, averaging: Averaging, exchange_of: Callable[[int], Exchange]) -> None:
+        super().__init__(averaging)
+        self._exchange_of = exchange_of
+
+    def on(self, stage: Any, connections: Any) -> Self:
+        made = super().on(stage, connections)
+        made._exchange = self._exchange_of(stage.index)
+        return made
 
 
 class SideBySide:
@@ -27,25 +40,29 @@ class SideBySide:
     ... of every minibatch.
 
     Attributes:
-        pipes: as given.
+        pipes: one per replica.
     """
 
-    def __init__(self, pipes: Sequence[Pipeline], averaging: Averaging) -> None:
-        self.pipes = tuple(pipes)
+    def __init__(
+        self,
+        make: Callable[[Sequence[Pass]], Pipeline],
+        replicas: int,
+        averaging: Averaging,
+    ) -> None:
         self._changed = Condition()
         self._failure: BaseException | None = None
         # by stage, message number and replica
         self._sent: Any = defaultdict(lambda: defaultdict(dict))
-        for replica, pipe in enumerate(pipes):
-            found = {}
+        self.pipes = tuple(
+            make([Echoed(averaging, partial(self._exchange_of, replica))])
+            for replica in range(replicas)
+        )
+        for replica, pipe in enumerate(self.pipes):
             for stage in pipe._executor.stages:
                 stage.random = StageRandom(stage.index, stage.device, replica)
-                if pipe._clip_scope == "auto":
-                    stage.global_norm = None  # as in distributed training
-                if stage.weights is not None:
-                    send = partial(self._send, replica, stage.index, count())
-                    found[stage.index] = Averaged(stage, averaging, send)
-            pipe._executor.connections.averaged = found
+
+    def _exchange_of(self, replica: int, stage: int) -> Exchange:
+        return partial(self._send, replica, stage, count())
 
     # Training
 
@@ -105,7 +122,8 @@ class SideBySide:
         """Provide in all pipelines the parameters of ``DistributedPipeline.averaged``."""
         for pipe in self.pipes:
             pipe.check_drained("averaged")
-        each = [one for pipe in self.pipes for one in pipe._executor.connections.averaged.values()]
+        of_pipes = [averagers(pipe._executor.stages).values() for pipe in self.pipes]
+        each = [*chain(*of_pipes)]
         begun = [averaged.average() for averaged in each]
         found = [average() for average in begun]
         with ExitStack() as held:

@@ -12,6 +12,8 @@ from torch import nn
 
 import spectrain_ext as st
 
+from .passes import with_passes
+
 WIDTH = 4
 mse = nn.functional.mse_loss
 
@@ -189,11 +191,11 @@ def nested(rank=0, counts=None, codec=None):
     more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, "codec": codec}
     stages = nested_stages(2)
     if counts is None:
-        pipe = st.Pipeline(stages, sgd, nested_loss, **more)
+        pipe = st.Pipeline(stages, sgd, nested_loss, **with_passes(more))
     else:
         more |= {"replicas": counts, "share_loss": True, "dynamic_shapes": True}
         part = stages[stage_and_replica(counts, rank)[0]]
-        pipe = st.DistributedPipeline(part, sgd, nested_loss, **more)
+        pipe = st.DistributedPipeline(part, sgd, nested_loss, **with_passes(more))
     enough = [batch for batch in made if isinstance(batch, list) or len(batch["x"]) > 1]
     losses = [result.loss.item() for result in pipe.run(enough)]
     return losses, pipe.evaluate(made), pipe.state_dict()

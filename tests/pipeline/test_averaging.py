@@ -9,12 +9,11 @@ import pytest
 import torch
 from helpers.checked_streams import checked_streams
 from helpers.replica_programs import data, mse, sgd, stages, steps
-from helpers.side_by_side import SideBySide
+from helpers.side_by_side import Echoed, SideBySide
 from oracle.averaging import ElasticOracle, SparseOracle
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.pipeline.averaging import Averaged
 
 METHODS = [
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "spectrain"),
@@ -47,8 +46,11 @@ OPTIMIZERS = {
 
 def group(averaging, method, replicas=2, microbatches=4, optimizer=sgd, made=stages, **more):
     more |= {"microbatches": microbatches // replicas, "scheduler": steps}
-    pipes = [st.Pipeline(made(2), optimizer, mse, method, **more) for _ in range(replicas)]
-    return SideBySide(pipes, averaging)
+
+    def make(passes):
+        return st.Pipeline(made(2), optimizer, mse, method, passes=passes, **more)
+
+    return SideBySide(make, replicas, averaging)
 
 
 def trained(side, runs=RUNS):
@@ -114,11 +116,8 @@ def test_masters_and_rounded_weights_are_averaged_together(way):
 def test_streams_are_ordered(method, way):
     """Vector clocks check them; an echo stands for another replica and its thread."""
     with checked_streams():
-        pipe = st.Pipeline(stages(3), sgd, mse, method, microbatches=2)
-        pipe._executor.connections.averaged = {
-            stage.index: Averaged(stage, WAYS[way][0], lambda sent: lambda: [sent, sent])
-            for stage in pipe._executor.stages
-        }
+        passes = [Echoed(WAYS[way][0], lambda stage: lambda sent: lambda: [sent, sent])]
+        pipe = st.Pipeline(stages(3), sgd, mse, method, microbatches=2, passes=passes)
         for run in ((6, 12, 5), (3, 12, None)):
             assert len(list(pipe.run(data(*run)))) == run[0]
 

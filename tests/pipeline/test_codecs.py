@@ -10,6 +10,7 @@ from functools import reduce
 
 import pytest
 import torch
+from helpers.passes import with_passes
 from helpers.pipeline_cases import batches, close, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_modules import Function
 from hypothesis import given
@@ -19,6 +20,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.codecs import NAMES, BFloat16, Float8, Int4, Int8, packed_bytes
+from spectrain_ext.passes import Compress
 from spectrain_ext.rng import mixed_seed
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -232,7 +234,7 @@ def test_edges_are_rounded_by_hand(codecs, more):
     parts = [nn.Sequential(*edge, stage) for edge, stage in zip(edges, stages, strict=True)]
     oracle = Oracle(parts, torch_sgd(), mse, **more)
     given = codecs[0] if codecs[0] == codecs[1] else codecs
-    pipe = st.Pipeline(stages, sgd(), mse, codec=given, **more)
+    pipe = st.Pipeline(stages, sgd(), mse, **with_passes({"codec": given, **more}))
     close(losses(pipe, data), oracle.run(data))
     for stage, part in zip(stages, oracle.stages, strict=True):
         close(stage.state_dict(), part[-1].state_dict())
@@ -253,7 +255,7 @@ def trained(codec=None, in_place=False, **more):
     torch.manual_seed(3)
     layers = tanh_stages(3, width=9)
     made = [nn.Sequential(nn.ReLU(in_place), stage, nn.Dropout(0.2)) for stage in layers]
-    pipe = st.Pipeline(made, sgd(), mse, codec=codec, **more)
+    pipe = st.Pipeline(made, sgd(), mse, **with_passes({"codec": codec, **more}))
     found = losses(pipe, batches(6, size=6, width=9))
     states = [random.states()[0] for random in pipe.random]
     return [*found, *pipe.state_dict().values()], [*states, torch.get_rng_state()]
@@ -286,7 +288,7 @@ def test_masks_and_what_has_one_dimension_cross_as_they_are():
         return value[0] * value[1]
 
     stages = [Function(first, nn.Linear(5, 5)), Function(last), *tanh_stages(1)]
-    pipe = st.Pipeline(stages, sgd(), mse, codec=Int4(), microbatches=2)
+    pipe = st.Pipeline(stages, sgd(), mse, passes=[Compress(Int4())], microbatches=2)
     losses(pipe, data := batches(3, size=4))
     pipe.evaluate(data)
     for its, found in zip(sent, got, strict=True):
@@ -317,7 +319,9 @@ def test_a_codec_of_ones_own():
     SEEN.clear()
     data = batches(4, size=4, width=6)
     stages = tanh_stages(3, width=6)
-    pipe = st.Pipeline(copy.deepcopy(stages), sgd(), mse, codec=Halved(), microbatches=2)
+    pipe = st.Pipeline(
+        copy.deepcopy(stages), sgd(), mse, passes=[Compress(Halved())], microbatches=2
+    )
     found = losses(pipe, data)
     assert len({key for key, _, _ in SEEN}) == len(SEEN) == 2 * 2 * 2 * 4
     assert sum(backward for _, backward, _ in SEEN) == len(SEEN) // 2
@@ -359,7 +363,7 @@ OF_EDGE = "codec: expected float64 [3, 5] on cpu of Wrong(), got"
 def test_a_wrong_codec_is_its_stages_error(stage, action, change, cause, text):
     wrong = Wrong(change, action.startswith("receive"))
     codec = (wrong, None) if "activation" in action else (None, wrong)
-    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, codec=codec, microbatches=1)
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, passes=[Compress(codec)], microbatches=1)
     with pytest.raises(st.StageError) as caught:
         losses(pipe, batches(5))
     assert (caught.value.stage, caught.value.action) == (stage, action)
@@ -375,7 +379,7 @@ def test_stages_on_a_gpu(codec):
 
     def run(device):
         mine, devices = copy.deepcopy(stages), [device] * 3
-        pipe = st.Pipeline(mine, sgd(), mse, "auto", devices=devices, codec=codec)
+        pipe = st.Pipeline(mine, sgd(), mse, "auto", devices=devices, passes=[Compress(codec)])
         return [result.loss.item() for result in pipe.run(data)]
 
     assert run("cuda:0") == pytest.approx(run("cpu"), rel=0.1)

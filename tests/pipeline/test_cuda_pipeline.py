@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.passes import with_passes
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -44,7 +45,7 @@ def _batches(count: int, device: str) -> list[tuple[Tensor, Tensor]]:
 def _pipeline(method: str, device: str, optimizer: Any = _sgd, **options: Any) -> st.Pipeline:
     devices = ["cuda:0" if device == "cuda" else device] * 4
     loss = nn.functional.cross_entropy
-    return st.Pipeline(_stages(device), optimizer, loss, method, devices, **options)
+    return st.Pipeline(_stages(device), optimizer, loss, method, devices, **with_passes(options))
 
 
 def _small(stages: list[nn.Module], **options: Any) -> st.Pipeline:

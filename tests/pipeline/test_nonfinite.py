@@ -11,6 +11,7 @@ from math import inf, nan
 import pytest
 import torch
 from helpers.nonfinite_programs import Overflows, Passes, everything, infinite, poisoned
+from helpers.passes import with_passes
 from helpers.pipeline_cases import Compared, batches, losses, mse, sgd, tanh_stages, torch_sgd
 from helpers.random_modules import Function
 from oracle.methods import SECOND_ORDER, Definition, nearest
@@ -19,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import spectrain_ext as st
+from spectrain_ext.passes import CheckFinite
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -48,7 +50,7 @@ def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, c
     for given, on_nonfinite in (([*data[:2], *bad, *data[2:]], "skip"), (data, None)):
         torch.manual_seed(1)
         own, more = copy.deepcopy(stages), {**more, "on_nonfinite": on_nonfinite}
-        pipe = st.Pipeline(own, sgd(), mse, method, scheduler=steps, **more)
+        pipe = st.Pipeline(own, sgd(), mse, method, scheduler=steps, **with_passes(more))
         found = losses(pipe, given)
         if on_nonfinite:
             assert all(loss.isnan() for loss in found[2:4])
@@ -116,7 +118,7 @@ def test_draws_of_a_codec_after_a_minibatch_that_was_left_out(tmp_path):
 
     def made(on_nonfinite="skip"):
         more = {"microbatches": 2, "codec": st.codecs.Int8(), "on_nonfinite": on_nonfinite}
-        return st.Pipeline(copy.deepcopy(stages), sgd(), mse, "1f1b", **more)
+        return st.Pipeline(copy.deepcopy(stages), sgd(), mse, "1f1b", **with_passes(more))
 
     clean, kept, resumed = made(None), made(), made()
     expected = losses(clean, data)
@@ -142,7 +144,7 @@ def test_ties_masters_and_phases(phases, caplog):
         stages[2].linear.weight = stages[0].linear.weight
         more = {"master_dtype": torch.float32, "on_nonfinite": "skip" if skips else None}
         adamw = partial(st.optim.AdamW, lr=0.01)
-        pipe = st.Pipeline(stages, adamw, mse, method, microbatches=2, **more)
+        pipe = st.Pipeline(stages, adamw, mse, method, microbatches=2, **with_passes(more))
         for number in range(3):  # drained in between: exact without a flush as well
             given = data[3 * number : 3 * number + 3]
             pipe.fit([*given, bad] if skips and number < 2 else given)
@@ -156,7 +158,9 @@ def test_ties_masters_and_phases(phases, caplog):
 
 def test_without_a_flush_running_statistics_stay_as_they_were():
     stages, data = [*everything(2), nn.Linear(5, 5)], batches(8, size=6)
-    pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip", microbatches=2)
+    pipe = st.Pipeline(
+        stages, sgd(), mse, "pipedream", passes=[CheckFinite("skip")], microbatches=2
+    )
     pipe.fit(data)
     before = copy.deepcopy(pipe.state_dict())
     losses(pipe, [poisoned(data[0], "input")])
@@ -175,7 +179,7 @@ def test_without_a_flush_running_statistics_stay_as_they_were():
 def test_what_is_raised(method, what, number, stage, reason):
     stages = [Passes(), Passes("weight"), Passes()]
     other = st.Pipeline(copy.deepcopy(stages), sgd(), mse, method)
-    pipe, data = st.Pipeline(stages, sgd(), mse, method, on_nonfinite="raise"), batches(6)
+    pipe, data = st.Pipeline(stages, sgd(), mse, method, passes=[CheckFinite("raise")]), batches(6)
     data[3] = poisoned(data[3], what, number)
     with pytest.raises(st.StageError) as caught:
         losses(pipe, data)
@@ -194,7 +198,7 @@ def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(betwe
     """There is no stage with weights before it, so it reports its input."""
     middle = nn.Sequential(Overflows(), Function(torch.abs), nn.Linear(5, 5))
     stages = [nn.Sequential(nn.Linear(5, 5), between), middle, nn.Linear(5, 5)]
-    pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")
+    pipe = st.Pipeline(stages, sgd(), mse, "pipedream", passes=[CheckFinite("skip")])
     losses(pipe, [poisoned(batch, "input", 1e6) for batch in batches(1)])
     assert pipe.skipped == (1, 1, 0)
     assert "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 skip" in caplog.text
@@ -207,7 +211,7 @@ def test_every_number_of_a_gradient_counts(dtype):
     stage = nn.Linear(3, 67, bias=False, dtype=dtype)
     stage.weight.register_hook(lambda _: gradient.clone())
     more = {"microbatches": 1, "on_nonfinite": "skip"}
-    pipe = st.Pipeline([stage], torch_sgd(lr=0.0, momentum=0.0), mse, "sync", **more)
+    pipe = st.Pipeline([stage], torch_sgd(lr=0.0, momentum=0.0), mse, "sync", **with_passes(more))
     data = [(torch.ones(2, 3, dtype=dtype), torch.ones(2, 67, dtype=dtype))]
     losses(pipe, data)
     assert pipe.skipped == (0,)
@@ -222,7 +226,7 @@ def test_a_sparse_gradient():
     stage = nn.Sequential(nn.Embedding(4, 5, sparse=True), Overflows(), nn.Linear(5, 5))
     with torch.no_grad():
         stage[0].weight[3] = 1000.0
-    pipe = st.Pipeline([stage], torch_sgd(momentum=0.0), mse, on_nonfinite="skip")
+    pipe = st.Pipeline([stage], torch_sgd(momentum=0.0), mse, passes=[CheckFinite("skip")])
     for token, skipped in ((2, 0), (3, 1)):
         losses(pipe, [(torch.full((4,), token), torch.zeros(4, 5))])
         assert pipe.skipped == (skipped,)
@@ -244,7 +248,7 @@ class Scaled(nn.Linear):
 def test_without_a_flush_a_run_recovers_from_a_buffer_that_outputs_depend_on(method):
     """Later minibatches in flight had kept the nan, so that every later update was skipped."""
     stages, data = [Scaled() for _ in range(4)], batches(18, size=12)
-    pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=4, on_nonfinite="skip")
+    pipe = st.Pipeline(stages, sgd(), mse, method, microbatches=4, passes=[CheckFinite("skip")])
     found = losses(pipe, [poisoned(data[0], "input"), *data[1:]])
     assert max(pipe.skipped) < 9
     assert all(stage.size.isfinite().all() for stage in stages)

@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from helpers.passes import with_passes
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from helpers.random_modules import Function
 from torch import nn
@@ -47,7 +48,7 @@ def trained(stages, method, recompute, data=None, loss_fn=mse, **more):
     """Return losses, states and random numbers after a run."""
     torch.manual_seed(1)
     stages, loss_fn = copy.deepcopy([*stages]), copy.deepcopy(loss_fn)
-    pipe = st.Pipeline(stages, sgd(), loss_fn, method, recompute=recompute, **more)
+    pipe = st.Pipeline(stages, sgd(), loss_fn, method, recompute=recompute, **with_passes(more))
     torch.manual_seed(2)
     found = losses(pipe, data or batches(4, size=6))
     numbers = [state for random in pipe.random for state in random.states()]
@@ -256,12 +257,12 @@ def test_what_leaves_for_the_host(method, monkeypatch):
         return tensor.clone()
 
     made, seen, copied = [], [], []
-    monkeypatch.setattr("spectrain_ext.pipeline.activations.on_host", counted)
+    monkeypatch.setattr("spectrain_ext.passes.offload.on_host", counted)
     for offload in (None, "activations"):
         stages, more = [viewing(), nn.Identity()], {"microbatches": 1, "offload": offload}
         stages[0][0].layers[0].register_forward_hook(
             lambda module, given, y: made.append(StorageWeakRef(y.untyped_storage()))
         )
-        losses(st.Pipeline(stages, sgd(), note, method, **more), batches(1, size=64))
+        losses(st.Pipeline(stages, sgd(), note, method, **with_passes(more)), batches(1, size=64))
     # y, of which there are three views, and two products
     assert seen == [(True, 0), (False, 64 * 8 * (60 + 20 + 20))]

@@ -196,7 +196,7 @@ def test_a_method_is_checked_on_all_stages_before_any_optimizer_is_made():
     refused(V, "method: lead of 'own' at stage 2 of 3", stages, lambda p: 1 / 0, method=own)
 
 
-NO_CODEC = r"codec: expected a value with pack\(\) and unpack\(\)"
+OFFLOAD = st.passes.OffloadActivations()
 CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda p: p.stage)
 
 
@@ -224,18 +224,24 @@ CLIPS_BY_0 = dataclasses.replace(find_method("vanilla"), name="own", clip=lambda
         ({"master_dtype": torch.float64}, V, "master_dtype: expected torch.float32, or None"),
         ({"recompute": 1.0}, T, "recompute"),
         ({"recompute": 0}, V, "recompute"),
-        ({"offload": "weights"}, V, "offload: expected 'activations' or None, got 'weights'"),
-        ({"offload": "activations", "recompute": True}, V, "offload: with recompute=True, which"),
-        ({"on_nonfinite": True}, V, "on_nonfinite: expected 'raise', 'skip', or None .* got True"),
+        ({"passes": [OFFLOAD], "recompute": True}, V, "OffloadActivations: with recompute=True, "),
+        ({"passes": OFFLOAD}, T, "passes: expected a list of passes, got OffloadActivations"),
+        ({"passes": ["skip"]}, T, r"passes\[0\]: expected a Pass, got 'skip'"),
+        ({"passes": [OFFLOAD, type(OFFLOAD)]}, T, r"passes\[1\]: .*: OffloadActivations\(...\)"),
+        ({"passes": [OFFLOAD, OFFLOAD]}, V, r"passes\[1\]: there is another OffloadActivations"),
         ({"count": 3}, T, "count: expected a callable, got int"),
-        ({"codec": "int8"}, T, NO_CODEC),
-        ({"codec": (st.codecs.Int8(), 8)}, T, NO_CODEC),
-        ({"codec": st.codecs.Int8}, T, NO_CODEC),
-        ({"codec": (None, None, None)}, T, NO_CODEC),
     ],
 )
 def test_options(arguments, error, match):
     refused(error, match, **{"method": "vanilla", **arguments})
+
+
+@pytest.mark.parametrize("codec", ["int8", (st.codecs.Int8(), 8), st.codecs.Int8, (None,) * 3])
+def test_values_that_no_pass_takes(codec):
+    with pytest.raises(TypeError, match=r"codec: expected a value with pack\(\) and unpack\(\)"):
+        st.passes.Compress(codec)
+    with pytest.raises(ValueError, match="then: expected 'raise' or 'skip', got True"):
+        st.passes.CheckFinite(True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -10,7 +10,6 @@ from oracle.schedules import flushing, order
 
 from spectrain_ext.schedule import (
     GENERATORS,
-    Duties,
     Instruction,
     Interleaved,
     Kind,
@@ -19,8 +18,9 @@ from spectrain_ext.schedule import (
     bounded,
     find_generator,
     flushes,
+    plain_steps,
     put_off,
-    tables,
+    steps,
     takes_window,
 )
 
@@ -86,11 +86,11 @@ def test_streams_are_made_as_they_are_asked_for():
 
 
 def lowered(name, place, minibatches):
-    first, later = tables(place, Duties())
+    handled = plain_steps(place)
     return [
         Instruction(step, i, j)
         for kind, i, j in bounded(find_generator(name)(place), place.stage, minibatches)
-        for step in (later if j else first)[kind]
+        for step in steps(kind, handled, first=not j)
     ]
 
 
@@ -119,39 +119,32 @@ def test_every_receive_has_its_send(name, parts, stages):
     assert of(0, Kind.SEND_GRADIENT) == of(stages - 1, Kind.SEND_ACTIVATION) == []
 
 
-def words(place, duties=None):
-    """Return what each kind of instruction becomes for a minibatch's first microbatch."""
-    first, _ = tables(place, duties or Duties())
-    return {kind.value: [each.value for each in to] for kind, to in first.items()}
-
-
-MIDDLE, LAST = Place(1, 3, 2, 2), Place(2, 3, 1, 2)
-EVERY = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
+def words(kind, handled=frozenset(Kind), **more):
+    return [step.value for step in steps(kind, handled, **more)]
 
 
 def test_what_belongs_to_an_instruction_comes_in_order():
+    plain = plain_steps(Place(1, 3, 2, 2))
     forward = ["receive activation", "load forward weights", "forward", "send activation"]
-    assert words(MIDDLE)["forward"] == forward
-    word = "tell the previous stage that this one is through"
-    assert words(LAST, Duties(evaluates=True))["backward"] == [word]
-    found = words(MIDDLE, EVERY)
-    assert found["update"] == [
-        *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
-        *("divide gradients by the count", "check for non-finite numbers", "send norm"),
-        *("agree whether to update", "clip", "send weights to replicas", "update"),
-        *("average weights over replicas", "report to the caller"),
-    ]
-    assert found["forward"] == [
+    assert words(Kind.FORWARD, plain) == forward
+    assert words(Kind.FORWARD, plain, blocks=True) == [forward[1], forward[0], *forward[2:]]
+    assert words(Kind.FORWARD, blocks=True) == [
         *("pull", "load forward weights", "receive activation", "send tied weights"),
-        *("receive tied weights", "forward", "send activation"),
+        *("receive tied weights", "forward", "loss", "metrics", "send activation"),
     ]
-    assert found["backward"] == [
+    assert words(Kind.FORWARD, first=False)[0] == "receive activation"
+    assert words(Kind.BACKWARD, blocks=True) == [
         *("load backward weights", "receive gradient", "load tied weights", "recompute"),
         *("expect the gradients that are summed", "backward", "free tied weights"),
-        "send gradient",
+        *("check the gradient that goes back", "send gradient"),
+        "hear that the next stage is through",
+        "tell the previous stage that this one is through",
     ]
-    told = words(MIDDLE, EVERY._replace(tells_norm=False))
-    assert told["backward"][-2:] == ["check the gradient that goes back", "send gradient"]
-    assert "agree whether to update" not in told["update"]
-    assert "recompute" in found["backward of the input"]
-    assert "recompute" not in found["backward of the weights"]
+    assert words(Kind.UPDATE) == [
+        *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
+        *("divide gradients by the count", "check for non-finite numbers", "send norm"),
+        *("agree whether to update", "clip", "change gradients", "send weights to replicas"),
+        *("update", "average weights over replicas", "report to the caller"),
+    ]
+    assert "recompute" in words(Kind.BACKWARD_INPUT)
+    assert "recompute" not in words(Kind.BACKWARD_WEIGHTS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.passes import with_passes
 from helpers.pipeline_cases import in_float64, mse
 from helpers.side_by_side import SideBySide
 from torch import nn
@@ -53,7 +54,7 @@ def same(stages, optimizer, method, data, loss=mean_loss, **more):
     """Check that every stage has the pipeline's weights, and every loss is the pipeline's."""
     mine, engines = stages(), stages()
     more["scheduler"] = lambda made: LambdaLR(made, lambda update: min(1.0, (update + 1) / 4))
-    pipe = st.Pipeline(engines, optimizer, loss, method, **more)
+    pipe = st.Pipeline(engines, optimizer, loss, method, **with_passes(more))
     expected = [result.loss.item() for result in pipe.run(data)]
     pipe.release()
     delayed = Delayed(mine, optimizer, loss, method, **more)
@@ -168,7 +169,9 @@ def test_replicas_that_are_averaged(method, averaging):
     data = [(torch.randn(12, 6), torch.randint(3, (12,))) for _ in range(9)]
     arguments = (sgd, mean_loss, method)
     side = SideBySide(
-        [st.Pipeline(normalized(), *arguments, microbatches=2) for _ in range(2)], averaging
+        lambda passes: st.Pipeline(normalized(), *arguments, microbatches=2, passes=passes),
+        2,
+        averaging,
     )
     replicas = [Delayed(normalized(), *arguments, microbatches=2) for _ in range(2)]
     trained = Replicated(replicas, averaging, 4)

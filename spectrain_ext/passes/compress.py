@@ -1,4 +1,4 @@
-"""Packs messages with a codec before they cross an edge, and unpacks them afterwards."""
+"""A pass that packs activations and gradients with a codec before they cross an edge."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.codecs import Codec, Codecs, is_coded
+from spectrain_ext.codecs import Codec, Codecs, codecs_of, is_coded
+from spectrain_ext.pipeline.passes import Pass
+from spectrain_ext.pipeline.tape import Entry
 from spectrain_ext.rng import mixed_seed
 from spectrain_ext.transport.message import FLAT, TENSOR, Message, dense_strides, each
-
-from .tape import Entry
 
 # Marks the form of a message with packed tensors; a note of what each was comes next.
 _CODED = "coded"
@@ -22,14 +22,66 @@ _CODED = "coded"
 _Looks = tuple[tuple[Any, ...] | None, ...]
 
 
-def in_words(codecs: Codecs) -> list[str]:
-    """Describe the codecs by text that is the same on all ranks with the same codecs."""
-    return [
-        f"{type(one).__module__}.{type(one).__qualname__}"
-        if type(one).__repr__ is object.__repr__
-        else repr(one)
-        for one in codecs
-    ]
+class Compress(Pass):
+    """Packs what stages send one another, in one process too: see ``spectrain_ext.codecs``.
+
+    Args:
+        codec: for activations and gradients; or a pair, for activations and for gradients, of which
+            one may be None.
+
+    Raises:
+        TypeError: what is not a codec.
+
+    Example:
+        >>> sgd = lambda params: st.optim.SGD(params, lr=0.1)
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        >>> passes = [st.passes.Compress(st.codecs.Int8())]
+        >>> pipe = st.Pipeline(stages, sgd, nn.functional.mse_loss, passes=passes)
+        >>> len(pipe.fit([(torch.ones(4, 2), torch.ones(4, 1))]))
+        1
+        >>> pipe.release()
+    """
+
+    def __init__(self, codec: Codec | tuple[Codec | None, Codec | None]) -> None:
+        self._codecs: Codecs = codecs_of(codec)
+
+    def __repr__(self) -> str:
+        return f"Compress({', '.join(map(_described, self._codecs))})"
+
+    def sends_activation(self, i: int, j: int, message: Message) -> Message:
+        return self._packed(i, j, message, False)
+
+    def received_activation(self, message: Message) -> Message:
+        return self._unpacked(message, False)
+
+    def sends_gradient(self, i: int, j: int, message: Message) -> Message:
+        return self._packed(i, j, message, True)
+
+    def received_gradient(self, i: int, message: Message) -> Message:
+        return self._unpacked(message, True)
+
+    def crosses(self, value: Any) -> Any:
+        codec, k = self._codecs[0], self.stage.index
+        return value if codec is None or not k else crossed(codec, value, False, False, k - 1, 0, 0)
+
+    def _packed(self, i: int, j: int, message: Message, backward: bool) -> Message:
+        codec, stage = self._codecs[backward], self.stage
+        if codec is None:
+            return message
+        edges, where = stage.edges, (backward, stage.trains, stage.index)
+        microbatch = edges.replica + j * edges.count
+        return packed_message(codec, message, backward, *where, stage.number_of(i), microbatch)
+
+    def _unpacked(self, message: Message, backward: bool) -> Message:
+        codec = self._codecs[backward]
+        return message if codec is None else unpacked_message(codec, message, backward)
+
+
+def _described(codec: Codec | None) -> str:
+    """Describe a codec by text that is the same on all ranks with the same codec."""
+    kind = type(codec)
+    plain = kind.__repr__ is object.__repr__  # which contains an address
+    return f"{kind.__module__}.{kind.__qualname__}" if plain else repr(codec)
 
 
 @torch.no_grad()

@@ -1,22 +1,19 @@
-"""Recomputes blocks in the backward, and moves what autograd saves to CPU memory."""
+"""Recomputes blocks in the backward."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from spectrain_ext.transport.message import tensors_in
-from spectrain_ext.weights.storage import unchanged, unpacked
 
 from .names import full_names
 from .tape import ModuleBuffers
@@ -24,9 +21,6 @@ from .tape import ModuleBuffers
 #: What is computed again in a backward: nothing, the whole stage, every k-th block, or what a
 #: function of a module's name and the module selects.
 Recompute = bool | int | Callable[[str, nn.Module], bool]
-
-#: What waits in CPU memory: what autograd saves.
-Offload = Literal["activations"] | None
 
 
 def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -149,89 +143,3 @@ def _recomputed(
             "changed the second time; pick a block around it, or give recompute=True"
         )
     return output
-
-
-# CPU memory.
-
-_MIN_BYTES = 1024  # bytes; copying less is not worth it
-
-
-class OnHost:
-    """Inside, what autograd saves is copied to CPU memory, and back to the device for its backward.
-
-    Parameters, module buffers, tensors in a receive buffer (``lent``), which stay there anyway, and
-    small tensors are not copied. Storages are copied as a whole, each once. A backward gets the
-    strides of its forward, so that it calls the same kernels. On CUDA copies go to the stream that
-    computes: it orders them with their uses, and the CPU waits for nothing.
-    """
-
-    lent: Sequence[Tensor | None] = ()
-
-    def __init__(
-        self, module: nn.Module, device: torch.device, inner: AbstractContextManager[object]
-    ) -> None:
-        self._module, self._device = module, device
-        self._inner = inner  # its hooks come first: saved weights
-        self._hooks: saved_tensors_hooks | None = None  # inside; if kept, these would form a cycle
-        # As long as the weak references exist, no other storage has the address of one of these.
-        self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}
-
-    def __enter__(self) -> None:
-        module = self._module
-        there = (*module.parameters(), *module.buffers(), *self.lent)
-        self._left = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in there
-            if tensor is not None and tensor.layout is torch.strided
-        }
-        self._hooks = saved_tensors_hooks(self._pack, unpacked)
-        self._hooks.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        assert self._hooks is not None
-        self._inner.__exit__(*raised)
-        self._hooks.__exit__(*raised)
-        self._hooks = None
-        self._copies.clear()
-        self.lent = ()
-
-    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout is not torch.strided
-            or tensor.device != self._device
-            or tensor.nbytes < _MIN_BYTES
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or (storage := tensor.untyped_storage()).data_ptr() in self._left
-        ):
-            return partial(unchanged, tensor.detach(), tensor._version)
-        found = self._copies.get((storage._cdata, tensor._version))
-        if found is None:
-            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            found = on_host(held), StorageWeakRef(storage)
-            self._copies[storage._cdata, tensor._version] = found
-        size, stride = tuple(tensor.shape), tensor.stride()
-        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        first = int(tensor.storage_offset()) * tensor.itemsize
-        part = found[0][first : first + span * tensor.itemsize]
-        return partial(_on_device, part, self._device, tensor.dtype, size, stride)
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Copy to CPU memory, pinned if the tensor is on CUDA, on the tensor's current stream."""
-    pins = tensor.is_cuda
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _on_device(
-    part: Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> Tensor:
-    flat = part.to(device, non_blocking=True).view(dtype)
-    return flat.as_strided(size, stride, int(flat.storage_offset()))

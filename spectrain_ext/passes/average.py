@@ -1,0 +1,168 @@
+"""A pass that averages the weights of a stage's replicas during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.method import Method
+from spectrain_ext.operators.averaging import Averager, Averaging, Exchange, in_a_row, taken_apart
+from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.schedule import Kind
+from spectrain_ext.weights import StageWeights
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.stage import Stage
+
+
+class AverageWeights(Pass):
+    """Averages weights over replicas at every update, in place of summing their gradients.
+
+    Only for ``DistributedPipeline(replicas=r)`` with equally many replicas of every stage. Replica
+    c of all stages forms a pipeline with its own minibatches and losses.
+
+    Args:
+        averaging: a value of ``spectrain_ext.averaging``.
+
+    Raises:
+        ValueError: a method that changes during training, or another number of replicas.
+
+    Example:
+        >>> st.passes.AverageWeights(st.averaging.Elastic(0.4))
+        AverageWeights(averaging=Elastic(strength=0.4))
+    """
+
+    own_minibatches = True
+    moves_weights = True
+    _exchange: Exchange
+    _averager: Averager | None
+
+    def __init__(self, averaging: Averaging) -> None:
+        self.averaging = averaging
+
+    def check(self, method: Method) -> None:
+        if method.then is not None:
+            raise ValueError(
+                f"AverageWeights: method {method.name!r} changes to {method.then.method.name!r} in "
+                "the course of training, and replicas are averaged under one alone"
+            )
+
+    def on(self, stage: Stage, connections: Connections) -> Self:
+        made = super().on(stage, connections)
+        # ``exchange`` is never called while the thread holds the lock for random numbers: another
+        # replica may be a thread that waits for it.
+        made._exchange = connections.exchange
+        made._averager = None  # from the first run on
+        return made
+
+    @property
+    def _weights(self) -> StageWeights:
+        weights: StageWeights | None = self.stage.weights
+        assert weights is not None
+        return weights
+
+    def _row(self) -> Tensor:
+        return in_a_row(self._weights.newest())
+
+    def _made(self, weights: Tensor) -> Averager:
+        return self.averaging.begin(weights, self._exchange, self.stage.index)
+
+    # During a run.
+
+    def begin(self) -> Mapping[Kind, Handler]:
+        if self.stage.weights is None:
+            return {}
+        if self._averager is None:
+            with self.stage.predict.using(reads=self.stage.memory):
+                self._averager = self._made(self._row())
+        return {Kind.SEND_WEIGHTS: self._send, Kind.AVERAGE: self._average_in}
+
+    @property
+    def _left_out(self) -> bool:
+        """Whether all replicas skip this update."""
+        return self.stage.skips and self.stage.global_norm is not None
+
+    def _send(self, i: int, j: int) -> None:
+        """Before an update: send what the other replicas need of these weights."""
+        if self._left_out:
+            return
+        assert self._averager is not None
+        with self.stage.predict.using(reads=self.stage.memory):
+            self._averager.before(self._row())
+
+    def _average_in(self, i: int, j: int) -> None:
+        """After an update: average the weights with those of the other replicas."""
+        if self._left_out:
+            return
+        averager, stage = self._averager, self.stage
+        assert averager is not None
+        with stage.predict.using(writes=stage.memory):
+            weights = self._row()
+            averager.made(weights)
+            moved = averager.after(weights)
+            if moved is not None:
+                self._weights.move(taken_apart(moved, self._weights.params))
+        stage.weights_written()
+
+    # Between runs.
+
+    def _row_between_runs(self) -> Tensor:
+        wide = self._weights.masters()
+        return in_a_row([wide.get(p, p) for p in self._weights.params])
+
+    def weights_loaded(self) -> None:
+        self._averager = None  # its center belongs to other weights
+
+    def average(self) -> Callable[[], list[Tensor]]:
+        """Start averaging for an evaluation; all replicas call this, and then its result."""
+        own = self._row_between_runs()
+        average = (self._averager or self._made(own)).average(own)
+        return lambda: list(taken_apart(average(), self._weights.params))
+
+    @contextmanager
+    def holding(self, values: list[Tensor]) -> Iterator[None]:
+        """Inside, the parameters have these values; afterwards their own."""
+        params = self._weights.params
+        before = [p.detach().clone() for p in params]
+        with torch.no_grad():
+            torch._foreach_copy_(params, values)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(params, before)
+
+    # Checkpoints.
+
+    def state(self) -> tuple[dict[str, Tensor], int]:
+        """Return its tensors without the weights, and its updates; empty before the first run."""
+        return ({}, 0) if self._averager is None else self._averager.state()
+
+    def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """Continue from a state; ValueError if it does not fit."""
+        if not tensors:
+            self._averager = None
+            return
+        made = self._made(self._row_between_runs())
+        made.load_state(tensors, updates)
+        self._averager = made
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that restores the present state."""
+        return partial(setattr, self, "_averager", self._averager)
+
+
+def averagers(stages: Iterable[Stage]) -> dict[int, AverageWeights]:
+    """Return the pass of each stage whose weights are averaged, by the stage's index."""
+    return {
+        stage.index: each
+        for stage in stages
+        for each in stage.passes
+        if isinstance(each, AverageWeights) and stage.weights is not None
+    }

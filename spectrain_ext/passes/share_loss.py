@@ -1,0 +1,62 @@
+"""A pass that gives all ranks the losses, which go back with the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
+from typing import TYPE_CHECKING, Self
+
+from torch import Tensor
+
+from spectrain_ext.pipeline.passes import Handler, Pass
+from spectrain_ext.schedule import Kind
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline.connections import Connections
+    from spectrain_ext.pipeline.stage import Stage
+
+
+class ShareLoss(Pass):
+    """Gives every rank of a ``DistributedPipeline`` the losses, as float64.
+
+    On CUDA the last rank's CPU waits for each of them. In one process nothing changes.
+
+    Example:
+        >>> st.passes.ShareLoss()
+        ShareLoss()
+    """
+
+    def on(self, stage: Stage, connections: Connections) -> Self:
+        made = super().on(stage, connections)
+        # Where stages have replicas, a minibatch's last gradient does not carry the whole loss:
+        # every gradient carries its own microbatch's part, which replicas then add up.
+        made.in_parts = connections.replicas.dealt
+        return made
+
+    in_parts: bool
+
+    def begin(self) -> Mapping[Kind, Handler]:
+        self.known: dict[int, float] = {}  # by minibatch in flight, as far as it is known
+        self._parts: dict[tuple[int, int], float] = {}
+        return {}
+
+    def lost(self, i: int, j: int, loss: Tensor) -> None:
+        if self.in_parts:
+            self._pass_on(i, j, loss.item())
+
+    def finished(self, i: int, loss: Tensor) -> None:
+        if not self.in_parts:
+            self.known[i] = loss.item()
+
+    def _pass_on(self, i: int, j: int, part: float) -> None:
+        if self.stage.index:
+            self._parts[i, j] = part
+
+    def number_back(self, i: int, j: int) -> float:
+        return self._parts.pop((i, j), nan) if self.in_parts else self.known.get(i, nan)
+
+    def came_back(self, i: int, j: int, number: float) -> None:
+        if self.in_parts:
+            self._pass_on(i, j, number)
+            number += self.known.get(i, 0.0)
+        self.known[i] = number

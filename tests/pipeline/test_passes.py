@@ -1,0 +1,87 @@
+"""Tests passes that a user writes: their steps, hooks and copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers.checked_streams import checked_streams
+from helpers.pipeline_cases import batches, losses, mse, tanh_stages
+
+import spectrain_ext as st
+from spectrain_ext.passes import Kind, Pass
+
+
+class Scales(Pass):
+    """Multiplies gradients by a number, and notes what it is called with."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def on(self, stage: Any, connections: Any) -> Scales:
+        made = super().on(stage, connections)
+        made.seen = []
+        return made
+
+    def begin(self) -> Any:
+        self.seen.append("begin")
+        return {Kind.CHANGE_GRADIENTS: self._scale, Kind.UPDATE: self._updated}
+
+    def _scale(self, i: int, j: int) -> None:
+        with self.stage.changing_gradients() as gradients:
+            torch._foreach_mul_(gradients, self.factor)
+        self.seen.append(("scale", i, j, len(gradients)))
+
+    def _updated(self, i: int, j: int) -> None:
+        assert all(p.grad is None for p in self.stage.module.parameters())  # after the stage's own
+        self.seen.append(("updated", i))
+
+    def lost(self, i: int, j: int, loss: torch.Tensor) -> None:
+        self.seen.append(("lost", i, j))
+
+
+class Halves(Pass):
+    """Sends halves of activations, and doubles of gradients: powers of two are exact."""
+
+    def sends_activation(self, i: int, j: int, message: Any) -> Any:
+        return message._replace(tensors=tuple(t / 2 for t in message.tensors))
+
+    def received_activation(self, message: Any) -> Any:
+        return message._replace(tensors=tuple(t * 2 for t in message.tensors))
+
+    def sends_gradient(self, i: int, j: int, message: Any) -> Any:
+        return message._replace(tensors=tuple(t * 2 for t in message.tensors))
+
+    def received_gradient(self, i: int, message: Any) -> Any:
+        return message._replace(tensors=tuple(t / 2 for t in message.tensors))
+
+
+def sgd(rate: float) -> Any:
+    return lambda params: st.optim.SGD(params, lr=rate, momentum=0.5)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "auto", "zb-h1", "spectrain"])
+def test_steps_and_hooks(method: str) -> None:
+    """Gradients times two are a rate times two, to the bit; what crosses comes back as it was."""
+    data, stages = batches(5, size=4), tanh_stages(3)
+    plain = st.Pipeline(copy.deepcopy(stages), sgd(0.25), mse, method, microbatches=2)
+    expected = losses(plain, data)
+    with checked_streams():
+        passes = [Halves(), Scales(2.0)]
+        pipe = st.Pipeline(stages, sgd(0.125), mse, method, microbatches=2, passes=passes)
+        assert losses(pipe, data) == expected
+    for (name, mine), theirs in zip(
+        pipe.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    of_stages = [stage.passes[1].seen for stage in pipe._executor.stages]
+    for k, seen in enumerate(of_stages):
+        scaled = [step for step in seen if step[0] != "lost"]
+        assert scaled[:3] == ["begin", ("scale", 0, 0, 4), ("updated", 0)]
+        assert len(scaled) == 1 + 2 * len(data)
+        assert (("lost", 4, 1) in seen) == (k == 2)
+    assert passes[1].__dict__ == {"factor": 2.0}  # stages have copies
+    assert repr(passes) == "[Halves(), Scales(factor=2.0)]"
+    assert repr(pipe._executor.stages[0].passes[1]).startswith("Scales(factor=2.0")
