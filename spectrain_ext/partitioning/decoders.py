@@ -33,7 +33,7 @@ from .outline import (
 )
 from .own_loss import OwnLoss, own_loss
 from .profile import BlockProfile, Profile, Tie, measure
-from .provenance import Provenance, is_valueless, running
+from .provenance import Provenance, close, is_valueless, running
 
 
 class _Inbox:
@@ -303,7 +303,7 @@ class Decoder:
 
     def check(self, stages: Sequence[nn.Module]) -> None:
         outputs, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
-        alike = _close if self.provenance is None else self.provenance.same
+        alike = close if self.provenance is None else self.provenance.same
         if len(outputs) != len(wanted) or not all(
             a.shape == b.shape and alike(a, b) for a, b in zip(outputs, wanted, strict=True)
         ):
@@ -336,12 +336,6 @@ class Decoder:
 def _tensors(output: Any) -> list[Tensor]:
     members = output.values() if isinstance(output, Mapping) else output
     return [tensor for tensor in members if isinstance(tensor, Tensor)]
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    # torch.testing's rtol, with an atol that allows for a GPU's order of summation.
-    rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
-    return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
 
 
 def example_of(model: Any) -> Tensor:

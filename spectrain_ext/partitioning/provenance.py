@@ -167,6 +167,13 @@ def running(provenance: Provenance | None) -> AbstractContextManager[None]:
     return nullcontext() if provenance is None else provenance.kept()
 
 
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one shape differ by rounding only, relative to the largest number."""
+    # torch.testing's rtol, with an atol that allows for a GPU's order of summation.
+    rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
+    return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
+
+
 class Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
