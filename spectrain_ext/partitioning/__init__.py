@@ -1,4 +1,10 @@
-"""Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages."""
+"""Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages.
+
+model --> its form --> seconds and bytes --> ends of stages --> stages (--> values)
+          BlockList    profile.py            cut.py             the form    materializing.py
+          Decoder
+          Traceable
+"""
 
 from .blocks import mark_ties
 from .cut import Cut, cut

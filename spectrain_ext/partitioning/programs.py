@@ -56,14 +56,14 @@ class Program:
         self,
         module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
         state: dict[str, Tensor],  # by the model's names, as it was when traced
-        given: Sequence[Tensor],  # the traced inputs
+        example: Sequence[Tensor],  # the traced inputs
         inputs: tuple[Port, ...],
         form: Callable[[tuple[Tensor, ...]], Any],  # rebuilds the output's containers
         # Raises AssertionError for sizes with which the model's Python code would take another
         # branch; None if no branch depends on sizes.
         guards: nn.Module | None,
     ) -> None:
-        tensors = list(state.values()) or given
+        tensors = list(state.values()) or example
         self.state = tuple(state)
         self.inputs = inputs
         self._module = module
