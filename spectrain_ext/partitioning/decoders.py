@@ -251,7 +251,7 @@ class Decoder:
             self.columns = outline.columns
             inputs = self.columns.of(self.example)
             self.value = tuple(inputs.values())
-            self.run = partial(replace(self.columns.call, names=tuple(inputs)).run, model)
+            self.run = partial(replace(self.columns, takes=tuple(inputs)).run, model)
             if whole_model is not model:
                 with evaluated(whole_model):
                     self.output = whole_model(**inputs, **self.columns.fixed)

@@ -27,42 +27,27 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Call:
-    """How to pass tensors to a forward: by position if there are no names."""
-
-    names: tuple[str, ...] = ()
-    whole: bool = False  # pass a dict as the only argument
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments
-
-    def __call__(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.names:
-            return tuple(values), {}
-        named = dict(zip(self.names, values, strict=True))
-        return ((named,), {}) if self.whole else ((), named)
-
-    def run(self, model: nn.Module, value: Any) -> Any:
-        args, kwargs = self(value if isinstance(value, tuple) else (value,))
-        return model(*args, **kwargs, **self.fixed)
-
-
-BY_POSITION = Call()
-
-
-@dataclass(frozen=True)
 class Columns:
-    """The use of each column of a batch; columns not named here are dropped."""
+    """The use of each column of a batch by a model's forward; others are dropped."""
 
-    takes: tuple[str, ...]  # that the forward accepts, the main one first
-    needed: tuple[str, ...]  # that the forward requires
+    takes: tuple[str, ...] = ()  # that the forward accepts, the main one first
+    needed: tuple[str, ...] = ()  # that the forward requires
     labels: tuple[str, ...] = ()  # parameters of the forward that only its loss uses
     refused: tuple[str, ...] = ()  # parameters of the forward that stages do not accept
     more: tuple[str, ...] = ()  # that the caller keeps for the loss
     whole: bool = False  # whether the forward takes a dict
     fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every call
 
-    @property
-    def call(self) -> Call:
-        return Call(self.takes, self.whole, self.fixed)
+    def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return how to pass the columns' values to the forward, without the fixed arguments."""
+        if not self.takes:
+            return tuple(values), {}
+        named = dict(zip(self.takes, values, strict=True))
+        return ((named,), {}) if self.whole else ((), named)
+
+    def run(self, model: nn.Module, value: Any) -> Any:
+        args, kwargs = self.arguments(value if isinstance(value, tuple) else (value,))
+        return model(*args, **kwargs, **self.fixed)
 
     def kept(self, batch: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the columns to keep, as transformers' ``Trainer`` does; checks as ``of``."""
@@ -99,6 +84,10 @@ class Columns:
         present = tuple(self.of(example))
         absent = tuple(name for name in self.takes if name not in present)
         return replace(self, takes=present, needed=present, refused=(*self.refused, *absent))
+
+
+#: Of a model whose batch is a tensor or a tuple of tensors.
+BY_POSITION = Columns()
 
 
 def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:

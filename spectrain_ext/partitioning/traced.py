@@ -16,7 +16,6 @@ from .cut import check_stages
 from .outline import (
     BY_POSITION,
     SPLIT_HINT,
-    Call,
     Columns,
     columns_in,
     evaluated,
@@ -39,7 +38,7 @@ def split(
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,  # trace only the model's present mode, for these sizes
-    call: Call = BY_POSITION,
+    columns: Columns = BY_POSITION,
 ) -> list[TracedStage]:
     """Trace a model and cut it before (or after) the named submodules; the model is unchanged."""
     # Not at the top, because it doubles this package's import time.
@@ -57,7 +56,7 @@ def split(
     arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after, once, call)).stages()
+    return _Assembly(model, traces(model, arguments, before, after, once, columns)).stages()
 
 
 class _Assembly:
@@ -261,16 +260,17 @@ class Traceable:
                     )
         self.model, self._example = model, example
         self.columns: Columns | None = None
-        self.value, self._output, call = example, None, BY_POSITION
+        self.value, self._output = example, None
         if is_pretrained(model):
-            columns, self._output = run_pretrained(model, example, kept)
-            self.columns = columns.narrowed(example)
+            accepted, self._output = run_pretrained(model, example, kept)
+            self.columns = accepted.narrowed(example)
         elif isinstance(example, Mapping):
             self.columns = columns_in(model, example, kept)
         if self.columns is not None:
-            self.value, call = tuple(self.columns.of(example).values()), self.columns.call
-        self.run = partial(call.run, model)
-        self._split = partial(split, model, self.value, call=call)
+            self.value = tuple(self.columns.of(example).values())
+        columns = self.columns or BY_POSITION
+        self.run = partial(columns.run, model)
+        self._split = partial(split, model, self.value, columns=columns)
         self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
         self.blocks: Sequence[nn.Module]
         if split_points is not None:

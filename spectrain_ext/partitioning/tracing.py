@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .outline import BY_POSITION, Call, hooked, modes_kept
+from .outline import BY_POSITION, Columns, hooked, modes_kept
 from .programs import Mode, Program, programs_of
 
 MODES = (True, False)
@@ -31,28 +31,28 @@ def traces(
     before: set[nn.Module],  # each begins a stage
     after: set[nn.Module],  # each ends a stage
     once: bool = False,  # only the present mode, with gradients, for these sizes
-    call: Call = BY_POSITION,
+    columns: Columns = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
     by_mode: dict[Mode, list[TracedModel] | str] = {}
     with (
         _marked(before, after),
-        _with_signature(model, call),
+        _with_signature(model, columns),
         modes_kept(model),
         _switching_modes(model) as switch,
         _checking_attributes(model),
     ):
         if once:
             with torch.enable_grad():
-                return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
+                return {(None, True): [_exported(model, columns, arguments, "as it is", None)]}
         original = [module.training for module in model.modules()]
-        first = _traced(model, call, arguments, "as it is")
+        first = _traced(model, columns, arguments, "as it is")
         for mode in MODES:
             name = MODE_NAMES[mode]
             try:
                 switch(mode)
                 same = [module.training for module in model.modules()] == original
-                traced = first if same else _traced(model, call, arguments, name)
+                traced = first if same else _traced(model, columns, arguments, name)
             except (RuntimeError, ValueError) as error:
                 traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
             by_mode.update({(mode, grad): graphs for grad, graphs in traced.items()})
@@ -62,24 +62,24 @@ def traces(
 
 
 def _traced(
-    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
 ) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and also disabled if its code checks for that."""
     by_grad: dict[bool, list[TracedModel] | str] = {}
     with torch.enable_grad(), _recording_grad_checks() as asked:
-        by_grad[True] = _sized(model, call, arguments, name)
+        by_grad[True] = _sized(model, columns, arguments, name)
     by_grad[False] = by_grad[True]
     if asked:
         try:
             with torch.no_grad():
-                by_grad[False] = _sized(model, call, arguments, f"{name} without gradients")
+                by_grad[False] = _sized(model, columns, arguments, f"{name} without gradients")
         except (RuntimeError, ValueError) as error:
             by_grad[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
     return by_grad
 
 
 def _sized(
-    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
 ) -> list[TracedModel]:
     """Trace a model for all sizes that it treats alike, and separately for one sample if needed."""
     every = [range(argument.dim()) for argument in arguments]
@@ -93,19 +93,19 @@ def _sized(
     elif size:
         single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
     try:
-        trace = _exported(model, call, several, name, every)
+        trace = _exported(model, columns, several, name, every)
         program = trace[0][0]
         if size == 1 and (why := program.shape_error(single)) is not None:
             raise ValueError(why)
     except (RuntimeError, ValueError):
         if size != 1:
             raise
-        return [_exported(model, call, single, name, every)]
+        return [_exported(model, columns, single, name, every)]
     if size and program.shape_error(single) is None and program.branch_error(single) is not None:
         rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
         try:
             carried = [{port.name for port in stage.inputs} for stage, _ in trace]
-            return [_exported(model, call, single, name, rest, carried), trace]
+            return [_exported(model, columns, single, name, rest, carried), trace]
         except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
             program.single_sample_error = str(error)
     return [trace]
@@ -113,7 +113,7 @@ def _sized(
 
 def _exported(
     model: nn.Module,
-    call: Call,
+    columns: Columns,
     arguments: tuple[Tensor, ...],
     name: str,
     free: Sequence[Sequence[int]] | None,  # dynamic dimensions of each argument
@@ -122,7 +122,7 @@ def _exported(
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
-    args, kwargs = call(arguments)
+    args, kwargs = columns.arguments(arguments)
     shapes = None
     if free is not None:
         sizes = tuple(
@@ -132,7 +132,7 @@ def _exported(
             }
             for argument, dims in zip(arguments, free, strict=True)
         )
-        given, named = call(sizes)
+        given, named = columns.arguments(sizes)
         shapes = named or given
     patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     with _recording_dropped_backwards() as own, _undoing_draws() as drawn, patch:
@@ -189,17 +189,17 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _with_signature(model: nn.Module, call: Call) -> Iterator[None]:
-    """Give the forward a signature with the call's tensors: dynamic_shapes rejects ``**``."""
-    if call.whole or not call.names:
+def _with_signature(model: nn.Module, columns: Columns) -> Iterator[None]:
+    """Give the forward a signature with the columns: dynamic_shapes rejects ``**``."""
+    if columns.whole or not columns.takes:
         yield
         return
     real = model.forward
 
     def forward(**given: Tensor) -> Any:
-        return real(**given, **call.fixed)
+        return real(**given, **columns.fixed)
 
-    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in columns.takes]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
     with _patched(model, "forward", forward):
         yield
