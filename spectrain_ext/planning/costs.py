@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add
-from typing import NamedTuple
 
 import torch
 
@@ -310,22 +309,19 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
     return count_stage(method.schedule, entry, place, _rules_at(method, place), False)
 
 
-class Passes(NamedTuple):
-    """Bytes read and written per float32 parameter, as means over a run's steady state."""
-
-    forward: float  # to load the weights of a microbatch's forward
-    backward: float  # to load those of its backward
-    update: float  # for a minibatch's step, with the prediction that it may write
-
-
 @cache
 def _unused_optimizer() -> SGD:
     return SGD([torch.zeros(1)], lr=0.1)
 
 
 @lru_cache(maxsize=1 << 14)
-def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
-    """Count with the engine's own ``Versions``; ``entry`` is the place of stage 0."""
+def passes_of(method: str | Method, entry: Place, place: Place) -> tuple[float, float, float]:
+    """Return the bytes read and written per float32 parameter, as means over a steady state.
+
+    They are those that load the weights of a microbatch's forward and of its backward, and those of
+    a minibatch's step with the prediction that it may write, counted with the engine's own
+    ``Versions``. ``entry`` is the place of stage 0.
+    """
     method = find_method(method)
     rules, microbatches = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)
@@ -361,7 +357,7 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
             totals[kind] += moved
         turn = then
     updates = end - warm
-    return Passes(
+    return (
         totals[Kind.FORWARD] / (updates * microbatches),
         totals[Kind.BACKWARD] / (updates * microbatches),
         totals[Kind.UPDATE] / updates,
