@@ -29,8 +29,6 @@ _CUDA_SETTINGS = {
     "CUDA_MODULE_LOADING": "LAZY",
     "CUDA_LAUNCH_BLOCKING": "0",
 }
-
-
 # Files of NVIDIA's driver; the second is WSL's, where every vendor's GPU has /dev/dxg.
 _DRIVER_FILES = "/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"
 
@@ -63,10 +61,10 @@ def doctor(brief: bool) -> None:
     _print_rows(console, "Devices", devices())
     if torch.cuda.device_count() > 1:
         console.print(peer_access())
-    found = findings(build)
-    problems = [one for one in found if one.is_problem]
+    listed = findings(build)
+    problems = [one for one in listed if one.is_problem]
     _print_findings(console, "Problems", problems, "yellow", "remedy: ")
-    _print_findings(console, "Notes", [one for one in found if not one.is_problem], "dim")
+    _print_findings(console, "Notes", [one for one in listed if not one.is_problem], "dim")
     if problems:
         raise click.exceptions.Exit(1)
     console.print("No problems.", style="bold green")
@@ -84,13 +82,13 @@ def versions() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """Return the variables that affect streams and messages on this machine."""
-    found = {
+    settings = {
         name: os.environ.get(name, f"{default} (not set)")
         for name, default in _CUDA_SETTINGS.items()
         if name in os.environ or torch.cuda.is_available()
     }
     others = "NCCL_", "TORCH_NCCL_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-    return found | {
+    return settings | {
         name: text for name, text in sorted(os.environ.items()) if name.startswith(others)
     }
 
@@ -106,14 +104,14 @@ def summary(build: BuildInfo) -> str:
 
 def devices() -> dict[str, str]:
     threads = f"torch runs {torch.get_num_threads()} threads"
-    found = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
+    lines = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
+        lines[f"cuda:{index}"] = (
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
             f"{properties.total_memory / 2**30:.0f} GiB"
         )
-    return found
+    return lines
 
 
 def peer_access() -> Table:
@@ -121,20 +119,17 @@ def peer_access() -> Table:
     table = Table("from \\ to", title="Peer access", title_justify="left")
     for target in every:
         table.add_column(f"cuda:{target}", justify="center")
-
-    def reaches(source: int, target: int) -> str:
-        if source == target:
-            return "-"
-        return "yes" if torch.cuda.can_device_access_peer(source, target) else "no"
-
     for source in every:
-        table.add_row(f"cuda:{source}", *(reaches(source, target) for target in every))
+        reached = (a == source or torch.cuda.can_device_access_peer(source, a) for a in every)
+        shown = ["yes" if can else "no" for can in reached]
+        shown[source] = "-"
+        table.add_row(f"cuda:{source}", *shown)
     return table
 
 
 def findings(build: BuildInfo) -> list[Finding]:
-    found = *_build_findings(build), *_torch_findings(), *_stream_findings(), *_other_findings()
-    return sorted(found, key=lambda finding: not finding.is_problem)
+    unsorted = *_build_findings(build), *_torch_findings(), *_stream_findings(), *_other_findings()
+    return sorted(unsorted, key=lambda finding: not finding.is_problem)
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -272,21 +267,21 @@ def _print_rows(console: Console, title: str, rows: Mapping[str, str]) -> None:
 
 
 def _print_findings(
-    console: Console, title: str, found: Sequence[Finding], color: str, before: str = ""
+    console: Console, title: str, listed: Sequence[Finding], color: str, before: str = ""
 ) -> None:
-    if found:
+    if listed:
         console.print(title, style="bold")
-    for what, remedy, _ in found:
+    for what, remedy, _ in listed:
         text = Text.assemble("  ", ("-", color), f" {what}\n    ", (before, "dim"), remedy)
         console.print(text, soft_wrap=True)
 
 
 def installed(*packages: str) -> dict[str, str]:
-    found = {}
+    by_name = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def cpu_name() -> str:

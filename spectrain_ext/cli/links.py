@@ -31,7 +31,7 @@ from spectrain_ext.planning.costs import Costs, Setting, Way
 _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8
 _ROUNDS = 3
-_PARTS = 8
+_MICROBATCHES = 8
 _WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute for some milliseconds
 
 
@@ -49,8 +49,8 @@ def measured_link(processes: int = 2) -> Link:
             raise RuntimeError(
                 f"link: processes to measure it with have failed: {error}"
             ) from error
-        found = json.loads(path.read_text())
-    return Link("gloo, measured", **found)
+        numbers = json.loads(path.read_text())
+    return Link("gloo, measured", **numbers)
 
 
 class _Scale(nn.Module):
@@ -78,9 +78,9 @@ def _rank(rank: int, ranks: int, port: int, path: str) -> None:
     # share a core; no layer's time includes these.
     busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
     if rank == 0:
-        found = {"bandwidth": link.bandwidth, "latency": latency}
-        found |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
-        Path(path).write_text(json.dumps(found))
+        numbers = {"bandwidth": link.bandwidth, "latency": latency}
+        numbers |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
+        Path(path).write_text(json.dumps(numbers))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -107,7 +107,7 @@ def _sent(rank: int, size: int) -> float:
 
 
 def _handled(ranks: int, size: int) -> float:
-    batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
+    batch = torch.ones(_MICROBATCHES, size // 4), torch.zeros(_MICROBATCHES, size // 4)
     return _used(_Scale(), batch) / _ends(ranks)
 
 
@@ -123,21 +123,21 @@ def _besides(rank: int, ranks: int, link: Link) -> float:
     batch = torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
     ends = tuple(range(1, ranks + 1))
     cores = len(os.sched_getaffinity(0))
-    stage, found = cut_at(blocks, ends)[rank], []
+    stage, beyond = cut_at(blocks, ends)[rank], []
     for _ in range(_ROUNDS):
         planned = 0.0
         dist.barrier()
         if rank < cores:  # all cores are busy, as in the run
             measured = measure_layers(blocks, batch[0], repeats=9)
-            way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
+            way = Way(find_method("vanilla"), ends, (1,) * ranks, _MICROBATCHES)
             planned = Costs(Setting(measured, link, _ROWS, cores), way).work
         dist.barrier()
-        found.append(_used(stage, batch) - planned)
-    return median(found) / _ends(ranks)
+        beyond.append(_used(stage, batch) - planned)
+    return median(beyond) / _ends(ranks)
 
 
 def _ends(ranks: int) -> int:
-    return 2 * 2 * (ranks - 1) * _PARTS
+    return 2 * 2 * (ranks - 1) * _MICROBATCHES
 
 
 def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
@@ -146,7 +146,7 @@ def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
         lambda params: optim.SGD(params, lr=0.0, momentum=0.9),
         nn.functional.mse_loss,
         "vanilla",
-        microbatches=_PARTS,
+        microbatches=_MICROBATCHES,
         timeout=60.0,
     )
     times = []

@@ -41,15 +41,15 @@ def parsed_window(context: click.Context, parameter: click.Parameter, value: str
     if value is None or value in ("classic", "wide"):
         return value
     try:
-        found = tuple(int(number) for number in value.split(","))
-        if min(found) < 1 or max(found) > _LARGEST:
+        numbers = tuple(int(number) for number in value.split(","))
+        if min(numbers) < 1 or max(numbers) > _LARGEST:
             raise ValueError
     except ValueError:
         raise click.BadParameter(
             f"expected 'classic', 'wide', a number from 1 to {_LARGEST}, or one per stage with "
             f"commas, got {value!r}"
         ) from None
-    return found[0] if len(found) == 1 else found
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -63,17 +63,17 @@ def amounts(
         return None
     try:
         parts = [part.strip() for part in value.split(",")]
-        found = tuple(
+        numbers = tuple(
             float(part[:-1]) * _UNITS[part[-1]] if part[-1:] in _UNITS else float(part)
             for part in parts
         )
-        if not all(0 < number < math.inf for number in found):
+        if not all(0 < number < math.inf for number in numbers):
             raise ValueError
     except ValueError:
         raise click.BadParameter(
             f"expected positive numbers with commas, such as .5, 24e9 or 24G, got {value!r}"
         ) from None
-    return found
+    return numbers
 
 
 def plain_console(**more: Any) -> Console:
@@ -122,8 +122,8 @@ def complete_member(start: str) -> list[str]:
         text = Path(module.replace(".", "/") + ".py").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return []
-    found = re.findall(r"^(?:def |class |(?=\w+ =))([A-Za-z]\w*)", text, re.MULTILINE)
-    return [f"{module}:{name}" for name in found]
+    defined = re.findall(r"^(?:def |class |(?=\w+ =))([A-Za-z]\w*)", text, re.MULTILINE)
+    return [f"{module}:{name}" for name in defined]
 
 
 # Methods named as module:NAME, from the working directory or PYTHONPATH.
@@ -138,27 +138,27 @@ def method_of(name: str) -> Method:
     """Return a method by its name, or ``module:NAME``: a Method, or a function that makes one."""
     if not is_imported(name):
         return find_method(name)
-    found = imported(name)
+    method = imported(name)
     where = f"{name!r}"
-    if callable(found) and not isinstance(found, Method):
+    if callable(method) and not isinstance(method, Method):
         where = f"{name!r}, called,"
-        found = result_of(where, found)
-    if not isinstance(found, Method):
+        method = result_of(where, method)
+    if not isinstance(method, Method):
         raise ValueError(
-            f"{where} is of type {type(found).__name__}, expected a spectrain_ext.Method, or a "
+            f"{where} is of type {type(method).__name__}, expected a spectrain_ext.Method, or a "
             "function without arguments that gives one"
         )
-    if found.name in methods():
+    if method.name in methods():
         raise ValueError(
-            f"{where} has the name {found.name!r}, which is a method of spectrain_ext; give it "
+            f"{where} has the name {method.name!r}, which is a method of spectrain_ext; give it "
             "another: dataclasses.replace(method, name=...)"
         )
-    if not isinstance(found.name, str) or not _NAME.fullmatch(found.name):
+    if not isinstance(method.name, str) or not _NAME.fullmatch(method.name):
         raise ValueError(
-            f"{where} has the name {found.name!r}, which is to be the name of files: expected "
+            f"{where} has the name {method.name!r}, which is to be the name of files: expected "
             "letters, digits, '_', '-', '+' and '.'"
         )
-    return found
+    return method
 
 
 def imported(name: str) -> Any:
@@ -168,20 +168,20 @@ def imported(name: str) -> Any:
     if here not in sys.path:  # first, as for ``python -m``
         sys.path.insert(0, here)
     try:
-        found: object = importlib.import_module(module)
+        value: object = importlib.import_module(module)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module
         raise ValueError(
             f"there is no module {module!r} in {here} or on PYTHONPATH"
             if missing
-            else f"module {module!r} cannot be imported: {_told(error)}"
+            else f"module {module!r} cannot be imported: {_described(error)}"
         ) from error
     try:
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except AttributeError as error:
         raise ValueError(f"module {module!r} has no {attribute!r}") from error
-    return found
+    return value
 
 
 def result_of(what: str, function: Callable[[], Any]) -> Any:
@@ -189,10 +189,10 @@ def result_of(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        raise ValueError(f"{what} failed: {_told(error)}") from error
+        raise ValueError(f"{what} failed: {_described(error)}") from error
 
 
-def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
+def _described(error: Exception, files: Sequence[str | None] = ()) -> str:
     """Describe an error with its last line in ``files``, or else in the working directory."""
     lines = traceback.extract_tb((error.__cause__ or error).__traceback__)
     own = [at for at in lines if at.filename in files]
@@ -210,7 +210,7 @@ def own_failures(*names: str) -> Iterator[None]:
     except Exception as error:
         files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
         if any(at.filename in files for at in traceback.extract_tb(error.__traceback__)):
-            raise ValueError(_told(error, files)) from error
+            raise ValueError(_described(error, files)) from error
         if modules and isinstance(error, TypeError):
             raise ValueError(str(error)) from error
         raise

@@ -64,8 +64,8 @@ def _link(
     if value == "measured":
         return None
     try:
-        found = tuple(map(find_link, value.split(",")))
-        return found if len(found) > 1 else found[0]
+        links = tuple(map(find_link, value.split(",")))
+        return links if len(links) > 1 else links[0]
     except ValueError as error:
         raise click.BadParameter(str(error).removeprefix("link: ")) from error
 
@@ -180,17 +180,14 @@ def plan_command(
     save_profile: Path | None,
     devices: int,
     link: Link | tuple[Link, ...] | None,
-    batch: int,
     memory: tuple[float, ...] | None,
     speed: float | None,
     speeds: tuple[float, ...] | None,
-    replicas: int | None,
-    cores: int | None,
     codec: str | None,
     methods: Sequence[str],
     device: str,
-    state: int,
     out: Path | None,
+    **numbers: Any,  # batch, replicas, cores and state, as they are for plan()
 ) -> None:
     """Choose stages, replicas, microbatches, window and method for training a model.
 
@@ -203,66 +200,60 @@ def plan_command(
         memory *= devices
     if speed is not None and speeds is not None:
         raise click.UsageError("--speed and --speeds contradict each other")
-    for name, given, count in (
+    for name, values, count in (
         ("--speeds", speeds, devices),
         ("--memory", memory, devices),
         ("--link", link if isinstance(link, tuple) else None, devices - 1),
     ):
-        if given is not None and len(given) != count:
+        if values is not None and len(values) != count:
             raise click.UsageError(
-                f"{name} has {len(given)} numbers, and --devices {devices} needs {count}"
+                f"{name} has {len(values)} numbers, and --devices {devices} needs {count}"
             )
-    alone = out is not None and out.suffix == ".json"
-    if out is not None and not alone:
+    file = out if out is None or out.suffix == ".json" else out / "plan.json"
+    if file is not out:  # a folder, with a picture
         require_matplotlib()
     try:
         layers = _measured(model, device) if profile is None else read_layers(profile)
         if save_profile is not None:
             write_layers(save_profile, layers)
         with own_failures(*methods):
-            found = plan(
+            planned = plan(
                 layers,
                 devices,
                 link=measured_link(min(devices, _TOGETHER)) if link is None else link,
-                batch=batch,
                 memory=memory,
                 speed=speed,
                 speeds=speeds,
-                replicas=replicas,
-                cores=cores,
                 methods=[_method(name) for name in methods],
-                state=state,
                 codec=None if codec is None else NAMES[codec],
+                **numbers,
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    file = None
-    if out is not None:
-        file = out if alone else out / "plan.json"
+    if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_plan(file, found)
-            if not alone:
-                _draw(out, found)
+            write_plan(file, planned)
+            if file is not out:
+                _draw(file.parent, planned)
         except OSError as error:
             raise click.ClickException(str(error)) from error
-    console = plain_console()
-    _print_table(console, found)
-    for line in (*_missed(found), *found.assumptions):
-        console.print(f"- {printable(line)}", soft_wrap=True)
-    if found.left_out:
+    console = plain_console(soft_wrap=True)
+    _print_table(console, planned)
+    for line in (*_missed(planned), *planned.assumptions):
+        console.print(f"- {printable(line)}")
+    if planned.left_out:
         console.print(
-            f"- left out: {found.left_out} faster candidates that need more memory than a device "
-            f"has, {found.least_memory:.4g} bytes at least",
-            soft_wrap=True,
+            f"- left out: {planned.left_out} faster candidates that need more memory than a device "
+            f"has, {planned.least_memory:.4g} bytes at least"
         )
-    console.print(f"- {found.tried} candidates compared, {found.simulated} simulated")
-    for title, best in (("first", found.soonest), ("fastest", found.fastest)):
+    console.print(f"- {planned.tried} candidates compared, {planned.simulated} simulated")
+    for title, best in (("first", planned.soonest), ("fastest", planned.fastest)):
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
-        console.print(f"{title}: {where}: {best.code}", soft_wrap=True)
+        console.print(f"{title}: {where}: {best.code}")
     if file is not None:
-        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})", soft_wrap=True)
+        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})")
 
 
 def _method(name: str) -> Any:
@@ -278,8 +269,8 @@ def _measured(name: str | None, device: str) -> Layers:
         raise click.BadParameter(f"expected module:function, got {name!r}", param_hint="'--model'")
     try:
         model, example = result_of(f"{name!r}, called,", imported(name))
-        parts = [model] if isinstance(model, nn.Module) else list(model)
-        if not all(isinstance(part, nn.Module) for part in parts):
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        if not all(isinstance(module, nn.Module) for module in modules):
             raise ValueError(f"got a {type(model).__name__} as the model")
     except (ValueError, TypeError) as error:
         raise click.BadParameter(
@@ -288,8 +279,8 @@ def _measured(name: str | None, device: str) -> Layers:
         ) from error
     try:
         place = torch.device(device)
-        for part in parts:
-            part.to(place)
+        for module in modules:
+            module.to(place)
     except (RuntimeError, AssertionError) as error:  # "Torch not compiled with CUDA enabled"
         raise click.BadParameter(str(error).splitlines()[0], param_hint="'--device'") from error
 
@@ -350,48 +341,48 @@ _COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
 _NEEDED = 6  # columns that are always there; their cells are folded if they must be
 
 
-def _table(found: Plan, columns: int, gap: int) -> Table:
-    links = ", ".join(dict.fromkeys(link.name for link in found.links))
-    title = f"{found.devices} devices, {found.batch} samples a minibatch, {links}"
+def _table(planned: Plan, columns: int, gap: int) -> Table:
+    links = ", ".join(dict.fromkeys(link.name for link in planned.links))
+    title = f"{planned.devices} devices, {planned.batch} samples a minibatch, {links}"
     shown = dict(islice(_COLUMNS.items(), columns))
     table = plain_table(title, *shown, gap=gap)
-    for candidate in found.candidates:
+    for candidate in planned.candidates:
         table.add_row(*(printable(text(candidate)) for text in shown.values()))
     return table
 
 
-def _print_table(console: Console, found: Plan) -> None:
+def _print_table(console: Console, planned: Plan) -> None:
     roomy = plain_console(width=_WIDEST)
     whole = not console.is_terminal and "COLUMNS" not in os.environ
     most = len(_COLUMNS)
     ways = [*((columns, 1) for columns in range(most, _NEEDED - 1, -1)), (_NEEDED, 0)]
     for columns, gap in ways:
-        table = _table(found, columns, gap)
+        table = _table(planned, columns, gap)
         if whole or roomy.measure(table).maximum <= console.width:
             break
-    (roomy if whole else console).print(table)
+    (roomy if whole else console).print(table, soft_wrap=False)
     if columns < most:
         hidden = ", ".join(heading.replace("\n", " ") for heading in [*_COLUMNS][columns:])
-        console.print(f"- no room for: {hidden}", soft_wrap=True)
+        console.print(f"- no room for: {hidden}")
 
 
-def _missed(found: Plan) -> Iterator[str]:
-    told = {
+def _missed(planned: Plan) -> Iterator[str]:
+    candidates = {
         (candidate.method, candidate.quality): candidate
-        for candidate in found.candidates
+        for candidate in planned.candidates
         if candidate.quality is not None and math.isinf(candidate.quality.updates)
     }
-    for candidate in told.values():
+    for candidate in candidates.values():
         yield (
             f"{candidate.method} did not reach that loss on {_where(candidate)}: after as many "
             f"minibatches its test loss was {_gap(candidate)} % off synchronous training's"
         )
 
 
-def _draw(folder: Path, found: Plan) -> None:
-    best = found.soonest
+def _draw(folder: Path, planned: Plan) -> None:
+    best = planned.soonest
     title = f"{best.method}, {_shape(best)}, M = {best.microbatches}, simulated"
-    spans = list(found.spans(best))
+    spans = list(planned.spans(best))
     for suffix in ("svg", "png"):
         draw_timeline(
             folder / f"timeline.{suffix}", spans, title=title, communication=True, unit="seconds"

@@ -1,7 +1,7 @@
 """Draws the simulated timeline of a method, or of a schedule from a file."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import click
 
@@ -128,9 +128,7 @@ def timeline(
         raise click.BadParameter(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
-    devices = None
-    parts: int | Literal["auto"] = microbatches or "auto"
-    times = {"forward": forward, "backward": backward, "update": update}
+    devices = left_out = None
     inbound = False
     try:
         if link is not None or message is not None:
@@ -138,35 +136,37 @@ def timeline(
                 raise ValueError(
                     "--link and --message are given together, and instead of --communication"
                 )
-            found_link = find_link(link)
-            communication, inbound = found_link.seconds(message), found_link.inbound
+            wire = find_link(link)
+            communication, inbound = wire.seconds(message), wire.inbound
+        times: dict[str, Any] = {"forward": forward, "backward": backward, "update": update}
+        times["inbound"] = inbound
         if instructions:
             if csv is not None:
                 raise ValueError("--instructions are those of a method, not of --csv")
             with own_failures(method):
                 for line in instructions_of(
-                    method_of(method), stages, stage, minibatches, microbatches=parts, window=window
+                    method_of(method),
+                    stages,
+                    stage,
+                    minibatches,
+                    microbatches=microbatches or "auto",
+                    window=window,
                 ):
                     click.echo(line)
             return
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
-            durations = Durations.of(
-                len(actions),
-                **times,
-                activation=communication,
-                gradient=communication,
-                inbound=inbound,
-            )
-            name, spans = printable(csv.name), list(simulate(actions, durations))
+            times |= {"activation": communication, "gradient": communication}
+            spans = list(simulate(actions, Durations.of(len(actions), **times)))
+            name = printable(csv.name)
         else:
             chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
-                parts = microbatches or microbatches_of(chosen, stages)
-                if (blocks := 2 * stages * minibatches * parts) > _MOST_BLOCKS:
+                count = microbatches or microbatches_of(chosen, stages)
+                if (blocks := 2 * stages * minibatches * count) > _MOST_BLOCKS:
                     raise ValueError(
-                        f"{stages} stages, {minibatches} minibatches and {parts} microbatches make "
+                        f"{stages} stages, {minibatches} minibatches and {count} microbatches make "
                         f"{blocks} forwards and backwards, expected at most {_MOST_BLOCKS}"
                     )
                 chunks = chunks_of(chosen)
@@ -175,21 +175,12 @@ def timeline(
                         f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
                         f"multiple of {chunks}, got {stages}"
                     )
-                simulated = simulate_method(
-                    chosen,
-                    stages,
-                    minibatches,
-                    microbatches=parts,
-                    window=window,
-                    **times,
-                    prediction=prediction,
-                    communication=communication,
-                    inbound=inbound,
-                )
-                spans, devices = list(simulated), devices_under(chosen, stages)
+                times |= {"prediction": prediction, "communication": communication}
+                run = chosen, stages, minibatches
+                spans = list(simulate_method(*run, microbatches=count, window=window, **times))
+                devices = devices_under(chosen, stages)
         if not spans:
             raise ValueError(f"{csv}: expected forwards and backwards, got none")
-        left_out = None
         if out.suffix == ".json":
             write_trace(out, spans)
         else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Mark = float | torch.cuda.Event
 #: Stage, kind, minibatch, microbatch, start and end of an action.
-Record = tuple[int, Kind, int, int, Mark, Mark]
+Action = tuple[int, Kind, int, int, Mark, Mark]
 
 WORK = {kind: work for kind, (_, work) in ACTIONS.items() if work is not None}
 _LANES: dict[Kind, Lane] = {Kind.SEND_ACTIVATION: "to next", Kind.SEND_GRADIENT: "to previous"}
@@ -31,7 +31,7 @@ class _Phase:
 
     rules: Sequence[Rules]
     before: int = 0  # minibatches of earlier phases
-    records: list[Record] = field(default_factory=list)  # which count minibatches from its start
+    records: list[Action] = field(default_factory=list)  # which count minibatches from its start
     # Of each stage here: makes the actions of stage 0; None: the stage has no weights.
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class Trace(Observer):
 
         Waits for CUDA devices. After a failed run, these are the actions that ended.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
         first = self._first()
         for phase in self._phases:
@@ -111,8 +111,8 @@ class Trace(Observer):
                 begun = max(self._seconds(start) - first, free)
                 ended = max(self._seconds(end) - first, begun)
                 lane_ends[k, lane] = ended
-                found.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
-        return found
+                spans.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
+        return spans
 
     @property
     def origin(self) -> float:
@@ -132,7 +132,7 @@ class Trace(Observer):
 
 
 def marked(
-    run: StageRun, handlers: dict[Kind, Handler], records: list[Record]
+    run: StageRun, handlers: dict[Kind, Handler], records: list[Action]
 ) -> dict[Kind, Handler]:
     return {
         kind: _marked(run, kind, handler, records) if kind in WORK else handler
@@ -140,12 +140,12 @@ def marked(
     }
 
 
-def _marked(of: StageRun, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
+def _marked(of: StageRun, kind: Kind, handler: Handler, records: list[Action]) -> Handler:
     stage, edges = of.stage, of.edges
     sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
     loads = WORK[kind] in ("predict", "update")
-    own = stage.predict if loads else stage.compute
-    stream = sends[0].stream if sends else own
+    stream_of_work = stage.predict if loads else stage.compute
+    stream = sends[0].stream if sends else stream_of_work
     k = stage.index
 
     def run(i: int, j: int) -> None:

@@ -1,11 +1,17 @@
-"""Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages."""
+"""Cuts a model into stages: measures its blocks, chooses the cuts, makes the stages.
+
+model --> its form --> seconds and bytes --> ends of stages --> stages (--> values)
+          BlockList    profile.py            cut.py             the form    materializing.py
+          Decoder
+          Traceable
+"""
 
 from .blocks import mark_ties
 from .cut import Cut, cut
 from .materializing import materialize
 from .profile import BlockProfile, Profile, Tie, measure
+from .programs import TracedStage
 from .stages import Partition, cut_at, partition, profile_of
-from .traced import TracedStage
 
 __all__ = [
     "BlockProfile",

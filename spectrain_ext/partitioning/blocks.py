@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
-from .profile import Tie
-from .provenance import slots_of
-from .traced import TracedStage
+from spectrain_ext.transport.message import Value
+
+from .own_loss import NO_LOSS
+from .profile import Profile, Tie, measure, profile_by_parameters
+from .programs import TracedStage
+from .provenance import is_valueless, slots_of
 
 
 class Slice(nn.Sequential):
@@ -24,11 +28,11 @@ class Slice(nn.Sequential):
 
     def full_name(self, name: str) -> str:
         """Return the uncut model's name of a parameter or module buffer of this stage."""
-        place, _, rest = name.partition(".")
-        block = self[int(place)]
+        position, _, rest = name.partition(".")
+        block = self[int(position)]
         if isinstance(block, TracedStage):  # has the model's names already
             return block.full_name(rest)
-        return f"{self._names[int(place)]}.{rest}"
+        return f"{self._names[int(position)]}.{rest}"
 
 
 class _Calls(nn.Module):
@@ -49,9 +53,9 @@ def blocks_of(
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
         )
-    given = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
+    named = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
     blocks: dict[str, nn.Module] = {}
-    for name, block in given:
+    for name, block in named:
         if not isinstance(block, nn.Module):
             raise TypeError(f"model[{name}]: expected an nn.Module, got {type(block).__name__}")
         blocks[str(name)] = block
@@ -84,6 +88,43 @@ def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
 def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
     names, modules = list(blocks), list(blocks.values())
     return [Slice(modules[s:e], names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+class BlockList:
+    """A list of blocks to cut between, by name."""
+
+    narrow: tuple[Tie, ...] = ()
+    columns = None
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        example: Value | None,
+        kept: tuple[str, ...],  # columns for the loss
+        planned: bool,
+    ) -> None:
+        self.names, self.blocks = list(blocks), list(blocks.values())
+        self._named, self.value = blocks, example
+        self.model = nn.ModuleList(self.blocks)
+        self.run = partial(reduce, lambda value, block: block(value), self.blocks)
+        if example is None and not planned and not is_valueless(*self.blocks):
+            raise TypeError("example_input: expected a microbatch, got None")
+        if kept:
+            raise ValueError(
+                "columns: of a list of blocks the first takes the whole batch, of which nothing is "
+                f"dropped; got {list(kept)}"
+            )
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        return slices_of(self._named, ends)
+
+    def measure(self, repeats: int = 5) -> Profile:
+        if self.value is None:
+            return profile_by_parameters(self.blocks)
+        return measure(self.blocks, self.value, repeats=repeats)
+
+    def loss_of(self, stages: object) -> str:
+        return NO_LOSS
 
 
 def ties_of(
@@ -128,9 +169,9 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
     homes: dict[nn.Parameter, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         named = list(stage.named_parameters(remove_duplicate=False))
-        found = {name: homes[p] for name, p in named if p in homes}
-        if found:
-            stage.tied_parameters = found  # type: ignore[assignment]
+        tied = {name: homes[p] for name, p in named if p in homes}
+        if tied:
+            stage.tied_parameters = tied  # type: ignore[assignment]
         for name, p in named:
             homes.setdefault(p, (k, name))
 

@@ -273,9 +273,9 @@ def _search(
 def open_places(profile: Profile) -> list[int]:
     """Return the blocks before which a profile's ties allow a cut."""
     return [
-        place
-        for place in range(1, len(profile.blocks))
-        if not any(tie.first < place <= tie.last for tie in profile.ties)
+        index
+        for index in range(1, len(profile.blocks))
+        if not any(tie.first < index <= tie.last for tie in profile.ties)
     ]
 
 
@@ -327,11 +327,13 @@ class PlannedCut:
         """Raise ValueError unless the plan is for these blocks and this number of stages."""
         for index, (theirs, ours) in enumerate(zip_longest(self.names, names)):
             if theirs != ours:
-                said, has = ("nothing" if n is None else reprlib.repr(n) for n in (theirs, ours))
+                planned, present = (
+                    "nothing" if n is None else reprlib.repr(n) for n in (theirs, ours)
+                )
                 raise ValueError(
                     f"plan: it is of another model: at block {index} its "
-                    f"{reprlib.repr(self.model)} of {len(self.blocks)} blocks has {said}, this one "
-                    f"of {len(names)} has {has}"
+                    f"{reprlib.repr(self.model)} of {len(self.blocks)} blocks has {planned}, this "
+                    f"one of {len(names)} has {present}"
                 )
         if n_stages != len(self.ends):
             raise ValueError(

@@ -25,13 +25,15 @@ from .outline import (
     Inputs,
     Outline,
     adapted,
+    copy_sharing,
     evaluated,
     find_outline,
     hidden_of,
     members_of,
 )
-from .profile import BlockProfile, Profile, measure
-from .provenance import Provenance, is_valueless, running
+from .own_loss import OwnLoss, own_loss
+from .profile import BlockProfile, Profile, Tie, measure
+from .provenance import Provenance, close, is_valueless, running
 
 
 class _Inbox:
@@ -54,22 +56,22 @@ class _EndOfStage(BaseException):
 
 
 def _pass_hidden_on(
-    hand: _Inbox, members: int, enters: bool, leaves: bool, *args: Any, **kwargs: Any
+    inbox: _Inbox, members: int, enters: bool, leaves: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Pass the hidden state on as a block does that returns a tuple, or (0) a tensor."""
     hidden = hidden_of(args, kwargs)
     if leaves:
         raise _EndOfStage(hidden)
     if enters:
-        hidden = hand.take()
+        hidden = inbox.take()
     return (hidden, *[None] * (members - 1)) if members else hidden
 
 
-def _return_nan(hand: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+def _return_nan(inbox: _Inbox, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
     """Return NaN in the place of what comes before the blocks, such as an embedding."""
-    assert hand.hidden is not None
-    sizes = [size if size >= 0 else hand.hidden.shape[~size] for size in shape]
-    return hand.hidden.new_full(sizes, torch.nan)
+    assert inbox.hidden is not None
+    sizes = [size if size >= 0 else inbox.hidden.shape[~size] for size in shape]
+    return inbox.hidden.new_full(sizes, torch.nan)
 
 
 def _refuse(name: str, *args: object, **kwargs: object) -> Any:
@@ -118,7 +120,7 @@ class DecoderStage(nn.Module):
         self._first = start == 0
         self._last = end == outline.blocks
         self._takes = 0 < start < end  # false for the first stage, and for one without blocks
-        self._hand = _Inbox()
+        self._inbox = _Inbox()
         self.block_names: list[str] = []  # of the list's blocks in this stage
         self.model = copy_sharing(model, dict(self._stand_ins(model, valueless, start, end)))
         if not self._first:  # copies, because this stage may be on another device
@@ -134,12 +136,12 @@ class DecoderStage(nn.Module):
     def _stand_ins(
         self, model: nn.Module, valueless: Mapping[str, nn.Module], start: int, end: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        outline, hand = self._outline, self._hand
+        outline, inbox = self._outline, self._inbox
 
         def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
-            found = copy_sharing(valueless[name], {})
-            vars(found)["forward"] = forward
-            return found
+            copied = copy_sharing(valueless[name], {})
+            vars(copied)["forward"] = forward
+            return copied
 
         for name, side_module in outline.side_modules.items():
             # A module without parameters may be on two stages; the first one owns it.
@@ -150,7 +152,7 @@ class DecoderStage(nn.Module):
                 if side_module.after or not self._last:  # the last stage keeps unused modules
                     yield name, stand_in(name, partial(_refuse, name))
             elif side_module.shape is not None:
-                yield name, stand_in(name, partial(_return_nan, hand, side_module.shape))
+                yield name, stand_in(name, partial(_return_nan, inbox, side_module.shape))
             elif not self._first:
                 # A copy, because this stage may be on another device.
                 module = model.get_submodule(name)
@@ -164,98 +166,79 @@ class DecoderStage(nn.Module):
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
             if not first <= index < last:
-                yield name, stand_in(name, partial(_pass_hidden_on, hand, members, enters, leaves))
+                yield name, stand_in(name, partial(_pass_hidden_on, inbox, members, enters, leaves))
                 continue
             self.block_names.append(f"model.{name}")
             if enters or leaves:
                 block = copy_sharing(module, {})
                 if enters:
-                    block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
+                    block.register_forward_pre_hook(partial(_enter, inbox), with_kwargs=True)
                 if leaves:
                     block.register_forward_hook(_leave)
                 yield name, block
 
     def forward(self, value: Any) -> Any:
         """Return the hidden state with the columns that later stages need, or the output."""
-        hand, outline = self._hand, self._outline
-        hidden, given = (None, outline.columns.of(value)) if self._first else self._received(value)
-        hand.hidden, hand.taken = hidden, not self._takes
+        inbox, outline = self._inbox, self._outline
+        hidden, inputs = (None, outline.columns.of(value)) if self._first else self._received(value)
+        inbox.hidden, inbox.taken = hidden, not self._takes
         output = None
         try:
-            output = self.model(**given, **outline.fixed)
+            output = self.model(**inputs, **outline.columns.fixed)
             left = self._last
         except _EndOfStage as leaving:
             (output,), left = leaving.args, True
         finally:
-            hand.hidden = None
-        if not hand.taken or not left:
+            inbox.hidden = None
+        if not inbox.taken or not left:
             raise RuntimeError(
                 f"the model's forward left out a block of {outline.path!r} where a stage begins or "
                 "ends (LayerDrop?), so that it cannot be cut there"
             )
-        return output if self._last else self._packed(output, given)
+        return output if self._last else self._packed(output, inputs)
 
-    def _packed(self, hidden: Tensor, given: Inputs) -> Tensor | tuple[Tensor, ...]:
+    def _packed(self, hidden: Tensor, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
         names = self._outline.passed
-        count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
+        count = max((i + 1 for i, name in enumerate(names) if name in inputs), default=0)
         if not count:
             return hidden
         # An empty tensor stands for a column that the batch lacks.
-        rest = [given[name] if name in given else hidden.new_empty(0) for name in names[:count]]
+        rest = [inputs[name] if name in inputs else hidden.new_empty(0) for name in names[:count]]
         return hidden, *rest
 
     def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
         hidden, *rest = value if isinstance(value, tuple) else (value,)
         pairs = zip(self._outline.passed, rest, strict=False)
-        given = {name: tensor for name, tensor in pairs if tensor.numel()}
+        inputs = {name: tensor for name, tensor in pairs if tensor.numel()}
         if not self._outline.ids:
             # Sizes without values: a model that reads the ids here fails.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-            given = {self._outline.columns.takes[0]: ids, **given}
-        return hidden, given
+            inputs = {self._outline.columns.takes[0]: ids, **inputs}
+        return hidden, inputs
 
 
 # Hooks of a stage's first and last block
 
 
-def _enter(hand: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _enter(inbox: _Inbox, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args:
-        return (hand.take(), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hand.take()}
+        return (inbox.take(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": inbox.take()}
 
 
 def _leave(_: nn.Module, args: object, output: Any) -> Any:
     raise _EndOfStage(output[0] if isinstance(output, (tuple, list)) else output)
 
 
-def copy_sharing(
-    module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = ""
-) -> nn.Module:
-    """Return a copy of a module that shares all parts except those replaced, by name."""
-    copied: nn.Module = object.__new__(type(module))
-    vars(copied).update(vars(module))
-    children = dict(module._modules)
-    for name, child in children.items():
-        path = prefix + name
-        if path in replaced:
-            children[name] = replaced[path]
-        elif child is not None and any(key.startswith(path + ".") for key in replaced):
-            children[name] = copy_sharing(child, replaced, path + ".")
-    vars(copied)["_modules"] = children
-    vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-    for own in ("_buffers", *hooks):
-        vars(copied)[own] = copy.copy(vars(module)[own])
-    return copied
-
-
 class Decoder:
     """A Hugging Face model to cut between its blocks, verified on an example."""
 
+    narrow: tuple[Tie, ...] = ()
+
     def __init__(
-        self, given: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
+        self, whole_model: nn.Module, example: Value | None, kept: tuple[str, ...]
     ) -> None:
-        self.model, prefix = adapted(given)
+        self.model, prefix = adapted(whole_model)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
         self.provenance: Provenance | None = None
@@ -263,19 +246,20 @@ class Decoder:
             self.provenance = Provenance(model)
             self.example = self.provenance.given(self.example)
         with running(self.provenance):
-            outline, self.output = find_outline(model, self.example, example is None, more)
+            outline, self.output = find_outline(model, self.example, kept, example is None)
             outline = replace(outline, prefix=prefix)
-            if given is not model:
-                with evaluated(given):
-                    self.output = given(**outline.columns.of(self.example), **outline.fixed)
+            self.columns = outline.columns
+            inputs = self.columns.of(self.example)
+            self.value = tuple(inputs.values())
+            self.run = partial(replace(self.columns, takes=tuple(inputs)).run, model)
+            if whole_model is not model:
+                with evaluated(whole_model):
+                    self.output = whole_model(**inputs, **self.columns.fixed)
         blocks = members_of(model.get_submodule(outline.path))
         named = {f"{outline.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in outline.side_modules)
-        self._valueless_copies = {
-            name: copy_without_values(module) for name, module in named.items()
-        }
-        whole = outline.columns.of(self.example)
-        first = outline.columns.takes[0]
+        self._valueless = {name: copy_without_values(module) for name, module in named.items()}
+        first = self.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models need in later stages. Without values the
         # check cannot tell, so the ids are always passed on.
@@ -284,8 +268,8 @@ class Decoder:
             try:
                 self.blocks = self.stages(range(1, outline.blocks + 1))
                 self.check(self.blocks)
-                if not ids and len(whole) > 1:
-                    self._run(self.blocks, {first: whole[first]})
+                if not ids and len(inputs) > 1:
+                    self._run(self.blocks, {first: inputs[first]})
                 return
             except Exception as error:
                 why = error
@@ -308,16 +292,20 @@ class Decoder:
         return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _stage(self, start: int, end: int) -> DecoderStage:
-        stage = DecoderStage(self.model, self.outline, self._valueless_copies, start, end)
+        stage = DecoderStage(self.model, self.outline, self._valueless, start, end)
         if self.provenance is not None:
             self.provenance.know(stage, stage.full_name)
         return stage
 
+    def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
+        self.check(stages)
+        return own_loss(self.model, self.columns, self.example, self.output, self.provenance)
+
     def check(self, stages: Sequence[nn.Module]) -> None:
-        found, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
-        alike = _close if self.provenance is None else self.provenance.same
-        if len(found) != len(wanted) or not all(
-            a.shape == b.shape and alike(a, b) for a, b in zip(found, wanted, strict=True)
+        outputs, wanted = _tensors(self._run(stages, self.example)), _tensors(self.output)
+        alike = close if self.provenance is None else self.provenance.same
+        if len(outputs) != len(wanted) or not all(
+            a.shape == b.shape and alike(a, b) for a, b in zip(outputs, wanted, strict=True)
         ):
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
@@ -332,10 +320,10 @@ class Decoder:
 
     def measure(self, repeats: int = 5) -> Profile:
         """Measure the blocks, minus the overhead of a stage around each of them."""
-        given = self.outline.columns.of(self.example)
-        profile = measure(self.blocks, given, repeats=repeats)
+        inputs = self.columns.of(self.example)
+        profile = measure(self.blocks, inputs, repeats=repeats)
         empty = self._stage(1, 1)
-        around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]
+        around = measure([self.blocks[0], empty], inputs, repeats=repeats).blocks[1]
 
         def alone(index: int, block: BlockProfile) -> BlockProfile:
             more = around.parts if index else (0.0, 0.0)
@@ -350,18 +338,12 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for tensor in members if isinstance(tensor, Tensor)]
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    # torch.testing's rtol, with an atol that allows for a GPU's order of summation.
-    rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
-    return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
-
-
 def example_of(model: Any) -> Tensor:
     """Return token ids for a model's config: one sequence of at most 128."""
     config: Any = model.config.get_text_config(decoder=True)
     sizes = ("max_position_embeddings", "n_positions", "seq_length")
-    given = [getattr(config, size, None) or -1 for size in sizes]
-    most = min(size for size in (*given, 128) if size > 0)
+    lengths = [getattr(config, size, None) or -1 for size in sizes]
+    most = min(size for size in (*lengths, 128) if size > 0)
     device = next(model.parameters()).device
     ids = torch.arange(1, most + 1, device=device).unsqueeze(0)
     return ids.remainder(int(config.vocab_size))

@@ -89,12 +89,13 @@ def materialize(
         [stages] if isinstance(stages, nn.Module) else list(stages), torch.device(device), init
     )
     if source is not None:
+        source = Path(source)
         filler.find(Stored(source), strict)
     with torch.no_grad():
         try:
             filler.allocate()
             filler.initialize()
-            filler.read()
+            filler.read(source)
         except BaseException:
             filler.undo()
             raise
@@ -130,10 +131,9 @@ class _Filler:
     ) -> None:
         self._stages, self._device, self._init = stages, device, init
         self._tensors: dict[int, _StageTensor] = {}
-        self._own: dict[nn.Module, list[_StageTensor]] = {}
-        self._where: object = None
+        self._by_module: dict[nn.Module, list[_StageTensor]] = {}
         self._empty: dict[_StageTensor, int] = {}  # to be initialized, with their version counters
-        # What initialized them
+        # The module, its name and the initializer that gave a tensor its value.
         self._homes: dict[_StageTensor, tuple[nn.Module, str, Initializer]] = {}
         self._overwritten: list[_StageTensor] = []  # by another module that shares them
         for stage in stages:
@@ -149,7 +149,7 @@ class _Filler:
                 if (origin := _origin(module)) is not module:
                     held.places.append((origin, key))
                 held.saved |= key not in module._non_persistent_buffers_set
-                own = self._own.setdefault(module, [])
+                own = self._by_module.setdefault(module, [])
                 if held not in own:
                     own.append(held)
 
@@ -157,15 +157,14 @@ class _Filler:
 
     def find(self, stored: Stored, strict: bool) -> None:
         """Match tensors with the files' entries and check them; reads only values of ties."""
-        self._where = stored.path
         known = {name for held in self._tensors.values() for name in held.names}
         known = known.union(*(getattr(stage, "cut_names", ()) for stage in self._stages))
         modules = (module for stage in self._stages for module in stage.modules())
         pretrained = next(filter(is_pretrained, modules), None)
         sources, left = sources_of(stored, known, pretrained)
         for held in self._tensors.values():
-            found = {sources[n].names: sources[n] for n in held.names if n in sources}
-            for (key, *more), source in found.items():
+            by_keys = {sources[n].names: sources[n] for n in held.names if n in sources}
+            for (key, *more), source in by_keys.items():
                 if not more:
                     _check(held, stored.files[key], key, *stored.look(key))
                 first = held.source = held.source or source
@@ -203,18 +202,18 @@ class _Filler:
                 self._empty[held] = new._version
             held.put(new)
 
-    def read(self) -> None:
+    def read(self, source: object) -> None:
         for held in self._tensors.values():
             if held.source is not None:
                 value = held.source.make()
                 names = ", ".join(held.source.names)
-                _check(held, self._where, names, value.shape, kind_of(value.dtype))
+                _check(held, source, names, value.shape, kind_of(value.dtype))
                 held.put(held.new)  # an outer module's initializer may have replaced it
                 held.new.copy_(value)
                 del value  # unmap it before the next one
 
     def keep(self) -> None:
-        for module in self._own:
+        for module in self._by_module:
             vars(module).pop("origin", None)
         for held in self._tensors.values():
             if held.new is not held.old and len(held.names) > 1:
@@ -227,7 +226,12 @@ class _Filler:
     # By an initializer
 
     def initialize(self) -> None:
-        self._generators = _generators(self._device)
+        self._generators = [torch.default_generator]  # that initializers draw from
+        if self._device.type == "cuda":
+            torch.cuda.init()
+            index = self._device.index
+            index = torch.cuda.current_device() if index is None else index
+            self._generators.append(torch.cuda.default_generators[index])
         others = [generator.device for generator in self._generators[1:]]
         with RNG_LOCK, torch.random.fork_rng(others):
             self._seed = torch.initial_seed()
@@ -245,68 +249,58 @@ class _Filler:
             )
 
     def _initialize_module(
-        self, module: nn.Module, path: str, stage: nn.Module, own: Initializer
+        self, module: nn.Module, path: str, stage: nn.Module, default: Initializer
     ) -> bool:
         """Initialize a module's children, then itself; return whether anything was empty."""
         subject = _origin(module)
-        own = getattr(subject, "_init_weights", own) if is_pretrained(subject) else own
+        default = getattr(subject, "_init_weights", default) if is_pretrained(subject) else default
         needed = False
         for name, child in module.named_children():
-            needed |= self._initialize_module(child, f"{path}{name}.", stage, own)
-        mine = self._own.get(module, [])
-        here = [held for held in mine if held in self._empty]
-        if not here and not needed:
+            needed |= self._initialize_module(child, f"{path}{name}.", stage, default)
+        tensors = self._by_module.get(module, [])
+        empty = [held for held in tensors if held in self._empty]
+        if not empty and not needed:
             return False
         name = _full_name(stage, f"{path}x")[:-2] if path else ""
-        if here and all(len(held.names) > 1 for held in here):  # tied: use its home's name
-            name = here[0].names[0].rpartition(".")[0]
-        transient = here and not any(held.saved for held in here)
-        for way in (own, self._init) if transient else (self._init or own,):
-            if way is not None and (not here or any(held in self._empty for held in here)):
-                self._call(subject, name, way)
-                for held in self._note_initialized(here):
-                    self._homes[held] = (subject, name, way)
-        self._overwritten += [held for held in mine if held in self._homes and held not in here]
+        if empty and all(len(held.names) > 1 for held in empty):  # tied: use its home's name
+            name = empty[0].names[0].rpartition(".")[0]
+        transient = empty and not any(held.saved for held in empty)
+        for initialize in (default, self._init) if transient else (self._init or default,):
+            if initialize is not None and (not empty or any(held in self._empty for held in empty)):
+                self._call(subject, name, initialize)
+                for held in self._note_initialized(empty):
+                    self._homes[held] = (subject, name, initialize)
+        self._overwritten += [held for held in tensors if held in self._homes and held not in empty]
         return True
 
-    def _call(self, module: nn.Module, name: str, way: Initializer) -> None:
+    def _call(self, module: nn.Module, name: str, initializer: Initializer) -> None:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         for generator in self._generators:
             generator.manual_seed(mixed_seed(self._seed, number))
         with self._device:
-            way(module)
+            initializer(module)
 
-    def _note_initialized(self, some: Sequence[_StageTensor]) -> list[_StageTensor]:
+    def _note_initialized(self, candidates: Sequence[_StageTensor]) -> list[_StageTensor]:
         """Return those that have values now, and stop counting them as empty."""
-        found = []
-        for held in some:
+        initialized = []
+        for held in candidates:
             for module, key in held.places:
-                now = getattr(module, key)
-                if now is not held.new and not now.is_meta:
-                    held.put(now)  # replaced by the initializer: use it in all places
+                present = getattr(module, key)
+                if present is not held.new and not present.is_meta:
+                    held.put(present)  # replaced by the initializer: use it in all places
             if _is_marked_by_nan(held.new):
                 is_empty = bool(held.new.sum().isnan())
             else:
                 is_empty = held.new._version == self._empty[held]
             if not is_empty:
                 del self._empty[held]
-                found.append(held)
-        return found
+                initialized.append(held)
+        return initialized
 
 
 def _is_marked_by_nan(tensor: Tensor) -> bool:
     """Whether to mark it empty by NaN: ``p.data.normal_()`` leaves the version unchanged."""
     return tensor.is_floating_point() and tensor.itemsize > 1
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that initializers draw from."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.append(torch.cuda.default_generators[index])
-    return found
 
 
 def _reset(module: nn.Module) -> None:
@@ -318,8 +312,8 @@ def _reset(module: nn.Module) -> None:
 
 def _origin(module: nn.Module) -> nn.Module:
     """Return the model's module whose tensors a traced stage holds, or the module itself."""
-    found: nn.Module = vars(module).get("origin", module)
-    return found
+    origin: nn.Module = vars(module).get("origin", module)
+    return origin
 
 
 def _full_name(stage: nn.Module, name: str) -> str:
@@ -345,8 +339,8 @@ def _check(held: _StageTensor, where: object, name: str, shape: Sequence[int], k
 class Stored:
     """A safetensors file, or a folder with one or with an index of several."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
         index = self.path / MODEL_INDEX
         if not self.path.is_dir() or (self.path / _ONE).is_file():
@@ -416,7 +410,7 @@ def sources_of(
             else:
                 renamings.append(each)
     distinct = list(dict.fromkeys(converters.values()))
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     pieces: dict[tuple[str, ...], list[tuple[str, str]]] = {}  # by targets: names and patterns
     left: list[str] = []
     prefix = f"{getattr(pretrained, 'base_model_prefix', '')}."
@@ -425,9 +419,9 @@ def sources_of(
         ways = (name, prefix + name, name.removeprefix(prefix))
         return next((way for way in ways if way in known), None)
 
-    def combined(names: tuple[str, ...], given: list[tuple[str, str]], name: str) -> Tensor:
-        converter = deepcopy(converters[given[0][1]])
-        for key, pattern in given:
+    def combined(names: tuple[str, ...], parts: list[tuple[str, str]], name: str) -> Tensor:
+        converter = deepcopy(converters[parts[0][1]])
+        for key, pattern in parts:
             converter.add_tensor(names[0], key, pattern, partial(stored.read, key))
         made = converter.convert(names[0], model=pretrained, config=pretrained.config)[name]
         tensor: Tensor = made[0] if isinstance(made, list) else made
@@ -447,13 +441,13 @@ def sources_of(
         if name is None:
             left.append(key)
         else:
-            found[name] = Source((key,), partial(stored.read, key))
-    for names, given in pieces.items():
-        keys = tuple(key for key, _ in given)
+            sources[name] = Source((key,), partial(stored.read, key))
+    for names, parts in pieces.items():
+        keys = tuple(key for key, _ in parts)
         for name in names:
-            found[name] = Source(keys, partial(combined, names, given, name))
+            sources[name] = Source(keys, partial(combined, names, parts, name))
     ignored = getattr(pretrained, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return found, [key for key in left if not any(re.search(way, key) for way in ignored)]
+    return sources, [key for key in left if not any(re.search(way, key) for way in ignored)]
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

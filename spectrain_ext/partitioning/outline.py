@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,41 +27,27 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Call:
-    """How to pass tensors to a forward: by position if there are no names."""
-
-    names: tuple[str, ...] = ()
-    whole: bool = False  # pass a dict as the only argument
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments
-
-    def __call__(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.names:
-            return tuple(values), {}
-        named = dict(zip(self.names, values, strict=True))
-        return ((named,), {}) if self.whole else ((), named)
-
-    def run(self, model: nn.Module, value: Any) -> Any:
-        args, kwargs = self(value if isinstance(value, tuple) else (value,))
-        return model(*args, **kwargs, **self.fixed)
-
-
-BY_POSITION = Call()
-
-
-@dataclass(frozen=True)
 class Columns:
-    """The use of each column of a batch; columns not named here are dropped."""
+    """The use of each column of a batch by a model's forward; others are dropped."""
 
-    takes: tuple[str, ...]  # that the forward accepts, the main one first
-    needed: tuple[str, ...]  # that the forward requires
+    takes: tuple[str, ...] = ()  # that the forward accepts, the main one first
+    needed: tuple[str, ...] = ()  # that the forward requires
     labels: tuple[str, ...] = ()  # parameters of the forward that only its loss uses
     refused: tuple[str, ...] = ()  # parameters of the forward that stages do not accept
     more: tuple[str, ...] = ()  # that the caller keeps for the loss
     whole: bool = False  # whether the forward takes a dict
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every call
 
-    @property
-    def call(self) -> Call:
-        return Call(self.takes, self.whole)
+    def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return how to pass the columns' values to the forward, without the fixed arguments."""
+        if not self.takes:
+            return tuple(values), {}
+        named = dict(zip(self.takes, values, strict=True))
+        return ((named,), {}) if self.whole else ((), named)
+
+    def run(self, model: nn.Module, value: Any) -> Any:
+        args, kwargs = self.arguments(value if isinstance(value, tuple) else (value,))
+        return model(*args, **kwargs, **self.fixed)
 
     def kept(self, batch: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the columns to keep, as transformers' ``Trainer`` does; checks as ``of``."""
@@ -77,26 +64,30 @@ class Columns:
                 f"{where}: expected a mapping of the model's arguments, or {self.takes[0]!r} "
                 f"alone, got a {type(batch).__name__}"
             )
-        given = {name: value for name, value in batch.items() if value is not None}
-        if any(name not in given for name in self.needed):
+        present = {name: value for name, value in batch.items() if value is not None}
+        if any(name not in present for name in self.needed):
             rest = [name for name in self.takes if name not in self.needed]
-            said = quoted(self.needed) + (f", and maybe {quoted(rest)}" if rest else "")
-            said += f", and for the loss {quoted(self.labels)}" if self.labels else ""
-            raise TypeError(f"{where}: expected {said}; got {quoted(batch)}")
+            expected = quoted(self.needed) + (f", and maybe {quoted(rest)}" if rest else "")
+            expected += f", and for the loss {quoted(self.labels)}" if self.labels else ""
+            raise TypeError(f"{where}: expected {expected}; got {quoted(batch)}")
         for name in self.refused:
-            if name in given and name not in self.more:
+            if name in present and name not in self.more:
                 raise TypeError(
                     f"{where}: the model's forward takes {name!r}, and its stages do not, which "
                     f"were cut with {quoted(self.takes)}; leave it out, or cut the model with an "
                     "example_input that has it"
                 )
-        return {name: given[name] for name in self.takes if name in given}
+        return {name: present[name] for name in self.takes if name in present}
 
     def narrowed(self, example: object) -> Columns:
         """Restrict to an example's columns: a traced model takes and needs exactly these."""
-        given = tuple(self.of(example))
-        left = tuple(name for name in self.takes if name not in given)
-        return replace(self, takes=given, needed=given, refused=(*self.refused, *left))
+        present = tuple(self.of(example))
+        absent = tuple(name for name in self.takes if name not in present)
+        return replace(self, takes=present, needed=present, refused=(*self.refused, *absent))
+
+
+#: Of a model whose batch is a tensor or a tuple of tensors.
+BY_POSITION = Columns()
 
 
 def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
@@ -108,7 +99,12 @@ def columns_of(model: nn.Module, more: tuple[str, ...] = ()) -> Columns:
     labels = tuple(n for n in named if _is_label(n) and n not in refused)
     rest = [n for n in named if n not in (*labels, *refused)]
     rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    return Columns((main, *rest), (main,), labels, refused, more)
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    caches = "use_cache" in parameters or (any_name and hasattr(of_text, "use_cache"))
+    fixed = {"use_cache": False} if caches else {}
+    return Columns((main, *rest), (main,), labels, refused, more, fixed=fixed)
 
 
 def columns_in(
@@ -123,15 +119,15 @@ def columns_in(
     tensors = tuple(name for name, value in example.items() if isinstance(value, Tensor))
     wanted = [name for name in keywords if example.get(name) is not None]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = (*wanted, *(n for n in tensors if any_name and n not in named))
-    if given and set(needed) <= set(given):
-        for name in given:
+    takes = (*wanted, *(n for n in tensors if any_name and n not in named))
+    if takes and set(needed) <= set(takes):
+        for name in takes:
             if name not in tensors:
                 kind = type(example[name]).__name__
                 raise TypeError(f"example_input[{name!r}]: expected a tensor, got a {kind}")
-        labels = tuple(name for name in keywords if _is_label(name) and name not in given)
-        rest = tuple(name for name in keywords if name not in (*given, *labels))
-        return Columns(given, given, labels, rest, more)
+        labels = tuple(name for name in keywords if _is_label(name) and name not in takes)
+        rest = tuple(name for name in keywords if name not in (*takes, *labels))
+        return Columns(takes, takes, labels, rest, more)
     if tensors and not wanted and positional and set(needed) <= {positional[0]}:
         return Columns(tensors, tensors, more=more, whole=True)
     raise TypeError(
@@ -169,7 +165,6 @@ class Outline:
     members: tuple[int, ...]  # per block the length of the tuple it returns; 0: a tensor
     side_modules: Mapping[str, SideModule]  # outside the list
     columns: Columns  # that the forward takes
-    fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
     prefix: str = ""  # of the model's names inside a PeftModel
 
@@ -197,49 +192,43 @@ def adapted(model: nn.Module) -> tuple[nn.Module, str]:
     classes = type(model).__mro__
     if not any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in classes):
         return model, ""
-    given: Any = model
-    config = given.active_peft_config
+    peft_model: Any = model
+    config = peft_model.active_peft_config
     if config.is_prompt_learning:
         raise ValueError(
             f"model: {type(config).__name__} puts virtual tokens before every sequence, outside of "
             "the model that is cut; adapters inside of its modules, such as LoRA, DoRA and IA3, "
             "can be cut with it"
         )
-    base: nn.Module = given.get_base_model()
+    base: nn.Module = peft_model.get_base_model()
     name = next(name for name, module in model.named_modules() if module is base)
     return base, f"{name}."
 
 
-def outline_columns(
-    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
-) -> tuple[Outline, Any]:
-    """Run a model; return an outline with its columns only, and its output."""
-    known = inspect.signature(model.forward).parameters
-    any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    config: Any = getattr(model, "config", None)
-    of_text = getattr(config, "get_text_config", lambda: config)()
-    caches = "use_cache" in known or (any_name and hasattr(of_text, "use_cache"))
-    fixed = {"use_cache": False} if caches else {}
-    outline = Outline("", (), {}, columns_of(model, more), fixed)
-    given = outline.columns.of(example, "example_input")
+def run_pretrained(
+    model: nn.Module, example: object, more: tuple[str, ...], made_up: bool = False
+) -> tuple[Columns, Any]:
+    """Run a Hugging Face model on an example; return the columns that it takes, and its output."""
+    columns = columns_of(model, more)
+    inputs = columns.of(example, "example_input")
     try:
         with evaluated(model):
-            return outline, model(**given, **outline.fixed)
+            return columns, model(**inputs, **columns.fixed)
     except Exception as error:
-        what = f"{type(model).__name__} fails on"
+        failure = f"{type(model).__name__} fails on"
         why = f"{type(error).__name__}: {error}"
         if made_up:
             raise ValueError(
-                f"model: {what} token ids made up for its config; give an example_input ({why})"
+                f"model: {failure} token ids made up for its config; give an example_input ({why})"
             ) from error
-        if "decoder_input_ids" in set(outline.columns.takes).difference(given):
+        if "decoder_input_ids" in set(columns.takes).difference(inputs):
             why += "; give decoder_input_ids too: its stages do not make them from labels"
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
-        raise ValueError(f"example_input: {what} {shapes}: {why}") from error
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items())
+        raise ValueError(f"example_input: {failure} {shapes}: {why}") from error
 
 
 def find_outline(
-    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
+    model: nn.Module, example: object, more: tuple[str, ...], made_up: bool
 ) -> tuple[Outline, Any]:
     """Run a model with hooks on its modules; return its outline and its output."""
     config = getattr(model, "config", None)
@@ -261,10 +250,9 @@ def find_outline(
         )
     watch = _Watch(model)
     with hooked(model.modules(), watch.begin, watch.end):
-        outline, output = outline_columns(model, example, made_up, more)
+        columns, output = run_pretrained(model, example, more, made_up)
     path, members = watch.blocks()
-    outside = watch.side_modules(path)
-    return replace(outline, path=path, members=members, side_modules=outside), output
+    return Outline(path, members, watch.side_modules(path), columns), output
 
 
 @contextmanager
@@ -307,6 +295,27 @@ def hooked(
             handle.remove()
 
 
+def copy_sharing(
+    module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = ""
+) -> nn.Module:
+    """Return a copy of a module that shares all parts except those replaced, by name."""
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    children = dict(module._modules)
+    for name, child in children.items():
+        path = prefix + name
+        if path in replaced:
+            children[name] = replaced[path]
+        elif child is not None and any(key.startswith(path + ".") for key in replaced):
+            children[name] = copy_sharing(child, replaced, path + ".")
+    vars(copied)["_modules"] = children
+    vars(copied)["_compiled_call_impl"] = None  # it calls the module itself
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    for own in ("_buffers", *hooks):
+        vars(copied)[own] = copy.copy(vars(module)[own])
+    return copied
+
+
 class _Watch:
     """Records when a model's modules are called, and which list members feed the next."""
 
@@ -345,18 +354,18 @@ class _Watch:
 
     def blocks(self) -> tuple[str, tuple[int, ...]]:
         """Return the list with the most parameters among those whose members form a chain."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, members in self._lists.items():
             once = all(len(self._calls.get(member, ())) == 1 for member in members)
             chain = all(self._follows.get(b) is a for a, b in pairwise(members))
             if once and chain and all(self._returned[member] for member in members):
-                found[name] = sum(p.numel() for member in members for p in member.parameters())
-        if not found:
+                sizes[name] = sum(p.numel() for member in members for p in member.parameters())
+        if not sizes:
             raise ValueError(
                 f"model: {self._kind} has no list of blocks that hand a tensor from one to the "
                 f"next; {SPLIT_HINT}"
             )
-        path = max(found, key=lambda name: found[name])
+        path = max(sizes, key=lambda name: sizes[name])
         return path, tuple(self._returned[member][0] for member in self._lists[path])
 
     def side_modules(self, path: str) -> dict[str, SideModule]:
@@ -364,7 +373,7 @@ class _Watch:
         members = self._lists[path]
         begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
         hidden = self._returned[members[0]][1][:2]  # batch size and sequence length
-        found: dict[str, SideModule] = {}
+        outermost: dict[str, SideModule] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
             if module._parameters:
@@ -382,7 +391,7 @@ class _Watch:
                 if around or (inside and not self._calls.get(child)):
                     look(child, where + ".")
                 else:
-                    found[where] = side_module(where, child)
+                    outermost[where] = side_module(where, child)
 
         def of_hidden(index: int, size: int) -> int:
             if size in hidden[index : index + 1]:
@@ -414,7 +423,7 @@ class _Watch:
             return SideModule(before, between, after, shape)
 
         look(self._model, "")
-        return found
+        return outermost
 
 
 def members_of(module: nn.Module) -> Iterator[nn.Module]:

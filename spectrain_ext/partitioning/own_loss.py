@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .decoders import copy_sharing
-from .outline import Outline, evaluated, quoted, set_mode
+from .outline import Columns, copy_sharing, evaluated, quoted, set_mode
 from .profile import forked_rng, untouched
-from .provenance import Provenance, running
+from .provenance import Provenance, close, running
 
+NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
 #: The label of positions without a loss.
 _IGNORED = -100
 
@@ -47,19 +48,19 @@ class OwnLoss:
         if self._predicted is None:
             raise TypeError("count: the model's loss is no mean over its labels")
         labels = self._with_labels(batch)[self.labels[0]]
-        found: Tensor = (labels[..., self._predicted] != _IGNORED).sum()
-        return found
+        count: Tensor = (labels[..., self._predicted] != _IGNORED).sum()
+        return count
 
     def __call__(self, output: Any, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss; TypeError unless the batch is the labels or a mapping with them."""
         batch = self._with_labels(batch)
         sources = {"output": output, "batch": batch}
 
-        def found(value: Any) -> Any:
+        def value_of(value: Any) -> Any:
             return sources[value.source][value.key] if isinstance(value, _Argument) else value
 
-        args = [found(value) for value in self._args]
-        kwargs = {k: found(v) for k, v in self._kwargs.items()}
+        args = [value_of(value) for value in self._args]
+        kwargs = {k: value_of(v) for k, v in self._kwargs.items()}
         if self._predicted is None:
             return self._function(*args, **kwargs)
         kwargs["num_items_in_batch"] = 1  # transformers then divides the sum by 1
@@ -72,33 +73,33 @@ class _Argument(NamedTuple):
 
 
 def own_loss(
-    model: Any, outline: Outline, example: object, output: Any, provenance: Provenance | None = None
+    model: Any, columns: Columns, example: object, output: Any, provenance: Provenance | None = None
 ) -> OwnLoss | str:
     """Record how a model computes its loss; return it, or why it cannot be used."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
-    labels = _labels(model.config, outline.columns.labels, example, output)
+    labels = _labels(model.config, columns.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
-    batch = {**outline.columns.of(example), **labels}
+    batch = {**columns.of(example), **labels}
+    learned = partial(_learned, model, batch, tuple(labels), columns.fixed, provenance)
     config = vars(model.config)
     before = dict(config)
-    found: OwnLoss | str = ""
+    loss: OwnLoss | str = ""
     try:
         with evaluated(model):
-            found = _learned(model, batch, tuple(labels), outline.fixed, provenance)
-            if isinstance(found, OwnLoss):
+            loss = learned()
+            if isinstance(loss, OwnLoss):
                 # In training mode it may add a term. One sample may be too few to run that.
                 with untouched(model), forked_rng([model]), suppress(Exception):
                     set_mode(model, True)
-                    trained = _learned(model, batch, tuple(labels), outline.fixed, provenance)
-                    found = trained if isinstance(trained, str) else found
+                    loss = why if isinstance(why := learned(), str) else loss
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
     finally:
         config.clear()  # some models record the kind of their first labels there
         config.update(before)
-    return found
+    return loss
 
 
 def _learned(
@@ -125,21 +126,21 @@ def _learned(
         return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
     args, kwargs = calls[0]
 
-    def place(value: Any) -> Any:
+    def argument_of(value: Any) -> Any:
         for source, holder in (("output", output), ("batch", batch)):
             for key, tensor in holder.items():
                 if tensor is value:
                     return _Argument(source, key)
         return None if isinstance(value, Tensor) else value
 
-    arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
+    arguments = tuple(map(argument_of, args)), {k: argument_of(v) for k, v in kwargs.items()}
     loss = OwnLoss(real, *arguments, labels)
     try:
         with running(provenance):
-            found = loss(output, batch)
-            assert isinstance(found, Tensor)
+            recomputed = loss(output, batch)
+            assert isinstance(recomputed, Tensor)
             same = torch.equal if provenance is None else provenance.same
-            is_same = same(found, output["loss"])
+            is_same = same(recomputed, output["loss"])
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
     if not is_same:
@@ -168,14 +169,17 @@ def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str
     if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
         return False
     labels = batch[summed.labels[0]]
-    some = labels.clone()
+    some, ends = labels.clone(), labels.clone()
     some.view(-1)[1::3] = _IGNORED
+    ends[..., 1:-1] = _IGNORED  # without the first, half of the labels are left
     try:
-        for given in (labels, some):
-            mean = loss(output, {**batch, summed.labels[0]: given})
-            total, count = summed(output, {**batch, summed.labels[0]: given})
-            torch.testing.assert_close(total / count, mean)
-    except (AssertionError, TypeError, ValueError, IndexError, RuntimeError):
+        for kept in (labels, some, ends):
+            mean = loss(output, {**batch, summed.labels[0]: kept})
+            total, count = summed(output, {**batch, summed.labels[0]: kept})
+            assert isinstance(mean, Tensor)
+            if total.shape != mean.shape or not close(total / count, mean):
+                return False
+    except (TypeError, ValueError, IndexError, RuntimeError):
         return False
     return True
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -37,24 +38,24 @@ def check_number(name: str, value: float, least: float = 0) -> None:
         )
 
 
-def one_each(name: str, given: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
-    """Return ``count`` positive numbers: those given, or the single one repeated."""
-    found = tuple(given) if isinstance(given, Sequence) else (given,) * count
-    if len(found) != count:
-        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(found)}")
-    for number in found:
+def one_each(name: str, values: float | Sequence[float], count: int, of: str) -> tuple[float, ...]:
+    """Return ``count`` positive numbers: ``values``, or the single one repeated."""
+    numbers = tuple(values) if isinstance(values, Sequence) else (values,) * count
+    if len(numbers) != count:
+        raise ValueError(f"{name}: expected one per {of} ({count}), got {len(numbers)}")
+    for number in numbers:
         check_number(name, number, 1 / _MOST)
-    return found
+    return numbers
 
 
-def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
+def made_of(kind: Callable[..., Made], entries: Sequence[Any], where: str) -> tuple[Made, ...]:
     """Make objects from a file's entries; an error names the entry."""
     made = []
-    for number, fields in enumerate(given):
+    for number, fields in enumerate(entries):
         try:
             made.append(kind(**fields))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}[{number}]: {error}") from error
+            raise ValueError(f"{where}[{number}]: {error}") from error
     return tuple(made)
 
 
@@ -146,13 +147,48 @@ def measure(blocks: Sequence[nn.Module], example_input: Value, *, repeats: int =
     value = as_value(example_input, "example_input")
     if is_valueless(*blocks):
         return Profile(tuple(_estimated(blocks, value)))
-    found: list[BlockProfile] = []
     with forked_rng(blocks):
-        for index, block in enumerate(blocks):
-            with untouched(block):
-                profile, value = _measured(block, value, index, index == len(blocks) - 1, repeats)
-            found.append(profile)
-    return Profile(tuple(found))
+        return Profile(tuple(_timed(blocks, value, repeats)))
+
+
+def _timed(blocks: Sequence[nn.Module], value: Value, repeats: int) -> Iterator[BlockProfile]:
+    for index, block in enumerate(blocks):
+        last = index == len(blocks) - 1
+        device = next((p.device for p in block.parameters()), None)
+        if device is not None:
+            value = each(value, partial(Tensor.to, device=device))
+        saved: dict[int, int] = {}
+        with untouched(block):
+            # The first run is not timed: it counts saved bytes and warms caches.
+            with _counting(block, saved):
+                _, _, output = _forward_backward(block, value, index, last)
+            times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
+        seconds = statistics.median(whole for whole, _ in times)
+        forward = min(seconds, statistics.median(forward for _, forward in times))
+        yield _profile(index, block, seconds, output, sum(saved.values()), forward)
+        value = output
+
+
+def _forward_backward(
+    block: nn.Module, value: Value, index: int, last: bool
+) -> tuple[float, float, Value]:
+    """Return the seconds of both, the seconds of the forward, and the output."""
+    batch = _entered(value, index)
+    with torch.enable_grad():
+        _forget(batch)
+        start = time.perf_counter()
+        output = _output(block, batch, index, last)
+        _wait(output)
+        forward = time.perf_counter() - start
+        roots = [t for t in tensors_in(output) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in roots]
+        _forget(output)
+        start = time.perf_counter()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        _wait(output)
+        backward = time.perf_counter() - start
+    return forward + backward, forward, each(output, Tensor.detach)
 
 
 def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
@@ -251,55 +287,19 @@ def measure_on_rank_0(measure: Callable[[], Profile], blocks: Sequence[nn.Module
             f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
             "every rank must cut the same model"
         )
-    sent = [
+    rows = [
         (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
         for b in profile.blocks
     ]
-    numbers = torch.tensor(sent, dtype=torch.float64, device=device)
+    numbers = torch.tensor(rows, dtype=torch.float64, device=device)
     dist.broadcast(numbers, 0)
-    told = []
-    for (seconds, *sizes, forward), block in zip(numbers.tolist(), profile.blocks, strict=True):
-        output, parameters, saved = map(int, sizes)
-        told.append(BlockProfile(seconds, output, parameters, saved, block.name, forward))
-    return Profile(tuple(told))
-
-
-def _measured(
-    block: nn.Module, value: Value, index: int, last: bool, repeats: int
-) -> tuple[BlockProfile, Value]:
-    device = next((p.device for p in block.parameters()), None)
-    if device is not None:
-        value = each(value, lambda tensor: tensor.to(device))
-    saved: dict[int, int] = {}
-    # The first run is not timed: it counts saved bytes and warms caches.
-    with _counting(block, saved):
-        _, _, output = _forward_backward(block, value, index, last)
-    times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
-    seconds = statistics.median(whole for whole, _ in times)
-    forward = min(seconds, statistics.median(forward for _, forward in times))
-    return _profile(index, block, seconds, output, sum(saved.values()), forward), output
-
-
-def _forward_backward(
-    block: nn.Module, value: Value, index: int, last: bool
-) -> tuple[float, float, Value]:
-    """Return the seconds of both, the seconds of the forward, and the output."""
-    given = _entered(value, index)
-    with torch.enable_grad():
-        _forget(given)
-        start = time.perf_counter()
-        output = _output(block, given, index, last)
-        _wait(output)
-        forward = time.perf_counter() - start
-        roots = [t for t in tensors_in(output) if t.requires_grad]
-        gradients = [torch.ones_like(t) for t in roots]
-        _forget(output)
-        start = time.perf_counter()
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        _wait(output)
-        backward = time.perf_counter() - start
-    return forward + backward, forward, each(output, Tensor.detach)
+    pairs = zip(numbers.tolist(), profile.blocks, strict=True)
+    return Profile(
+        tuple(
+            BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+            for (seconds, output, parameters, saved, forward), block in pairs
+        )
+    )
 
 
 def _entered(value: Value, index: int) -> Value:
@@ -352,10 +352,10 @@ def written_buffers(
                     run(_entered(value, 0))
     except Exception:
         return storages
-    found = writes.storages
+    written = writes.storages
     if provenance is not None:
-        found |= provenance.originals(found)
-    return storages & found
+        written |= provenance.originals(written)
+    return storages & written
 
 
 @contextmanager
@@ -385,8 +385,8 @@ def _wait(value: Value) -> None:
             torch.cuda.synchronize(device)
 
 
-def _output(block: nn.Module, given: Value, index: int, last: bool) -> Value:
+def _output(block: nn.Module, value: Value, index: int, last: bool) -> Value:
     """Run a block; return the value for the next one, or the tensors in the last one's output."""
-    with blaming_example(f"block {index} ({type(block).__name__})", given):
-        output = block(given)
+    with blaming_example(f"block {index} ({type(block).__name__})", value):
+        output = block(value)
     return tuple(tensors_in(output)) if last else as_value(output, f"block {index}", refused)

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from .outline import Columns, set_mode
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+# (training, whether gradients are enabled); None: the modules' original modes
+Mode = tuple[bool | None, bool]
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 
@@ -52,14 +56,14 @@ class Program:
         self,
         module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
         state: dict[str, Tensor],  # by the model's names, as it was when traced
-        given: Sequence[Tensor],  # the traced inputs
+        example: Sequence[Tensor],  # the traced inputs
         inputs: tuple[Port, ...],
         form: Callable[[tuple[Tensor, ...]], Any],  # rebuilds the output's containers
         # Raises AssertionError for sizes with which the model's Python code would take another
         # branch; None if no branch depends on sizes.
         guards: nn.Module | None,
     ) -> None:
-        tensors = list(state.values()) or given
+        tensors = list(state.values()) or example
         self.state = tuple(state)
         self.inputs = inputs
         self._module = module
@@ -91,11 +95,11 @@ class Program:
             "where it is needed"
         )
 
-    def shape_error(self, given: Sequence[Tensor]) -> str | None:
-        if len(given) != len(self.inputs):
+    def shape_error(self, tensors: Sequence[Tensor]) -> str | None:
+        if len(tensors) != len(self.inputs):
             names = ", ".join(port.name for port in self.inputs)
-            return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
-        for port, tensor in zip(self.inputs, given, strict=True):
+            return f"expected {len(self.inputs)} tensors ({names}), got {len(tensors)}"
+        for port, tensor in zip(self.inputs, tensors, strict=True):
             if not port.takes(tensor):
                 return (
                     f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
@@ -103,19 +107,19 @@ class Program:
                 )
         return None
 
-    def branch_error(self, given: Sequence[Tensor]) -> str | None:
+    def branch_error(self, tensors: Sequence[Tensor]) -> str | None:
         if self._guards is None:
             return None
         try:
-            self._guards(*given)
+            self._guards(*tensors)
         except AssertionError as error:
-            if self.single_sample_error is not None and given[0].shape[:1] == (1,):
+            if self.single_sample_error is not None and tensors[0].shape[:1] == (1,):
                 return (
                     f"a single sample: {self.single_sample_error}; leave such a batch out "
                     "(drop_last=True), or have fewer microbatches"
                 )
             return (
-                f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                f"{error}, got shapes {[tuple(t.shape) for t in tensors]}; the model does "
                 "something else there than with example_input: cut it with one of such sizes"
             )
         return None
@@ -157,6 +161,85 @@ class Program:
                 part.recompile()
             self._moved[device] = module
         return self._moved[device]
+
+
+class State(nn.Module):
+    """Holds parameters and module buffers by the model's names; the code is in the graphs."""
+
+    def train(self, mode: bool = True) -> State:
+        raise RuntimeError(
+            f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
+            "their own; set it before the model is cut, or set the stage's"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    program: Program
+    slots: tuple[tuple[nn.Module, str], ...]
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self.program(tensors, [getattr(owner, name) for owner, name in self.slots])
+
+
+#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
+Graphs = dict[Mode, "tuple[Bound, ...] | str"]
+
+
+class TracedStage(nn.Module):
+    """One stage of a traced model; ``partition`` makes it.
+
+    Stages pass on a tensor, or a tuple of every tensor that a later stage needs. A tensor that only
+    a later stage uses (a skip connection) passes through unchanged.
+
+    ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
+    parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
+    until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
+    """
+
+    block_names: Sequence[str] = ()  # the modules in it are never called
+
+    def __init__(self, part: State, modes: Graphs, training: bool) -> None:
+        super().__init__()
+        self.part = part
+        self._modes = modes
+        # The stage's mode that stands for the modules' mixed ones, until train() or eval().
+        self._mixed: bool | None = training if (None, True) in modes else None
+        self.columns: Columns | None = None  # set on a first stage that takes mappings
+        set_mode(self, training)
+
+    @property
+    def takes(self) -> int:
+        """Number of input tensors."""
+        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
+        return len(graphs[-1].program.inputs)
+
+    def full_name(self, name: str) -> str:
+        """Return the uncut model's name of a parameter or module buffer of this stage."""
+        return name.removeprefix("part.")
+
+    def train(self, mode: bool = True) -> TracedStage:
+        """Select the training or evaluation graph; RuntimeError if there is none."""
+        why = self._modes[mode, True]
+        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
+            raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
+        self._mixed = None
+        set_mode(self, mode)
+        return self
+
+    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
+        """Return the tensors that later stages need, or the model's output."""
+        if self.columns is not None:
+            value = tuple(self.columns.of(value).values())
+        tensors = value if isinstance(value, tuple) else (value,)
+        mode = None if self._mixed is self.training else self.training
+        graphs = self._modes[mode, torch.is_grad_enabled()]
+        if isinstance(graphs, str):
+            raise RuntimeError(f"forward: {graphs}")
+        for graph in graphs[:-1]:
+            if graph.program.shape_error(tensors) is None:
+                return graph(tensors)
+        return graphs[-1](tensors)
 
 
 def programs_of(
@@ -217,7 +300,7 @@ class _Cutter:
     # Values that a stage needs from others
 
     def _needed(self, k: int) -> set[fx.Node]:
-        users = [given for node in self._stages[k] for given in node.all_input_nodes]
+        users = [value for node in self._stages[k] for value in node.all_input_nodes]
         if k == self.stages - 1:
             for value in self._returned:
                 if not isinstance(value, fx.Node) or not _is_tensor(value):
@@ -226,25 +309,25 @@ class _Cutter:
                         "of tensors"
                     )
             users += self._returned
-        found = {node for node in users if self._home.get(node, k) < k}
-        for node in found:
+        arriving = {node for node in users if self._home.get(node, k) < k}
+        for node in arriving:
             if not _is_tensor(node):
                 raise ValueError(
                     f"split_points: stage {k} takes {node.name}, a "
                     f"{type(node.meta.get('val')).__name__}; stages can pass on nothing but tensors"
                 )
-        return found
+        return arriving
 
     def _need_sizes(self, k: int) -> None:
         """Read sizes from a tensor that arrives anyway, or else pass on the tensor they are of."""
         waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
         while waiting:
             node = waiting.pop()
-            for given in node.all_input_nodes:
-                if _is_size(given):
-                    waiting.append(given)
-                elif self._home.get(given, k) < k and not self._carrier(node, k):
-                    self._needs[k].add(given)
+            for source in node.all_input_nodes:
+                if _is_size(source):
+                    waiting.append(source)
+                elif self._home.get(source, k) < k and not self._carrier(node, k):
+                    self._needs[k].add(source)
 
     def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
         """Return a tensor that arrives at the stage and has this size, and the dimension."""
@@ -252,8 +335,8 @@ class _Cutter:
             return None
         wanted = size.meta["val"]
         for node in self._arriving(k):
-            for dim, found in enumerate(node.meta["val"].shape):
-                if not isinstance(found, int) and found.node.expr == wanted.node.expr:
+            for dim, extent in enumerate(node.meta["val"].shape):
+                if not isinstance(extent, int) and extent.node.expr == wanted.node.expr:
                     return node, dim
         return None
 

@@ -66,10 +66,10 @@ class Provenance(TorchDispatchMode):
                 continue
             self._name(tensor, full_name(name))
             with self._fake:
-                found = self._taken(tensor)
+                stand_in = self._taken(tensor)
                 if isinstance(tensor, nn.Parameter):
-                    found = nn.Parameter(found, tensor.requires_grad)
-            self._known[id(part), key] = (part, key, tensor, found)
+                    stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+            self._known[id(part), key] = (part, key, tensor, stand_in)
 
     def given(self, value: Any) -> Any:
         """Return stand-ins for a batch; each of its tensors is distinct, even with equal values."""
@@ -110,8 +110,8 @@ class Provenance(TorchDispatchMode):
         look = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         return self._number((self._contents[storage], look))
 
-    def _number(self, what: Any) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
+    def _number(self, description: Any) -> int:
+        return self._numbers.setdefault(description, len(self._numbers))
 
     def _set(self, tensor: Tensor, number: int) -> None:
         self._alive.append(tensor)
@@ -125,11 +125,11 @@ class Provenance(TorchDispatchMode):
         """Return the fake tensor that replaces a tensor from outside."""
         key = id(tensor)
         if key not in self._stand_ins:
-            self._stand_ins[key] = found = torch.empty_strided(
+            self._stand_ins[key] = stand_in = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU
             )
             self._alive.append(tensor)
-            self._set(found, self._origin(tensor))
+            self._set(stand_in, self._origin(tensor))
         return self._stand_ins[key]
 
     def __torch_dispatch__(
@@ -141,12 +141,12 @@ class Provenance(TorchDispatchMode):
         name = str(func)
         looks = name.startswith(_METADATA_OPS)
         number = self._number((name, self._described((args, kwargs), looks)))
-        given = set(map(storage_of, _tensors((args, kwargs))))
-        made = func(*args, **kwargs)
-        fresh = [tensor for tensor in _tensors(made) if storage_of(tensor) not in given]
+        read = set(map(storage_of, _tensors((args, kwargs))))
+        output = func(*args, **kwargs)
+        fresh = [tensor for tensor in _tensors(output) if storage_of(tensor) not in read]
         for index, tensor in enumerate([*_written(func, args, kwargs), *fresh]):
             self._set(tensor, self._number((number, index)))
-        return made
+        return output
 
     def _taken(self, leaf: Any) -> Any:
         outside = isinstance(leaf, Tensor) and not isinstance(leaf, self._inside)
@@ -165,6 +165,13 @@ class Provenance(TorchDispatchMode):
 def running(provenance: Provenance | None) -> AbstractContextManager[None]:
     """Return a context in which to run a model; without values if there is a provenance."""
     return nullcontext() if provenance is None else provenance.kept()
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one shape differ by rounding only, relative to the largest number."""
+    # torch.testing's rtol, with an atol that allows for a GPU's order of summation.
+    rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
+    return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
 
 
 class Writes(TorchDispatchMode):
@@ -186,8 +193,8 @@ def _written(
 ) -> list[Tensor]:
     """Return the tensors that an operation writes to, also arguments whose names begin so."""
     arguments = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or (undeclared is not None and argument.name.startswith(undeclared))
     ]
@@ -199,5 +206,5 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -7,28 +7,21 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, reduce
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from spectrain_ext.transport.message import Value, each, tensors_in
+from spectrain_ext.transport.message import Value, tensors_in
 
-from .blocks import blocks_of, mark, slices_of, ties_of
+from .blocks import BlockList, blocks_of, mark, slices_of, ties_of
 from .cut import REMEDY, Cut, HasDocument, PlannedCut, check_ends, check_stages, cut, planned_cut
 from .decoders import Decoder
-from .outline import BY_POSITION, Columns, adapted, columns_in, is_pretrained, outline_columns
-from .own_loss import OwnLoss, own_loss
-from .profile import (
-    Profile,
-    Tie,
-    measure,
-    measure_on_rank_0,
-    profile_by_parameters,
-    written_buffers,
-)
+from .outline import adapted, is_pretrained
+from .own_loss import OwnLoss
+from .profile import Profile, Tie, measure_on_rank_0, profile_by_parameters, written_buffers
 from .provenance import is_valueless, storage_of
-from .traced import TracedStage, block_names, calls_in, finest_cut, split
+from .traced import Traceable
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -207,20 +200,20 @@ def partition(
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
-    more = tuple(columns)
-    source = _source(model, n_stages, example_input, split_points, before, after, more, planned)
+    kept = tuple(columns)
+    source = _source(model, n_stages, example_input, split_points, before, after, kept, planned)
     blocks = source.blocks
     if planned is not None:
         planned.check(source.names, n_stages)
     check_stages(n_stages, len(blocks))
-    ties = source.ties(blocks)
+    ties = _ties(source, blocks)
     if isinstance(profile, Profile):
         count = len(profile.blocks)
         if count != len(blocks):
             raise ValueError(
                 f"profile: expected {len(blocks)} blocks, as the model has, got {count}"
             )
-        named = source.with_block_names(profile)
+        named = _with_names(profile, source.names)
     else:
         if profile == "parameters":
             measured = profile_by_parameters(blocks)
@@ -228,41 +221,41 @@ def partition(
             measured = Profile(planned.blocks)
         else:
             measured = measure_on_rank_0(source.measure, blocks)
-        profile = named = replace(source.with_block_names(measured), ties=ties)
+        profile = named = replace(_with_names(measured, source.names), ties=ties)
     options: Any = {"speeds": speeds, "bandwidth": bandwidth, "memory_limit": memory_limit}
 
-    def best(ties: tuple[Tie, ...]) -> Cut:
+    def cut_with(ties: tuple[Tie, ...]) -> Cut:
         return cut(replace(named, ties=ties), n_stages, **options)
 
-    found = best(ties if planned is None else planned.closed)
+    best = cut_with(ties if planned is None else planned.closed)
     if ties and planned is None:
-        _log_ties(ties, found, best(()))
+        _log_ties(ties, best, cut_with(()))
     if source.narrow and bandwidth is None:
         # Without a bandwidth the cost of several tensors at a cut is unknown: prefer cuts with one.
         with suppress(ValueError):
-            narrow = best((*ties, *source.narrow))
-            if narrow.slowest <= 1.25 * found.slowest:
-                found = narrow
-    stages = source.make(found.ends)
+            narrow = cut_with((*ties, *source.narrow))
+            if narrow.slowest <= 1.25 * best.slowest:
+                best = narrow
+    stages = source.stages(best.ends)
     mark(stages, model)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
-    if planned is not None and (shared := source.ties(stages, "stages")):
+    if planned is not None and (shared := _ties(source, stages, "stages")):
         raise ValueError(f"plan: it separates {shared[0].what}; {REMEDY}")
     settings = {} if planned is None else planned.settings
-    return Partition(stages, found, profile, source.finish(stages), settings)
+    return Partition(stages, best, profile, source.loss_of(stages), settings)
 
 
-def _log_ties(ties: Sequence[Tie], found: Cut, free: Cut) -> None:
+def _log_ties(ties: Sequence[Tie], tied: Cut, free: Cut) -> None:
     """Log what blocks share if stages would be much more even without it."""
-    if found.slowest <= 1.1 * free.slowest:
+    if tied.slowest <= 1.1 * free.slowest:
         return
     inner = free.ends[:-1]
     first, *others = [t for t in ties if any(t.first < end <= t.last for end in inner)]
     _logger.warning(
         "the slowest stage takes %.3g times as long as if all blocks could be separated; these "
         "share %s%s; %s",
-        found.slowest / free.slowest,
+        tied.slowest / free.slowest,
         first.what,
         f" (and {len(others)} more)" * bool(others),
         REMEDY,
@@ -279,38 +272,28 @@ def profile_of(
 ) -> Profile:
     """Measure the blocks between which ``partition`` would cut a model."""
     source = _source(model, 1, example_input, None, before, after)
-    measured = source.with_block_names(source.measure(repeats=repeats))
+    measured = _with_names(source.measure(repeats), source.names)
     shared = ties_of(source.blocks, parameters=True)
-    return replace(measured, ties=source.ties(source.blocks), shared=shared)
+    return replace(measured, ties=_ties(source, source.blocks), shared=shared)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A model that can be cut."""
+#: The forms of a model: ``blocks`` with ``names``, between which it can be cut; ``stages(ends)``;
+#: ``measure()``; ``run(value)``, which runs ``model``; ``loss_of(stages)``, which checks them and
+#: returns the model's own loss, or why there is none; ``columns`` of a batch that is a mapping;
+#: ``narrow``: ties that allow only cuts which a single tensor crosses.
+_Source = BlockList | Decoder | Traceable
 
-    names: Sequence[str]  # per block, the model's name of its first submodule
-    blocks: Sequence[nn.Module]  # between all places to cut
-    make: Callable[[Sequence[int]], list[nn.Module]]  # makes stages that end before these blocks
-    measure: Callable[..., Profile]
-    # returns the storages of buffers that a forward writes to
-    written: Callable[[Sequence[nn.Module]], set[int]]
-    narrow: tuple[Tie, ...] = ()  # allow only cuts that a single tensor crosses
-    # checks the stages, and returns the model's own loss or why there is none
-    finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
-    columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
 
-    def ties(self, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
-        """Return what blocks or stages share and cannot have copies of."""
-        written = cache(lambda: self.written(parts))  # takes two forwards, and is seldom needed
+def _ties(source: _Source, parts: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
+    """Return what blocks or stages share and cannot have copies of."""
+    # Takes two forwards, and is seldom needed.
+    written = cache(lambda: written_buffers(source.model, source.run, source.value, parts))
+    return ties_of(parts, kinds, lambda buffer: storage_of(buffer) not in written())
 
-        def is_constant(buffer: Tensor) -> bool:
-            return storage_of(buffer) not in written()
 
-        return ties_of(parts, kinds, is_constant=is_constant)
-
-    def with_block_names(self, profile: Profile) -> Profile:
-        pairs = zip(profile.blocks, self.names, strict=True)
-        return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
+def _with_names(profile: Profile, names: Sequence[str]) -> Profile:
+    pairs = zip(profile.blocks, names, strict=True)
+    return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
 
 #: By classes of modules around others.
@@ -321,9 +304,6 @@ _WRAPPERS = {
 }
 
 
-_NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
-
-
 def _source(
     model: nn.Module | Sequence[nn.Module],
     n_stages: int,
@@ -331,7 +311,7 @@ def _source(
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
     before: Callable[[Any], Any] | None,
     after: Callable[[Any], Any] | None,
-    more: tuple[str, ...] = (),
+    kept: tuple[str, ...] = (),  # columns for the loss
     planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
@@ -346,97 +326,18 @@ def _source(
                 f"example_input: a tensor of shape {tuple(tensor.shape)} is on the meta device and "
                 "has no values; the model has, and needs some"
             )
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if not listed and (why := _WRAPPERS.get(type(module).__name__)) is not None:
-            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
-    base = adapted(model)[0] if isinstance(model, nn.Module) else model
-    takes_ids = getattr(base, "main_input_name", None) == "input_ids"
-    if is_pretrained(base) and split_points is None and takes_ids:
-        assert isinstance(model, nn.Module)
-        decoder = Decoder(model, example, more)
-
-        def finish(stages: list[nn.Module]) -> OwnLoss | str:
-            decoder.check(stages)
-            return own_loss(
-                decoder.model, decoder.outline, decoder.example, decoder.output, decoder.provenance
-            )
-
-        columns, fixed = decoder.outline.columns, decoder.outline.fixed
-        written: Callable[[Sequence[nn.Module]], set[int]] = partial(
-            written_buffers,
-            decoder.model,
-            lambda given: decoder.model(**given, **fixed),
-            columns.of(decoder.example),
-        )
-        ways = decoder.names, decoder.blocks, decoder.stages, decoder.measure
-        return _Source(*ways, written, finish=finish, columns=columns)
-    in_order = listed and split_points is None
-    own = blocks_of(model, before, after) if in_order else {}
-    parts = list(own.values())
-    bare = example is None and in_order and is_valueless(*parts)
-    if example is None and not bare and not (in_order and planned is not None):
-        raise TypeError("example_input: expected a microbatch, got None")
-    value: Value = () if example is None else example
-    if in_order:
-        if more:
-            raise ValueError(
-                "columns: of a list of blocks the first takes the whole batch, of which nothing is "
-                f"dropped; got {list(more)}"
-            )
-        measured: Callable[..., Profile] = partial(measure, parts, value)
-        measured = (lambda **_: profile_by_parameters(parts)) if bare else measured
-        in_turn = partial(reduce, lambda value, block: block(value), parts)
-        written = partial(written_buffers, nn.ModuleList(parts), in_turn, example)
-        return _Source(list(own), parts, partial(slices_of, own), measured, written)
+    if listed and split_points is None:
+        return BlockList(blocks_of(model, before, after), example, kept, planned is not None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if is_valueless(model):
-        value = example = each(value, lambda tensor: tensor.to("meta"))
-        for name, buffer in model.named_buffers():
-            if not buffer.is_meta:
-                raise ValueError(
-                    f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
-                    "device; a model that is traced has to be there as a whole"
-                )
-    outline, output, taken = None, None, None
-    if is_pretrained(model):
-        outline, output = outline_columns(model, example, more=more)
-        taken = outline.columns.narrowed(example)
-    elif isinstance(example, Mapping):
-        taken = columns_in(model, example, more)
-    call = BY_POSITION
-    if taken is not None:
-        value, call = tuple(taken.of(example).values()), taken.call
-        call = call if outline is None else replace(call, fixed=outline.fixed)
-    narrow: tuple[Tie, ...] = ()
-    blocks: Sequence[nn.Module]
-    # With split_points a trace tells as much of a model without values.
-    unneeded = split_points is not None and is_valueless(model)
-    calls = {} if unneeded else calls_in(model, value, call)
-    if split_points is None:
-        wanted = None if planned is None else planned.names
-        names, blocks = finest_cut(model, value, n_stages, call, calls, wanted)
-        narrow = tuple(
-            Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
-            for index, block in enumerate(blocks)
-            if index and isinstance(block, TracedStage) and block.takes > 1
-        )
-
-        def make(ends: Sequence[int]) -> list[nn.Module]:
-            points = [names[end] for end in ends[:-1]]
-            return [*split(model, value, points, call=call)]  # each stage traced as one graph
-    else:
-        check_stages(n_stages, len(split_points) + 1)
-        names = [str(index) for index in range(len(split_points) + 1)]
-        blocks = split(model, value, split_points, call=call)
-        make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
-
-    def finish_traced(stages: list[nn.Module]) -> OwnLoss | str:
-        first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
-        first.columns = taken
-        return _NO_LOSS if outline is None else own_loss(model, outline, example, output)
-
-    measured = partial(measure, blocks, value)
-    written = partial(written_buffers, model, partial(call.run, model), value)
-    own_names = block_names(names)
-    return _Source(own_names, blocks, make, measured, written, narrow, finish_traced, taken)
+    for name, module in () if listed else model.named_modules():
+        if (why := _WRAPPERS.get(type(module).__name__)) is not None:
+            raise TypeError(f"model: {f'its module {name!r}' if name else 'it'} is {why}")
+    base, _ = adapted(model)
+    takes_ids = getattr(base, "main_input_name", None) == "input_ids"
+    if is_pretrained(base) and split_points is None and takes_ids:
+        return Decoder(model, example, kept)
+    if example is None:
+        raise TypeError("example_input: expected a microbatch, got None")
+    names = None if planned is None else planned.names
+    return Traceable(model, n_stages, example, split_points, kept, names)

@@ -3,101 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from spectrain_ext.transport.message import Value
+from spectrain_ext.transport.message import Value, each
 
-from .outline import BY_POSITION, SPLIT_HINT, Call, Columns, evaluated, hooked, set_mode
-from .profile import blaming_example, untouched
-from .programs import Port, Program
+from .blocks import slices_of
+from .cut import check_stages
+from .outline import (
+    BY_POSITION,
+    SPLIT_HINT,
+    Columns,
+    columns_in,
+    evaluated,
+    hooked,
+    is_pretrained,
+    run_pretrained,
+)
+from .own_loss import NO_LOSS, OwnLoss, own_loss
+from .profile import Profile, Tie, blaming_example, measure, untouched
+from .programs import Bound, Graphs, Mode, Port, Program, State, TracedStage
 from .provenance import is_valueless, slots_of
-from .tracing import MODE_NAMES, Mode, TracedModel, traces
+from .tracing import MODE_NAMES, TracedModel, traces
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
-
-
-class State(nn.Module):
-    """Holds parameters and module buffers by the model's names; the code is in the graphs."""
-
-    def train(self, mode: bool = True) -> State:
-        raise RuntimeError(
-            f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
-            "their own; set it before the model is cut, or set the stage's"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    program: Program
-    slots: tuple[tuple[nn.Module, str], ...]
-
-    def __call__(self, given: tuple[Tensor, ...]) -> Any:
-        return self.program(given, [getattr(owner, name) for owner, name in self.slots])
-
-
-#: The graphs of each mode, of which the first that fits the sizes is used; or why there are none.
-_Modes = dict[Mode, "tuple[_Bound, ...] | str"]
-
-
-class TracedStage(nn.Module):
-    """One stage of a traced model; ``partition`` makes it.
-
-    Stages pass on a tensor, or a tuple of every tensor that a later stage needs. A tensor that only
-    a later stage uses (a skip connection) passes through unchanged.
-
-    ``train()`` and ``eval()`` select a graph that was traced in that mode; all graphs use the same
-    parameters and module buffers. If the model's modules were in mixed modes, the stage keeps them
-    until ``train()`` or ``eval()`` is called. Parameters keep the model's names.
-    """
-
-    block_names: Sequence[str] = ()  # the modules in it are never called
-
-    def __init__(self, part: State, modes: _Modes, training: bool, given: bool) -> None:
-        super().__init__()
-        self.part = part
-        self._modes = modes
-        self._given: bool | None = None if given else training
-        self.columns: Columns | None = None  # set on a first stage that takes mappings
-        set_mode(self, training)
-
-    @property
-    def takes(self) -> int:
-        """Number of input tensors."""
-        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
-        return len(graphs[-1].program.inputs)
-
-    def full_name(self, name: str) -> str:
-        """Return the uncut model's name of a parameter or module buffer of this stage."""
-        return name.removeprefix("part.")
-
-    def train(self, mode: bool = True) -> TracedStage:
-        """Select the training or evaluation graph; RuntimeError if there is none."""
-        why = self._modes[mode, True]
-        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
-            raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
-        self._given = None
-        set_mode(self, mode)
-        return self
-
-    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
-        """Return the tensors that later stages need, or the model's output."""
-        if self.columns is not None:
-            value = tuple(self.columns.of(value).values())
-        given = value if isinstance(value, tuple) else (value,)
-        mode = None if self._given is self.training else self.training
-        graphs = self._modes[mode, torch.is_grad_enabled()]
-        if isinstance(graphs, str):
-            raise RuntimeError(f"forward: {graphs}")
-        for graph in graphs[:-1]:
-            if graph.program.shape_error(given) is None:
-                return graph(given)
-        return graphs[-1](given)
 
 
 def split(
@@ -105,7 +38,7 @@ def split(
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,  # trace only the model's present mode, for these sizes
-    call: Call = BY_POSITION,
+    columns: Columns = BY_POSITION,
 ) -> list[TracedStage]:
     """Trace a model and cut it before (or after) the named submodules; the model is unchanged."""
     # Not at the top, because it doubles this package's import time.
@@ -123,13 +56,13 @@ def split(
     arguments: Any = example_input if isinstance(example_input, tuple) else (example_input,)
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after, once, call)).stages()
+    return _Assembly(model, traces(model, arguments, before, after, once, columns)).stages()
 
 
 class _Assembly:
     """Makes stages from a model's traces."""
 
-    def __init__(self, model: nn.Module, found: dict[Mode, list[TracedModel] | str]) -> None:
+    def __init__(self, model: nn.Module, by_mode: dict[Mode, list[TracedModel] | str]) -> None:
         self._model = model
         self._names: dict[Tensor, list[str]] = {}  # all names of each parameter and module buffer
         self._transient: set[str] = set()  # names of buffers that are not saved
@@ -138,15 +71,15 @@ class _Assembly:
             self._names.setdefault(tensor, []).append(name)
             if key in owner._non_persistent_buffers_set:
                 self._transient.add(name)
-        (first, _), given = next(iter(found.items()))
-        assert not isinstance(given, str)
-        self._first, self._first_name = given[-1], MODE_NAMES[first]
+        (first, _), traces = next(iter(by_mode.items()))
+        assert not isinstance(traces, str)
+        self._first, self._first_name = traces[-1], MODE_NAMES[first]
         self._users: dict[Tensor, set[int]] = {}  # the stages that need a tensor
         self._modes: dict[Mode, list[TracedModel] | str] = {}
-        for mode, graphs in found.items():
+        for mode, graphs in by_mode.items():
             if not isinstance(graphs, str):
                 name = MODE_NAMES[mode[0]]
-                if graphs is not found[mode[0], True]:
+                if graphs is not by_mode[mode[0], True]:
                     name += " without gradients"
                 graphs = self._mismatch(graphs[-1], name) or self._usable(graphs)
             self._modes[mode] = graphs
@@ -170,23 +103,23 @@ class _Assembly:
                     where.setdefault(tensor, slot)
         named = len(where)
 
-        def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
+        def bound(program: Program, state: dict[str, Tensor]) -> Bound:
             for tensor in state.values():
                 if tensor not in where:
                     # A constant of the code is not saved, but moves with the stage.
                     where[tensor] = _put(part, f"_constants.{len(where) - named}", tensor, False)
-            return _Bound(program, tuple(where[state[name]] for name in program.state))
+            return Bound(program, tuple(where[state[name]] for name in program.state))
 
         if is_valueless(self._model):  # materialize needs the model's initialization rules
             modules = dict(self._model.named_modules())
             for path, owner in part.named_modules():
                 if path in modules:
                     vars(owner)["origin"] = modules[path]
-        kept: _Modes = {
+        kept: Graphs = {
             mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
             for mode, graphs in self._modes.items()
         }
-        return TracedStage(part, kept, self._model.training, (None, True) not in kept)
+        return TracedStage(part, kept, self._model.training)
 
     def _names_at(self, k: int, tensor: Tensor) -> list[str]:
         """Return the names of a tensor on one of its stages; all its names are used somewhere."""
@@ -217,16 +150,16 @@ class _Assembly:
     def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
         """Leave out the graph for a single sample if a stage cannot recognize one."""
         *single, many = graphs
-        kept = [trace for trace in single if self._told_apart(trace, many)]
-        if len(kept) < len(single):
-            many[0][
-                0
-            ].single_sample_error = (
-                "the model does something else with one, of which no later stage could tell"
-            )
-        return [*kept, many]
+        if not single or self._distinguishable(single[0], many):
+            return graphs
+        program, _ = many[0]
+        program.single_sample_error = (
+            "the model does something else with one, of which no later stage could tell"
+        )
+        return [many]
 
-    def _told_apart(self, single: TracedModel, many: TracedModel) -> bool:
+    def _distinguishable(self, single: TracedModel, many: TracedModel) -> bool:
+        """Whether each stage knows by its inputs which graph to run, or both graphs are alike."""
         if len(single) != len(many):
             return False
         samples = {
@@ -236,7 +169,7 @@ class _Assembly:
         }
         for (one, state), (other, others) in zip(single, many, strict=True):
             its, theirs = [*map(id, state.values())], [*map(id, others.values())]
-            told = any(
+            has_one_sample = any(
                 size == 1 and symbol in samples
                 for port, wide in zip(one.inputs, other.inputs, strict=False)
                 for size, symbol in zip(port.shape, wide.sizes, strict=False)
@@ -244,7 +177,7 @@ class _Assembly:
             if not (
                 _alike(one.inputs, other.inputs, False)
                 and {id(t) for t in state.values() if t in self._names} <= set(theirs)
-                and (told or (one.code == other.code and its == theirs))
+                and (has_one_sample or (one.code == other.code and its == theirs))
             ):
                 return False
         return True
@@ -303,73 +236,140 @@ def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[
 # Where to cut
 
 
-def block_names(names: Sequence[str]) -> list[str]:
+class Traceable:
+    """A model to cut before submodules that it calls once, or at ``split_points``."""
+
+    narrow: tuple[Tie, ...] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n_stages: int,
+        example: Value,
+        split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+        kept: tuple[str, ...],  # columns for the loss
+        planned: Sequence[str] | None,  # the plan's names of blocks
+    ) -> None:
+        if is_valueless(model):
+            example = each(example, lambda tensor: tensor.to("meta"))
+            for name, buffer in model.named_buffers():
+                if not buffer.is_meta:
+                    raise ValueError(
+                        f"model: buffer {name!r} is on {buffer.device}, and parameters on the meta "
+                        "device; a model that is traced has to be there as a whole"
+                    )
+        self.model, self._example = model, example
+        self.columns: Columns | None = None
+        self.value, self._output = example, None
+        if is_pretrained(model):
+            accepted, self._output = run_pretrained(model, example, kept)
+            self.columns = accepted.narrowed(example)
+        elif isinstance(example, Mapping):
+            self.columns = columns_in(model, example, kept)
+        if self.columns is not None:
+            self.value = tuple(self.columns.of(example).values())
+        columns = self.columns or BY_POSITION
+        self.run = partial(columns.run, model)
+        self._split = partial(split, model, self.value, columns=columns)
+        self._begins: Sequence[str] | None = None  # where blocks may begin; None: at split_points
+        self.blocks: Sequence[nn.Module]
+        if split_points is not None:
+            if not is_valueless(model):  # else the trace tells as much
+                self._calls()
+            check_stages(n_stages, len(split_points) + 1)
+            self.names = [str(index) for index in range(len(split_points) + 1)]
+            self.blocks = self._split(split_points)
+            return
+        levels = list(_levels(model, self._calls()))
+        if planned is None:
+            self._begins, self.blocks = self._finest_cut(levels, n_stages)
+        else:  # nothing is traced, and the blocks are the submodules
+            names = max(levels, key=lambda level: sum(map(eq, _block_names(level), planned)))
+            self._begins, self.blocks = names, [model.get_submodule(name) for name in names]
+        self.names = _block_names(self._begins)
+        self.narrow = tuple(
+            Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
+            for index, block in enumerate(self.blocks)
+            if index and isinstance(block, TracedStage) and block.takes > 1
+        )
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        if self._begins is None:
+            return slices_of(dict(zip(self.names, self.blocks, strict=True)), ends)
+        # Each stage is traced as one graph.
+        return [*self._split([self._begins[end] for end in ends[:-1]])]
+
+    def measure(self, repeats: int = 5) -> Profile:
+        return measure(self.blocks, self.value, repeats=repeats)
+
+    def loss_of(self, stages: Sequence[nn.Module]) -> OwnLoss | str:
+        first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
+        first.columns = self.columns
+        if self.columns is None or self._output is None:
+            return NO_LOSS
+        return own_loss(self.model, self.columns, self._example, self._output)
+
+    def _calls(self) -> dict[nn.Module, int]:
+        """Run the model; return how often each module is called, in the order of first calls."""
+        model, example = self.model, self.value
+        for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
+            if not isinstance(argument, Tensor):
+                raise TypeError(
+                    f"example_input: expected a tensor or a tuple of tensors, got a "
+                    f"{type(argument).__name__} at {index}"
+                )
+        calls: dict[nn.Module, int] = {}
+        running: list[nn.Module] = []
+
+        def begin(module: nn.Module, *_: object) -> None:
+            calls[module] = calls.get(module, 0) + 1
+            running.append(module)
+
+        def end(*_: object) -> None:
+            running.pop()
+
+        try:
+            with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
+                self.run(example)
+        except Exception as error:
+            names = {module: name for name, module in model.named_modules()}
+            name = names[running[-1]] if running else ""
+            where = f"{type(model).__name__}{f' in its {name!r}' * bool(name)}"
+            with blaming_example(where, example):
+                raise error
+        return calls
+
+    def _finest_cut(
+        self, levels: Sequence[Sequence[str]], n_stages: int
+    ) -> tuple[Sequence[str], Sequence[nn.Module]]:
+        """Cut before as many submodules as possible; return their names, and the blocks."""
+        why: Exception | None = None
+        most = 1
+        # First the innermost modules with parameters of their own. If torch.export fails, or a
+        # value cannot be passed on, then the modules around them.
+        for names in levels:
+            if len(names) < n_stages:
+                most = max(most, len(names))
+                continue
+            try:
+                blocks = self._split(names[1:], once=True)
+            except ValueError as error:  # for example a value that cannot be passed on
+                why = error
+                continue
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
+            if len(blocks) == len(names):
+                return names, blocks
+        if why is not None:
+            raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
+        raise ValueError(
+            f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}"
+        )
+
+
+def _block_names(names: Sequence[str]) -> list[str]:
     """Return names of blocks; the whole model, whose name is empty, is "0"."""
     return [name or str(index) for index, name in enumerate(names)]
-
-
-def calls_in(model: nn.Module, example: Value, call: Call) -> dict[nn.Module, int]:
-    """Run a model; return how often each module is called, in the order of first calls."""
-    for index, argument in enumerate(example if isinstance(example, tuple) else (example,)):
-        if not isinstance(argument, Tensor):
-            raise TypeError(
-                f"example_input: expected a tensor or a tuple of tensors, got a "
-                f"{type(argument).__name__} at {index}"
-            )
-    calls: dict[nn.Module, int] = {}
-    running: list[nn.Module] = []
-
-    def begin(module: nn.Module, *_: object) -> None:
-        calls[module] = calls.get(module, 0) + 1
-        running.append(module)
-
-    def end(*_: object) -> None:
-        running.pop()
-
-    try:
-        with hooked(model.modules(), begin, end), evaluated(model), untouched(model):
-            call.run(model, example)
-    except Exception as error:
-        names = {module: name for name, module in model.named_modules()}
-        name = names[running[-1]] if running else ""
-        with blaming_example(f"{type(model).__name__}{f' in its {name!r}' * bool(name)}", example):
-            raise error
-    return calls
-
-
-def finest_cut(
-    model: nn.Module,
-    example: Value,
-    n_stages: int,
-    call: Call,
-    calls: Mapping[nn.Module, int],  # from calls_in
-    planned: Sequence[str] | None = None,
-) -> tuple[Sequence[str], Sequence[nn.Module]]:
-    """Cut as finely as possible, before submodules called once; return names and blocks."""
-    if planned is not None:  # nothing is traced, and the blocks are the submodules
-        levels = list(_levels(model, calls))
-        names = max(levels, key=lambda level: sum(map(eq, block_names(level), planned)))
-        return names, [model.get_submodule(name) for name in names]
-    why: Exception | None = None
-    most = 1
-    # First the innermost modules with parameters of their own. If torch.export fails, or a value
-    # cannot be passed on, then the modules around them.
-    for names in _levels(model, calls):
-        if len(names) < n_stages:
-            most = max(most, len(names))
-            continue
-        try:
-            blocks = split(model, example, names[1:], once=True, call=call)
-        except ValueError as error:  # for example a value that cannot be passed on
-            why = error
-            continue
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; {SPLIT_HINT}") from error
-        if len(blocks) == len(names):
-            return names, blocks
-    if why is not None:
-        raise ValueError(f"model: {why}; {SPLIT_HINT}") from why
-    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {SPLIT_HINT}")
 
 
 def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[str]]:
@@ -383,8 +383,8 @@ def _levels(model: nn.Module, calls: Mapping[nn.Module, int]) -> Iterator[list[s
         around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
         # A module that contains other candidates does not begin a block.
         outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
-        found = [name for name in around if name not in outer and name in once]
-        if found and found != before:
-            yield found
-        before = found
+        level_names = [name for name in around if name not in outer and name in once]
+        if level_names and level_names != before:
+            yield level_names
+        before = level_names
     yield [""]  # the whole model

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .outline import BY_POSITION, Call, hooked, modes_kept
-from .programs import Program, programs_of
+from .outline import BY_POSITION, Columns, hooked, modes_kept
+from .programs import Mode, Program, programs_of
 
-# (training, whether gradients are enabled); None: the modules' original modes
-Mode = tuple[bool | None, bool]
 MODES = (True, False)
 MODE_NAMES = {True: "in training", False: "in evaluation", None: "as it is"}
-
 
 #: The stages of a model in one mode, each with its state.
 TracedModel = list[tuple[Program, dict[str, Tensor]]]
@@ -34,56 +31,55 @@ def traces(
     before: set[nn.Module],  # each begins a stage
     after: set[nn.Module],  # each ends a stage
     once: bool = False,  # only the present mode, with gradients, for these sizes
-    call: Call = BY_POSITION,
+    columns: Columns = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model in its present mode (first in the result), in training and in evaluation."""
-    modes = _Modes(model)
-    found: dict[Mode, list[TracedModel] | str] = {}
+    by_mode: dict[Mode, list[TracedModel] | str] = {}
     with (
         _marked(before, after),
-        _with_signature(model, call),
+        _with_signature(model, columns),
         modes_kept(model),
-        modes,
+        _switching_modes(model) as switch,
         _checking_attributes(model),
     ):
         if once:
             with torch.enable_grad():
-                return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
-        given = modes.now()
-        first = _traced(model, call, arguments, "as it is")
+                return {(None, True): [_exported(model, columns, arguments, "as it is", None)]}
+        original = [module.training for module in model.modules()]
+        first = _traced(model, columns, arguments, "as it is")
         for mode in MODES:
             name = MODE_NAMES[mode]
             try:
-                modes.set(mode)
-                same = modes.now() == given
-                made = first if same else _traced(model, call, arguments, name)
+                switch(mode)
+                same = [module.training for module in model.modules()] == original
+                traced = first if same else _traced(model, columns, arguments, name)
             except (RuntimeError, ValueError) as error:
-                made = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
-            found.update({(mode, grad): graphs for grad, graphs in made.items()})
-    if all(found[mode, True] is not first[True] for mode in MODES):
-        found.update({(None, grad): graphs for grad, graphs in first.items()})
-    return dict(sorted(found.items(), key=lambda item: item[1] is not first[True]))
+                traced = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
+            by_mode.update({(mode, grad): graphs for grad, graphs in traced.items()})
+    if all(by_mode[mode, True] is not first[True] for mode in MODES):
+        by_mode.update({(None, grad): graphs for grad, graphs in first.items()})
+    return dict(sorted(by_mode.items(), key=lambda item: item[1] is not first[True]))
 
 
 def _traced(
-    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
 ) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and also disabled if its code checks for that."""
-    found: dict[bool, list[TracedModel] | str] = {}
+    by_grad: dict[bool, list[TracedModel] | str] = {}
     with torch.enable_grad(), _recording_grad_checks() as asked:
-        found[True] = _sized(model, call, arguments, name)
-    found[False] = found[True]
+        by_grad[True] = _sized(model, columns, arguments, name)
+    by_grad[False] = by_grad[True]
     if asked:
         try:
             with torch.no_grad():
-                found[False] = _sized(model, call, arguments, f"{name} without gradients")
+                by_grad[False] = _sized(model, columns, arguments, f"{name} without gradients")
         except (RuntimeError, ValueError) as error:
-            found[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
-    return found
+            by_grad[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
+    return by_grad
 
 
 def _sized(
-    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
+    model: nn.Module, columns: Columns, arguments: tuple[Tensor, ...], name: str
 ) -> list[TracedModel]:
     """Trace a model for all sizes that it treats alike, and separately for one sample if needed."""
     every = [range(argument.dim()) for argument in arguments]
@@ -97,19 +93,19 @@ def _sized(
     elif size:
         single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
     try:
-        trace = _exported(model, call, several, name, every)
+        trace = _exported(model, columns, several, name, every)
         program = trace[0][0]
         if size == 1 and (why := program.shape_error(single)) is not None:
             raise ValueError(why)
     except (RuntimeError, ValueError):
         if size != 1:
             raise
-        return [_exported(model, call, single, name, every)]
+        return [_exported(model, columns, single, name, every)]
     if size and program.shape_error(single) is None and program.branch_error(single) is not None:
         rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
         try:
             carried = [{port.name for port in stage.inputs} for stage, _ in trace]
-            return [_exported(model, call, single, name, rest, carried), trace]
+            return [_exported(model, columns, single, name, rest, carried), trace]
         except (RuntimeError, ValueError) as error:  # for example BatchNorm refuses one sample
             program.single_sample_error = str(error)
     return [trace]
@@ -117,7 +113,7 @@ def _sized(
 
 def _exported(
     model: nn.Module,
-    call: Call,
+    columns: Columns,
     arguments: tuple[Tensor, ...],
     name: str,
     free: Sequence[Sequence[int]] | None,  # dynamic dimensions of each argument
@@ -126,7 +122,7 @@ def _exported(
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
-    args, kwargs = call(arguments)
+    args, kwargs = columns.arguments(arguments)
     shapes = None
     if free is not None:
         sizes = tuple(
@@ -136,7 +132,7 @@ def _exported(
             }
             for argument, dims in zip(arguments, free, strict=True)
         )
-        given, named = call(sizes)
+        given, named = columns.arguments(sizes)
         shapes = named or given
     patch = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     with _recording_dropped_backwards() as own, _undoing_draws() as drawn, patch:
@@ -193,17 +189,17 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _with_signature(model: nn.Module, call: Call) -> Iterator[None]:
-    """Give the forward a signature with the call's tensors: dynamic_shapes rejects ``**``."""
-    if call.whole or not call.names:
+def _with_signature(model: nn.Module, columns: Columns) -> Iterator[None]:
+    """Give the forward a signature with the columns: dynamic_shapes rejects ``**``."""
+    if columns.whole or not columns.takes:
         yield
         return
     real = model.forward
 
     def forward(**given: Tensor) -> Any:
-        return real(**given, **call.fixed)
+        return real(**given, **columns.fixed)
 
-    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in columns.takes]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
     with _patched(model, "forward", forward):
         yield
@@ -338,60 +334,53 @@ def _recording_dropped_backwards() -> Iterator[set[str]]:
         yield own
 
 
-class _Modes:
-    """Sets the modes of a model's modules, and undoes on exit what their own code does then."""
+@contextmanager
+def _switching_modes(model: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Yield a function that calls the model's train() or eval(); undo on exit what these do."""
+    own_code = [
+        module
+        for module in model.modules()
+        if type(module).train is not nn.Module.train
+        or type(module).eval is not nn.Module.eval
+        or not {"train", "eval"}.isdisjoint(vars(module))
+    ]
+    names = {t: name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    before = {
+        tensor: (tensor.detach().clone(), tensor.requires_grad)
+        for module in own_code
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    training = model.training
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._training = model, model.training
-        own = [
-            module
-            for module in model.modules()
-            if type(module).train is not nn.Module.train
-            or type(module).eval is not nn.Module.eval
-            or not {"train", "eval"}.isdisjoint(vars(module))
-        ]
-        named = (*model.named_parameters(), *model.named_buffers())
-        names = {tensor: name for name, tensor in named}
-        self._kept = {
-            tensor: (names[tensor], tensor.detach().clone(), tensor.requires_grad)
-            for module in own
-            for tensor in (*module.parameters(), *module.buffers())
-        }
-        self._own = bool(own)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._own:
-                self._model.train(self._training)
-        finally:
-            with torch.no_grad():
-                for tensor, (_name, before, learns) in self._kept.items():
-                    if not torch.equal(tensor, before):
-                        tensor.data.copy_(before)
-                    if tensor.requires_grad != learns:
-                        tensor.requires_grad_(learns)
-
-    def now(self) -> list[bool]:
-        return [module.training for module in self._model.modules()]
-
-    def set(self, mode: bool) -> None:
+    def switch(mode: bool) -> None:
         if mode:
-            self._model.train()
+            model.train()
         else:
-            self._model.eval()
+            model.eval()
         # A module's own train() may also merge weights. The graphs of the two modes would then
         # compute with different weights than the stages hold, so refuse that.
-        there = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        for tensor, (name, before, learns) in self._kept.items():
+        present = {id(t) for t in (*model.parameters(), *model.buffers())}
+        for tensor, (value, learns) in before.items():
             if (
-                id(tensor) not in there
+                id(tensor) not in present
                 or tensor.requires_grad != learns
-                or not torch.equal(tensor, before)
+                or not torch.equal(tensor, value)
             ):
                 raise RuntimeError(
-                    f"the model's own {'train()' if mode else 'eval()'} changes {name!r}; cut the "
-                    "model in that mode, or evaluate the whole model"
+                    f"the model's own {'train()' if mode else 'eval()'} changes {names[tensor]!r}; "
+                    "cut the model in that mode, or evaluate the whole model"
                 )
+
+    try:
+        yield switch
+    finally:
+        try:
+            if own_code:
+                model.train(training)
+        finally:
+            with torch.no_grad():
+                for tensor, (value, learns) in before.items():
+                    if not torch.equal(tensor, value):
+                        tensor.data.copy_(value)
+                    if tensor.requires_grad != learns:
+                        tensor.requires_grad_(learns)

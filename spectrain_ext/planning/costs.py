@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import add
-from typing import NamedTuple
 
 import torch
 
@@ -194,7 +193,7 @@ class Costs:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes per device of each stage: weights, gradients, state, activations, messages."""
-        found = []
+        by_stage = []
         before = 0  # bytes of a stage's input
         for stage in self._stages:
             count = _count(self.way.method, self.places[0], stage.place)
@@ -205,9 +204,9 @@ class Costs:
             )
             if self.setting.unpacks:  # inputs are not receive buffers then
                 rings += count.in_flight * before
-            found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
+            by_stage.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
             before = stage.outputs
-        return tuple(found)
+        return tuple(by_stage)
 
     @cached_property
     def bound(self) -> float:
@@ -215,36 +214,36 @@ class Costs:
         # Without loading weights, whose cost takes a count of the schedule.
         stages, sent, back = self._stages, self._sent, self._sent_back
         step = STEP * self.setting.layers.byte_seconds / _FLOAT
-        parts = [place.microbatches for place in self.places]
+        microbatches = [place.microbatches for place in self.places]
         once = [stage.forward + stage.backward for stage in stages]
         work = [
             m * o + step * stage.parameters / stage.speed + stage.reduced
-            for m, o, stage in zip(parts, once, stages, strict=True)
+            for m, o, stage in zip(microbatches, once, stages, strict=True)
         ]
         # The busiest wire at a stage: of one direction, or the inbound one.
         ends = [0.0, *sent], [*back, 0.0], [*sent, 0.0], [0.0, *back]
         wires = map(add, *ends[:2]) if self.setting.inbound else map(max, *ends)
-        found = [*work, *(m * seconds for m, seconds in zip(parts, wires, strict=True))]
+        bounds = [*work, *(m * seconds for m, seconds in zip(microbatches, wires, strict=True))]
         if self.setting.cores is not None:
             all_work = sum(stage.replicas * w for stage, w in zip(stages, work, strict=True))
-            found.append(all_work / self.setting.cores)
+            bounds.append(all_work / self.setting.cores)
         if not self.rounds:
             # The earlier stages' forwards come before a stage's first microbatch, their backwards
             # after its last; with a flush nothing else happens meanwhile.
             above = accumulate(
                 (o + s + b for o, s, b in zip(once[:-1], sent, back, strict=True)), initial=0.0
             )
-            found += [
+            bounds += [
                 before + m * o + step * stages[0].parameters / stages[0].speed
-                for before, m, o in zip(above, parts, once, strict=True)
+                for before, m, o in zip(above, microbatches, once, strict=True)
             ]
         else:
             # A window of microbatches in the time that one takes to the last stage and back.
             trip = 0.0
             for k in reversed(range(len(stages))):
                 trip += once[k] + (sent[k] + back[k] if k < len(sent) else 0.0)
-                found.append(parts[k] * trip / self.places[k].window)
-        return max(found)
+                bounds.append(microbatches[k] * trip / self.places[k].window)
+        return max(bounds)
 
     @property
     def work(self) -> float:
@@ -260,12 +259,12 @@ class Costs:
         """Simulated seconds per minibatch; the bound, where the run is too short to reach it."""
         minibatches = 3 * (2 + 2 * max(1, self.rounds))
         if self._columns:
-            parts, schedule = self.places[0].microbatches, self.way.method.schedule
+            count, schedule = self.places[0].microbatches, self.way.method.schedule
             windows = [place.window for place in self.places]
-            found = simulate_repeating(schedule, windows, parts, minibatches, self.durations)
+            summary = simulate_repeating(schedule, windows, count, minibatches, self.durations)
         else:
-            found = summarize(self.spans(minibatches))
-        return max(found.period, self.bound)
+            summary = summarize(self.spans(minibatches))
+        return max(summary.period, self.bound)
 
     @property
     def _columns(self) -> bool:
@@ -310,32 +309,29 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
     return count_stage(method.schedule, entry, place, _rules_at(method, place), False)
 
 
-class Passes(NamedTuple):
-    """Bytes read and written per float32 parameter, as means over a run's steady state."""
-
-    forward: float  # to load the weights of a microbatch's forward
-    backward: float  # to load those of its backward
-    update: float  # for a minibatch's step, with the prediction that it may write
-
-
 @cache
 def _unused_optimizer() -> SGD:
     return SGD([torch.zeros(1)], lr=0.1)
 
 
 @lru_cache(maxsize=1 << 14)
-def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
-    """Count with the engine's own ``Versions``; ``entry`` is the place of stage 0."""
+def passes_of(method: str | Method, entry: Place, place: Place) -> tuple[float, float, float]:
+    """Return the bytes read and written per float32 parameter, as means over a steady state.
+
+    They are those that load the weights of a microbatch's forward and of its backward, and those of
+    a minibatch's step with the prediction that it may write, counted with the engine's own
+    ``Versions``. ``entry`` is the place of stage 0.
+    """
     method = find_method(method)
-    rules, parts = _rules_at(method, place), place.microbatches
+    rules, microbatches = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)
     # Of a stage without parameters, whose optimizer writes predictions.
     storage = Storage([], _unused_optimizer(), rules, master=rules.predicts)
     storage.predicts = True
     versions = Versions(rules, place, Entries(generate(entry)), storage, lambda: (0.1,))
-    warm = (entry.window + place.window) // parts + 2
+    warm = (entry.window + place.window) // microbatches + 2
     end = warm + max(4, warm)
-    found = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
+    totals = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
     following = generate(place)
     turn = next(following)
     while versions.version < end:
@@ -358,11 +354,11 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
                 versions.room(wanted)
                 moved = 12 if wanted.law else 8
         if counted:
-            found[kind] += moved
+            totals[kind] += moved
         turn = then
     updates = end - warm
-    return Passes(
-        found[Kind.FORWARD] / (updates * parts),
-        found[Kind.BACKWARD] / (updates * parts),
-        found[Kind.UPDATE] / updates,
+    return (
+        totals[Kind.FORWARD] / (updates * microbatches),
+        totals[Kind.BACKWARD] / (updates * microbatches),
+        totals[Kind.UPDATE] / updates,
     )

@@ -212,9 +212,9 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         'list'
     """
     document = read_json(path, _LARGEST)
-    what = f"{path}: expected a profile that spectrain plan has saved"
+    refusal = f"{path}: expected a profile that spectrain plan has saved"
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
-        raise ValueError(what)
+        raise ValueError(refusal)
     try:
         ties = made_of(Tie, document["ties"], "ties")
         shared = made_of(Tie, document.get("shared", ()), "shared")  # some measured files lack them
@@ -226,7 +226,7 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         about = {str(key): value for key, value in document["about"].items()}
         return Layers((first, second), (small, large), document["byte_seconds"], about)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{refusal}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -131,18 +131,18 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of a pipeline; only ``DistributedPipeline`` takes ``replicas``."""
-        found: dict[str, Any] = {"method": self.method, "microbatches": self.microbatches}
+        settings: dict[str, Any] = {"method": self.method, "microbatches": self.microbatches}
         if self.window is not None:
-            found["window"] = self.window
+            settings["window"] = self.window
         if set(self.replicas) != {1}:
-            found["replicas"] = list(self.replicas)
-        return found
+            settings["replicas"] = list(self.replicas)
+        return settings
 
     @property
     def code(self) -> str:
         """The call on every rank, as Python code."""
-        said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"st.DistributedPipeline(stage, optimizer, loss_fn, {said})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"st.DistributedPipeline(stage, optimizer, loss_fn, {arguments})"
 
     @property
     def _place(self) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ class Plan:
         ]
         links = [asdict(link) for link in self.links]
         mine = ("devices", "batch", "assumptions", "tried", "simulated", "left_out")
-        found = {
+        content = {
             "spectrain_plan": PLAN_FORMAT,
             "model": str(costs.setting.layers.about.get("model", "")),
             "blocks": [asdict(block) for block in costs.blocks],  # for one of its microbatches
@@ -230,7 +230,7 @@ class Plan:
             "link": links[0] if len(links) == 1 else links,
             "candidates": candidates,
         }
-        document: dict[str, Any] = finite(found)
+        document: dict[str, Any] = finite(content)
         return document
 
     def spans(self, candidate: Candidate) -> Iterator[Span]:
@@ -394,41 +394,41 @@ def _assumptions(
     codec: object,
 ) -> tuple[str, ...]:
     where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
-    said = [f"layer times are measured ({where or 'as the profile says'})"]
+    lines = [f"layer times are measured ({where or 'as the profile says'})"]
     if speeds is not None:
         each = _in_order([f"{number:g}" for number in speeds])
-        said.append(f"ASSUMED: devices compute {each} times as fast as that, every layer alike")
+        lines.append(f"ASSUMED: devices compute {each} times as fast as that, every layer alike")
     if memory is not None and len(set(memory)) > 1:
-        said.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
+        lines.append(f"devices have {_in_order([f'{size / 1e9:.4g}' for size in memory])} GB")
     if len(links) > 1:
-        said.append(f"links from device to device: {_in_order([link.name for link in links])}")
+        lines.append(f"links from device to device: {_in_order([link.name for link in links])}")
     for link in dict.fromkeys(links):
         source = "" if "measured" in link.name else ": published or given, not measured"
-        said.append(
+        lines.append(
             f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s "
             f"{'into a device' if link.inbound else 'a direction'}, "
             f"{1e6 * link.latency:.4g} us{source}"
         )
     if codec is not None:
-        said.append(
+        lines.append(
             f"ASSUMED: codec={codec!r} packs float32 messages, in no time, at no cost to the loss"
         )
     if cores is not None:
-        said.append(f"all devices share {cores} cores")
-    said.append("periods and throughput are simulated; memory and delay are counted")
-    said.append(
+        lines.append(f"all devices share {cores} cores")
+    lines.append("periods and throughput are simulated; memory and delay are counted")
+    lines.append(
         "ranked by ms x minibatches; minibatches to a loss are those of synchronous training (1) "
         "times what was measured on other workloads at that delay, of which the worst counts: "
         "docs/frontier.md"
     )
-    return tuple(said)
+    return tuple(lines)
 
 
 def _nothing(search: Search, devices: int, batch: int) -> str:
     if search.left_out:
-        needed, given = search.closest
+        needed, available = search.closest
         return (
-            f"memory: all {search.left_out} ways that were looked at take more than {given:g} "
+            f"memory: all {search.left_out} ways that were looked at take more than {available:g} "
             f"bytes a device; the smallest takes {needed:.4g}"
         )
     if search.refusal is not None:

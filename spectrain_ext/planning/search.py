@@ -63,7 +63,7 @@ class Search:
         """Return a method's way with the least finite period times price; None: there is none."""
         # Simulate in the order of bounds, until the next bound exceeds the best value so far, which
         # is then the least of all, or until ``_MOST`` simulations.
-        found, least, left = None, math.inf, _MOST
+        best, least, left = None, math.inf, _MOST
         ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]
         for bound, costs in sorted(ways, key=lambda way: way[0]):
             if bound >= least or not left:
@@ -74,8 +74,8 @@ class Search:
             self.simulated += "period" not in costs.__dict__
             value = costs.period * price(costs)
             if value < least:
-                found, least = costs, value
-        return found
+                best, least = costs, value
+        return best
 
     def _fits(self, costs: Costs) -> bool:
         if self._memory is None:
@@ -128,11 +128,11 @@ class Search:
             return math.inf
         profile, speeds = self._work(microbatches), self._setting.speeds(replicas)
         try:
-            found = cut(profile, len(replicas), replicas=replicas, speeds=speeds)
-            check_shared(profile, found.ends, replicas)
+            best = cut(profile, len(replicas), replicas=replicas, speeds=speeds)
+            check_shared(profile, best.ends, replicas)
         except ValueError:  # ties leave too few places, or allow one replica only
             return math.inf
-        return found.slowest
+        return best.slowest
 
     def _divisions(self, replicas: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
         profile, stages = self._work(microbatches), len(replicas)
@@ -147,7 +147,7 @@ class Search:
         shared_out = partial(cut, profile, stages, replicas=replicas, speeds=speeds)
         best = shared_out().ends
         yield best
-        found = set()
+        others = set()
         links, ranks = self._setting.links, [0, *accumulate(replicas)]
         if len(links(0, self._devices - 1)) > 1:
             # One more, which sends few bytes over slow links: the bandwidths are those of a
@@ -156,19 +156,19 @@ class Search:
                 min(link.bandwidth for link in links(first, end - 1)) / microbatches
                 for first, end in zip(ranks, ranks[2:], strict=False)
             ]
-            found.add(shared_out(bandwidth=widths).ends)
+            others.add(shared_out(bandwidth=widths).ends)
         if self._memory is not None:
             # A stage's memory depends on the method: one cut for the default's memory, and one that
             # balances bytes instead of time.
             limits = least_of(self._memory, replicas)
             with suppress(ValueError):
-                found.add(shared_out(memory_limit=list(map(int, limits))).ends)
-            held = tuple(
+                others.add(shared_out(memory_limit=list(map(int, limits))).ends)
+            by_bytes = tuple(
                 _taking(b, float(4 * b.parameter_bytes + b.saved_bytes)) for b in profile.blocks
             )
             shares = [limit / max(limits) for limit in limits]
-            found.add(cut(Profile(held, profile.ties), stages, speeds=shares).ends)
-        yield from found - {best}
+            others.add(cut(Profile(by_bytes, profile.ties), stages, speeds=shares).ends)
+        yield from others - {best}
 
     def _work(self, microbatches: int) -> Profile:
         """Return the blocks with their seconds per minibatch, including the update."""
@@ -185,8 +185,8 @@ def _taking(block: BlockProfile, seconds: float) -> BlockProfile:
 
 
 def _share(pair: tuple[float, float]) -> float:
-    needed, given = pair
-    return needed / given
+    needed, available = pair
+    return needed / available
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -63,14 +63,13 @@ def write_csv(
         ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']
     """
     letters = {kind: letter for letter, kind in _KINDS.items()}
-    n = len(actions)
     rows = [
         [
             f"{k}{letters[kind]}{i * microbatches + j}"
-            for kind, i, j in bounded(actions[k], k, minibatches)
+            for kind, i, j in bounded(run, k, minibatches)
             if kind is not Kind.UPDATE
         ]
-        for k in range(n)
+        for k, run in enumerate(actions)
     ]
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
@@ -108,7 +107,7 @@ def read_csv(
     except csv.Error as error:
         raise ValueError(f"row {len(cells)}: expected cells and commas: {error}") from error
     if microbatches is None:
-        microbatches = 1 + max((part for row in cells for _, part in row), default=0)
+        microbatches = 1 + max((number for row in cells for _, number in row), default=0)
     elif microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
     actions = [list(_with_updates(row, microbatches)) for row in cells]
@@ -124,21 +123,21 @@ def _cells(row: Sequence[str], k: int) -> Iterator[tuple[Kind, int]]:
         match = _CELL.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{where}: expected a cell like {k}F0, got {text[:40]!r}")
-        stage, name, part = int(match[1]), match[2], match[3]
+        stage, name, number = int(match[1]), match[2], match[3]
         if stage != k:
             raise ValueError(f"{where}: expected stage {k} only, as in {k}F0, got {text[:40]!r}")
         if name in _IGNORED:
             continue
-        if name not in _KINDS or not part:
+        if name not in _KINDS or not number:
             raise ValueError(f"{where}: expected a forward or a backward, got {text[:40]!r}")
-        yield _KINDS[name], int(part)
+        yield _KINDS[name], int(number)
 
 
 def _with_updates(row: Iterable[tuple[Kind, int]], microbatches: int) -> Iterator[Instruction]:
     """Yield a row's instructions, with an update after each minibatch's last backward."""
     left: dict[int, int] = {}  # minibatch -> backwards left before its update
-    for kind, part in row:
-        i, j = divmod(part, microbatches)
+    for kind, number in row:
+        i, j = divmod(number, microbatches)
         yield Instruction(kind, i, j)
         if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHTS:
             left[i] = left.get(i, microbatches) - 1

@@ -51,12 +51,12 @@ def simulate_ranks(
         >>> max(span.end for span in two)
         16.0
     """
-    for name, found, wanted in (
+    for name, number, wanted in (
         ("actions", len(actions), replicas.ranks),
         ("durations", len(durations.forward), replicas.stages),
     ):
-        if found != wanted:
-            raise ValueError(f"{name}: expected {wanted}, got {found}")
+        if number != wanted:
+            raise ValueError(f"{name}: expected {wanted}, got {number}")
     if cores is not None and cores < 1:
         raise ValueError(f"cores: expected at least 1, got {cores}")
     return _Machine(actions, durations, replicas, minibatches, cores or replicas.ranks).run()
@@ -91,8 +91,8 @@ class _Machine:
         ]
 
     def run(self) -> Iterator[Span]:
-        for rank in range(len(self._ranks)):
-            self._resume(rank)
+        for instructions in self._ranks:
+            next(instructions, None)
         while self._running or self._wakes:
             rate = min(1.0, self._cores / max(1, len(self._running)))
             end = wake = _NEVER
@@ -106,16 +106,13 @@ class _Machine:
             else:
                 self._served += (wake - self._now) * rate
                 self._now, _, rank = heappop(self._wakes)
-            self._resume(rank)
+            next(self._ranks[rank], None)
             yield from self._spans
             self._spans.clear()
         for rank, turn in enumerate(self._pending):
             if turn is not None:
                 stage, _ = self._replicas.stage_and_replica(rank)
                 raise ScheduleError(stage, receive(turn), "never arrives: no rank can go on")
-
-    def _resume(self, rank: int) -> None:
-        next(self._ranks[rank], None)
 
     def _rank(self, rank: int, instructions: Iterator[Instruction]) -> Iterator[None]:
         """Run a rank's instructions; yield while it computes or waits."""

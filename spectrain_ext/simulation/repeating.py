@@ -19,7 +19,7 @@ from .timing import Durations, Summary, period_of, streams
 
 _Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
-# A turn is 8*part + one of these, + 4 if an update follows.
+# A turn is 8*number + one of these, + 4 if an update follows.
 _CODES = {
     Kind.FORWARD: 0,
     Kind.BACKWARD: 1,
@@ -86,17 +86,17 @@ def simulate_repeating(
 
 def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> tuple[_Turns, _Turns]:
     """Return a stage's turns up to its first update, and between later ones as of minibatch 0."""
-    found = bounded(actions, k)
-    first, second, third = (_until_update(found, i, microbatches) for i in range(3))
+    instructions = bounded(actions, k)
+    first, second, third = (_until_update(instructions, i, microbatches) for i in range(3))
     later = second - 8 * microbatches
     if not np.array_equal(third - 16 * microbatches, later):
         raise ValueError(f"schedule: the actions of stage {k} do not repeat with the minibatch")
     return first, later
 
 
-def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> _Turns:
+def _until_update(instructions: Iterator[Instruction], i: int, microbatches: int) -> _Turns:
     codes: list[int] = []
-    for kind, minibatch, j in found:
+    for kind, minibatch, j in instructions:
         if kind is Kind.UPDATE:
             if minibatch != i or not codes or not codes[-1] & 3:
                 break
@@ -158,18 +158,18 @@ def _run(state: _FreeTimes, order: _Turns, microbatches: int) -> list[float]:
     unfinished = stages
     while len(unfinished):
         code = order[unfinished, position[unfinished]]
-        kind, part = code & 3, code >> 3
+        kind, number = code & 3, code >> 3
         backward = kind & 1
-        leaves = sent[backward, unfinished + 1, part]
+        leaves = sent[backward, unfinished + 1, number]
         if halves:
             leaves[kind == 2] = 0.0  # needs no input
         ready = leaves < _UNKNOWN
         k = unfinished[ready]
         if not len(k):
             awaited = Kind.RECEIVE_GRADIENT if code[0] & 1 else Kind.RECEIVE_ACTIVATION
-            turn = Instruction(awaited, *divmod(int(part[0]), microbatches))
+            turn = Instruction(awaited, *divmod(int(number[0]), microbatches))
             raise ScheduleError(int(unfinished[0]), turn, "never arrives: no stage can go on")
-        code, kind, backward, part = code[ready], kind[ready], backward[ready], part[ready]
+        code, kind, backward, number = code[ready], kind[ready], backward[ready], number[ready]
         wire = state.wire[kind, k]
         arrival = np.maximum(leaves[ready], state.wire_free[wire]) + state.message[kind, k]
         state.wire_free[wire] = arrival
@@ -178,8 +178,8 @@ def _run(state: _FreeTimes, order: _Turns, microbatches: int) -> list[float]:
         s, done = k, end
         if halves:
             sends = kind != 2
-            s, done, backward, part = k[sends], end[sends], backward[sends], part[sends]
-        sent[backward, s + 2 - 2 * backward, part] = done
+            s, done, backward, number = k[sends], end[sends], backward[sends], number[sends]
+        sent[backward, s + 2 - 2 * backward, number] = done
         followed = (code & 4).astype(bool)
         end[followed] += state.update[k[followed]]
         state.free[k] = end

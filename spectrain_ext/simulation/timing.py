@@ -114,7 +114,7 @@ class Durations:
             ValueError: a duration is not from 0 to 1e100, there is not one per stage, or the second
                 half of a backward is longer than the whole.
         """
-        given = {
+        numbers = {
             "forward": forward,
             "backward": backward,
             "update": update,
@@ -123,8 +123,8 @@ class Durations:
             "activation": activation,
             "gradient": gradient,
         }
-        found = {name: _per_stage(name, value, stages) for name, value in given.items()}
-        whole = found["backward"]
+        per_stage = {name: _per_stage(name, value, stages) for name, value in numbers.items()}
+        whole = per_stage["backward"]
         halves = tuple(each / 2 for each in whole)
         if backward_weights is not None:
             halves = _per_stage("backward_weights", backward_weights, stages)
@@ -134,7 +134,7 @@ class Durations:
                     f"backward_weights: expected no more than the backward of stage {k}, {both}, "
                     f"got {half}"
                 )
-        return cls(**found, backward_weights=halves, inbound=inbound)
+        return cls(**per_stage, backward_weights=halves, inbound=inbound)
 
 
 def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:

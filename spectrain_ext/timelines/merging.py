@@ -62,18 +62,12 @@ def _moved(event: Any, shift: float, taken: dict[Any, int], rank: int) -> dict[s
         moved["ts"] = float(moved["ts"]) + shift
         if not math.isfinite(moved["ts"]):
             raise ValueError("a time that is not finite")
-    if "pid" in moved:
-        moved["pid"] = _place(taken, moved["pid"], rank)
+    pid = moved.get("pid")
+    if "pid" in moved and taken.setdefault(pid, rank) != rank:  # as replicas have the same
+        moved["pid"] = pid + rank * _OTHERS if isinstance(pid, int) else f"{pid}, rank {rank}"
     if moved.get("name") == "process_name":
         moved["args"] = {"name": f"rank {rank}: {moved['args']['name']}"}
     return moved
-
-
-def _place(taken: dict[Any, int], pid: Any, rank: int) -> Any:
-    """Return the same number, or another one if a rank before has it, as replicas do."""
-    if taken.setdefault(pid, rank) == rank:
-        return pid
-    return pid + rank * _OTHERS if isinstance(pid, int) else f"{pid}, rank {rank}"
 
 
 def _read(path: Path) -> dict[str, Any]:

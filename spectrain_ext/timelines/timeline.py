@@ -103,7 +103,7 @@ def draw_timeline(
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
     if last == first:
         last = first + 1.0
-    length = last - first
+    whole, length = (first, last), last - first
     blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
     usual = blocks[len(blocks) // 4] if blocks else length
     # Inches, so that a usual block has room for its number.
@@ -115,22 +115,21 @@ def draw_timeline(
         row = min(row, max(0.2, _TALLEST / len(rows)))
     with picture(path, width, 0.9 + row * len(rows)) as figure:
         axes = figure.add_subplot()
-        said: str | None
+        left_out: str | None
         if dense:
-            whole = first, last
-            said = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
+            left_out = _draw_densities(axes, drawn, rows, whole, communication, points, versions)
         else:
-            draw_rows(axes, drawn, rows, (first, last - first), communication, points=points)
-            said = _write_numbers(axes, drawn, rows, points, versions)
+            draw_rows(axes, drawn, rows, whole, communication, points=points)
+            left_out = _write_numbers(axes, drawn, rows, points, versions)
         axes.set_yticks(range(len(rows)), rows.names())
-        finish_axes(axes, (first, last), len(rows))
-        axes.set_xlabel(f"{unit}\n{said}" if said else unit)
+        finish_axes(axes, whole, len(rows))
+        axes.set_xlabel(f"{unit}\n{left_out}" if left_out else unit)
         if title:
             axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         bubbles = summarize(drawn, devices).bubbles
         idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
         draw_legend(figure, drawn, communication, idle)
-    return said
+    return left_out
 
 
 class Rows:
@@ -138,17 +137,17 @@ class Rows:
         stages = 1 + max(span.stage for span in drawn)
         self._named = "stage" if devices is None else "device"
         self.of = range(stages) if devices is None else devices
-        self._stages: dict[int, list[int]] = defaultdict(list)
+        self._stages: list[list[int]] = [[] for _ in range(1 + max(self.of[:stages]))]
         for k in range(stages):
             self._stages[self.of[k]].append(k)
 
     def __len__(self) -> int:
-        return 1 + max(self._stages)
+        return len(self._stages)
 
     def names(self) -> list[str]:
         return [
-            f"{self._named} {d}" + (f": {', '.join(map(str, own))}" if own != [d] else "")
-            for d, own in ((d, self._stages[d]) for d in range(len(self)))
+            f"{self._named} {row}" + (f": {', '.join(map(str, own))}" if own != [row] else "")
+            for row, own in enumerate(self._stages)
         ]
 
     def look(self, span: Span) -> _Look:
@@ -157,8 +156,8 @@ class Rows:
         share = 0.5 * own.index(span.stage) / max(1, len(own) - 1)
         if not share or look not in (_FORWARD, _BACKWARD):
             return look
-        parts = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
-        mixed = "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
+        channels = [int(look.color[at : at + 2], 16) for at in (1, 3, 5)]
+        mixed = "".join(f"{round(channel + share * (255 - channel)):02X}" for channel in channels)
         return look._replace(color=f"#{mixed}", text=look.text if share < 0.3 else "#000000")
 
 
@@ -173,12 +172,16 @@ def draw_rows(
     axes: Any,
     drawn: Sequence[Span],
     rows: Rows,
-    whole: tuple[float, float],
+    whole: tuple[float, float],  # start and end
     communication: bool,
     edge: float = 0.5,
     points: float = math.inf,  # per unit of time
 ) -> None:
-    _draw_idle(axes, rows, whole, communication)
+    """Draw the spans on rows that are grey where they are idle."""
+    first, last = whole
+    for k in range(len(rows)):
+        place = _place(k, "compute", communication)
+        axes.broken_barh([(first, last - first)], place, facecolor=_IDLE.color, linewidth=0)
     blocks: dict[tuple[int, _Look, Lane, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
         start, length = span.start, span.end - span.start
@@ -191,12 +194,6 @@ def draw_rows(
             line = edge if edged else 0
             look_of = {"facecolor": look.color, "edgecolor": "#FFFFFF", "linewidth": line}
             axes.broken_barh(intervals, place, **look_of)
-
-
-def _draw_idle(axes: Any, rows: Rows, whole: tuple[float, float], communication: bool) -> None:
-    for k in range(len(rows)):
-        place = _place(k, "compute", communication)
-        axes.broken_barh([whole], place, facecolor=_IDLE.color, linewidth=0)
 
 
 def _place(row: int, lane: Lane, communication: bool) -> tuple[float, float] | None:
@@ -221,10 +218,9 @@ def _draw_densities(
     """Draw the shares of each bin of time that every row spends in each kind of work."""
     import numpy as np  # as matplotlib does
 
-    first, last = whole
-    _draw_idle(axes, rows, (first, last - first), communication)
-    parts = 1 + max(span.microbatch for span in drawn)
-    edges = bin_edges(first, last, _BLOCK / points, summarize(drawn).period / parts)
+    draw_rows(axes, (), rows, whole, communication)
+    microbatches = 1 + max(span.microbatch for span in drawn)
+    edges = bin_edges(*whole, _BLOCK / points, summarize(drawn).period / microbatches)
     lanes: dict[tuple[int, Lane], dict[_Look, list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
