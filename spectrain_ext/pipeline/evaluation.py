@@ -67,10 +67,10 @@ def evaluator_of(executor: Executor, batches: SourceSettings) -> tuple[Executor,
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
-    # Without ties: in evaluations, copies in this process have the true weights. Parts are whole
-    # batches of any size.
     wires = Wires(
-        executor.stages, places, [1] * len(places), executor.processes, batches, evaluates=True
+        *(executor.stages, places, [1] * len(places), executor.processes, batches),
+        *executor.wires.tied,
+        evaluates=True,  # parts are whole batches of any size
     )
     return Executor(executor.stages, wires, executor.processes), places
 

@@ -113,7 +113,8 @@ class Run:
             self.stages[-1].begin()
         last = self.stages[-1]
         if self.trains and last.edges.targets:
-            held = processes.replicas.dealt and not processes.own_minibatches
+            replicas = processes.replicas.counts[-1]  # which then add up their losses
+            held = replicas > 1 and not processes.own_minibatches
             self.losses = Losses(last, work.call, work.keep, self.results, work.counted, held)
         self._order = processes.order(work.schedule, work.places)
         wires.begin()

@@ -42,9 +42,10 @@ class Wires:
         self._places, self._postponed, self._evaluates = places, postponed, evaluates
         self._replicas, self._replica = processes.replicas, processes.replica
         self._counted = counted
+        self.tied = ties, copies, counted
         self._local: dict[Ends, Edge] = {}
         self.remote = processes.remote_ends(self._by_index, self._depth, evaluates)
-        self.ties = Ties(ties, copies, self._by_index, self._depth, self._ends_of_tie)
+        self.ties = Ties(ties, copies, self._by_index, self._depth, self._ends_of_tie, evaluates)
         self.edges = {stage.index: self._edges_of(stage.index) for stage in stages}
         self.source: Source | None = None
         if processes.takes_batches:
@@ -175,6 +176,7 @@ class Ties:
         stages: Mapping[int, Stage],
         depth: Callable[[Traffic, int, int], int],
         remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
+        evaluates: bool,
     ) -> None:
         self.edges: list[Edge] = []  # between two stages of this process
         self.lenders: dict[int, list[Lender]] = {k: [] for k in stages}
@@ -184,6 +186,8 @@ class Ties:
 
             a, b = stages.get(tie.home), stages.get(tie.copy)
             if a is not None and b is not None:
+                if evaluates:  # between runs a copy in the same process has the true weights
+                    continue
                 slots = depth(Traffic.TIED_WEIGHTS, tie.home, tie.copy)
                 weights = self._edge(a, b, "weights", slots)
                 gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
