@@ -16,7 +16,17 @@ from spectrain_ext import _C
 from spectrain_ext._C import Role as Role
 
 from .laws import Horizons, Law, Linear, after_first_step, as_laws, terms_of
-from .numbers import Adam, Rate, Setting, Sgd, Term, horizon, learning_rate, non_negative
+from .numbers import (
+    Adam,
+    Hyperparameters,
+    Rate,
+    Setting,
+    Sgd,
+    Term,
+    horizon,
+    learning_rate,
+    non_negative,
+)
 
 # Arrays.
 
@@ -186,13 +196,14 @@ def bump_versions(*lists: Sequence[object]) -> None:
 
 # Numbers.
 
-Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
+Numbers: TypeAlias = Sequence[Hyperparameters]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
 Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has one in memory
-# Terms; Adam's eps of every parameter group; learning rates in memory.
-Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Rates]
-# Settings; whether there is momentum; outputs with the terms of their predictions; rates.
-Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]], Rates]
+# The first arguments of a native plan's `predict`: operation, terms, Adam's eps of every parameter
+# group, learning rates in memory.
+Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
+# Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
+Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
 SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
@@ -244,7 +255,7 @@ def sgd_prediction(
     plain = momentum is None and not weight_decay and not nesterov
     if plain and type(rate) is float and isinstance(steps, (int, float)):  # made fast
         distance = rate * horizon("steps", steps)
-        return [[Term(1.0, distance)] if distance else []] * n_groups, (), None
+        return "sgd_predict", [[Term(1.0, distance)] if distance else []] * n_groups, (), None
     laws = as_laws(steps, n_groups)
     if momentum is None:
         for law in laws:
@@ -268,11 +279,14 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     eps: tuple[float, ...] = ()
     if isinstance(groups[0], Adam):
         eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
-    return terms, eps, _rates(groups)
+    return f"{groups[0].rule}_predict", terms, eps, _rates(groups)
 
 
 def _rates(groups: Numbers) -> Rates:
-    rates = tuple(each.lr.tensor if isinstance(each.lr, Rate) else None for each in groups)
+    rates = tuple(
+        each.lr.tensor if isinstance(each, Sgd) and isinstance(each.lr, Rate) else None
+        for each in groups
+    )
     return None if rates.count(None) == len(rates) else rates
 
 
@@ -300,14 +314,14 @@ def step_arguments(
     groups: Numbers, predict: Sequence[Horizons | None], first_step: bool | Sequence[bool] = False
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
-    with_momentum = groups[0].has_momentum
+    operation = groups[0].operation
     for numbers in groups:
-        if numbers.has_momentum is not with_momentum:
+        if numbers.operation != operation:
             raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []
     for j, steps in enumerate(predict):
         if steps is not None:
-            if not with_momentum:
+            if not groups[0].has_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
             laws = as_laws(steps, len(groups), f"predict[{j}]")
             if first_step is not False:
@@ -319,7 +333,7 @@ def step_arguments(
                         "averaging; step the others in a call of their own"
                     )
             predictions.append((j, list(map(terms_of, laws, groups))))
-    return [each.setting() for each in groups], with_momentum, predictions, _rates(groups)
+    return operation, [each.setting() for each in groups], predictions, _rates(groups)
 
 
 def first_steps(first_step: bool | Sequence[bool], n: int) -> bool | list[bool]:

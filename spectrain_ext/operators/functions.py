@@ -87,8 +87,8 @@ def predict_(
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, None, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(*by, None, stream)
     lists.bump()
 
 
@@ -118,8 +118,8 @@ def predict(
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.predict(terms, eps, 0, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(*by, 0, stream)
     lists.bump()
     return cast(T, result)
 
@@ -200,8 +200,8 @@ def stash_predict_(
     lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
-    terms, eps, rates = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
-    plan.stash_predict_(terms, eps, stream, rates)
+    by = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(*by, stream)
     lists.bump()
 
 
@@ -284,9 +284,9 @@ def sgd_step_(
     more = nesterov, maximize, decoupled_weight_decay, smoothed
     row = lr, momentum, dampening, weight_decay, *more
     first = first_steps(first_step, len(lists.params))
-    settings, with_momentum, predictions, rates = sgd_step_arguments(row, 1, horizons, first)
-    plan.sgd_step_(settings, with_momentum, first, predictions, options, stream, rates)
-    lists.bump(untouched=None if with_momentum else Role.MOMENTUM)
+    step = sgd_step_arguments(row, 1, horizons, first)
+    plan.step(*step, first, options, stream)
+    lists.bump(untouched=Role.MOMENTUM if step[0] == "sgd_plain" else None)
 
 
 @traceable
@@ -356,8 +356,7 @@ def adam_step_(
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
-    settings, _, predictions, _ = step_arguments([numbers], horizons)
-    plan.adam_step_(settings, predictions, options, stream)
+    plan.step(*step_arguments([numbers], horizons), False, options, stream)
     lists.bump()
 
 
@@ -394,8 +393,7 @@ def adam_predict(
     result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
-    terms, each_eps, _ = prediction([numbers], as_laws(steps, 1))
-    plan.predict(terms, each_eps, 0, stream)
+    plan.predict(*prediction([numbers], as_laws(steps, 1)), 0, stream)
     lists.bump()
     return cast(T, result)
 

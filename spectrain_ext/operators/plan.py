@@ -132,8 +132,7 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; 0 keeps the bits. Without `groups` pass `lr`
         and, for geometric laws, `momentum` and the other hyperparameters of `sgd_step_`.
         """
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, None, stream, rates)
+        self._native.predict(*self._prediction(groups, steps, numbers), None, stream)
 
     def predict(
         self,
@@ -145,8 +144,8 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Write predicted weights: outs[out] <- W - lr*steps*v. See `predict_`."""
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.predict(terms, eps, self._check_out(out), stream, rates)
+        by = self._prediction(groups, steps, numbers)
+        self._native.predict(*by, self._check_out(out), stream)
 
     def stash_predict_(
         self,
@@ -157,8 +156,7 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stash and predict in one pass: stashed <- W, then W <- W - lr*steps*v."""
-        terms, eps, rates = self._terms_of(groups, steps, numbers)
-        self._native.stash_predict_(terms, eps, stream, rates)
+        self._native.stash_predict_(*self._prediction(groups, steps, numbers), stream)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """Predict by weight difference: outs[out] <- W + steps*(W - stashed)."""
@@ -206,9 +204,7 @@ class Plan:
             raise _given_twice(name for name, number, no in pairs if number != no)
         else:
             step = step_arguments(self._checked(groups, Sgd), predict, first)
-        settings, with_momentum, predictions, rates = step
-        more = options, stream, rates
-        self._native.sgd_step_(settings, with_momentum, first, predictions, *more)
+        self._native.step(*step, first, options, stream)
 
     def adam_step_(
         self,
@@ -227,8 +223,8 @@ class Plan:
             raise self._too_many(predict)
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
-        settings, _, predictions, _ = step_arguments(self._checked(groups, Adam), predict)
-        self._native.adam_step_(settings, predictions, options, stream)
+        step = step_arguments(self._checked(groups, Adam), predict)
+        self._native.step(*step, False, options, stream)
 
     # Versions of the weights.
 
@@ -270,7 +266,7 @@ class Plan:
 
     # Arguments.
 
-    def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
+    def _prediction(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
         if numbers and groups is None:
             return sgd_prediction(self._n_groups, steps, **numbers)
         if numbers:
