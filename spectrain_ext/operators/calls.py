@@ -40,6 +40,7 @@ class SupportsDLPack(Protocol):
 
 Array: TypeAlias = "Tensor | SupportsDLPack"
 Tensors: TypeAlias = "Array | Sequence[Array]"
+Written: TypeAlias = Tensors  # by the operator that takes them
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
 _DLPACK_CUDA = 2  # kDLCUDA

@@ -26,6 +26,7 @@ from .calls import (
     Role,
     StepOptions,
     Tensors,
+    Written,
     current,
     device_of,
     first_steps,
@@ -37,7 +38,7 @@ from .calls import (
     step_arguments,
 )
 from .laws import Horizon, as_laws
-from .library import traceable
+from .library import operator
 from .numbers import Adam, horizon
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
@@ -53,9 +54,9 @@ def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
     return out
 
 
-@traceable
+@operator
 def predict_(
-    params: Tensors,
+    params: Written,
     momentum_buffers: Tensors,
     *,
     lr: float,
@@ -92,7 +93,7 @@ def predict_(
     lists.bump()
 
 
-@traceable
+@operator
 def predict(
     params: T,
     momentum_buffers: Tensors,
@@ -124,7 +125,7 @@ def predict(
     return cast(T, result)
 
 
-@traceable
+@operator
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a bitwise copy of the weights, in `out` or in new tensors of the same layout.
 
@@ -143,8 +144,8 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     return cast(T, result)
 
 
-@traceable
-def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
+@operator
+def restore_(params: Written, stashed: Tensors, *, stream: Any = None) -> None:
     """Copy stashed weights back, bit for bit: W <- stashed. The inverse of `stash`.
 
     Example:
@@ -159,8 +160,8 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     lists.bump()
 
 
-@traceable
-def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
+@operator
+def swap_(a: Written, b: Written, *, stream: Any = None) -> None:
     """Exchange the contents of `a` and `b`, bit for bit, without a third buffer.
 
     Example:
@@ -175,10 +176,10 @@ def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     lists.bump()
 
 
-@traceable
+@operator
 def stash_predict_(
-    params: Tensors,
-    stashed: Tensors,
+    params: Written,
+    stashed: Written,
     momentum_buffers: Tensors,
     *,
     lr: float,
@@ -205,11 +206,11 @@ def stash_predict_(
     lists.bump()
 
 
-@traceable
+@operator
 def sgd_step_(
-    params: Tensors,
+    params: Written,
     grads: Gradients,
-    momentum_buffers: Tensors | None,
+    momentum_buffers: Written | None,
     *,
     lr: float,
     momentum: float,
@@ -289,12 +290,12 @@ def sgd_step_(
     lists.bump(untouched=Role.MOMENTUM if step[0] == "sgd_plain" else None)
 
 
-@traceable
+@operator
 def adam_step_(
-    params: Tensors,
+    params: Written,
     grads: Gradients,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
+    exp_avgs: Written,
+    exp_avg_sqs: Written,
     *,
     lr: float,
     step: int,
@@ -360,7 +361,7 @@ def adam_step_(
     lists.bump()
 
 
-@traceable
+@operator
 def adam_predict(
     params: T,
     exp_avgs: Tensors,
@@ -398,7 +399,7 @@ def adam_predict(
     return cast(T, result)
 
 
-@traceable
+@operator
 def extrapolate(
     params: T,
     previous: Tensors,
@@ -464,7 +465,7 @@ def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) 
     return norms[:, :-1], norms[:, -1]
 
 
-@traceable
+@operator
 def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
     """Return both results in one tensor of shape (k, n + 1), which a graph can hold."""
     if isinstance(others, Tensor) or not isinstance(others, Sequence):
