@@ -3,9 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cctype>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "arrays.h"
 #include "kernels/cuda/launch.h"
@@ -33,16 +33,16 @@ class PyPlan {
   }
 
   // Writes to the weights if `out` is None.
-  void predict(const std::string& operation, py::handle given, py::handle eps, py::handle rates,
+  void predict(std::string_view operation, py::handle given, py::handle eps, py::handle rates,
                std::optional<size_t> out, py::handle stream) {
-    const Plan::Predictor by{needed(operation), numbers(eps)};
+    const Plan::Predictor by{operation_of(operation), numbers(eps)};
     const Plan::Terms t = checked(terms(given));
     run(kState | (out ? bit(Role::out) : 0), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
-  void stash_predict_(const std::string& operation, py::handle given, py::handle eps,
+  void stash_predict_(std::string_view operation, py::handle given, py::handle eps,
                       py::handle rates, py::handle stream) {
-    const Plan::Predictor by{needed(operation), numbers(eps)};
+    const Plan::Predictor by{operation_of(operation), numbers(eps)};
     need(Role::stashed, "stashed", "needed to stash");
     const Plan::Terms t = checked(terms(given));
     run(kState | bit(Role::stashed), stream, rates,
@@ -76,9 +76,9 @@ class PyPlan {
     });
   }
 
-  void step(const std::string& name, py::handle given, py::handle given_predictions,
-            py::handle rates, py::handle first_step, const py::dict& options, py::handle stream) {
-    const Operation operation = needed(name);
+  void step(std::string_view name, py::handle given, py::handle given_predictions, py::handle rates,
+            py::handle first_step, const py::dict& options, py::handle stream) {
+    const Operation operation = operation_of(name);
     if (!arrays_.has_gradients()) {
       throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
     }
@@ -121,18 +121,16 @@ class PyPlan {
   }
 
   // The operation of this name; throws if the plan does not have its state.
-  Operation needed(const std::string& name) const {
+  Operation operation_of(std::string_view name) const {
     Operation operation{};
     while (operation != Operation::none && name != row_of(operation).name) {
       operation = static_cast<Operation>(static_cast<int>(operation) + 1);
     }
-    if (operation == Operation::none) throw py::value_error("no operation is called " + name);
+    if (operation == Operation::none) throw py::value_error("no such operation");
     const OperationRow& row = row_of(operation);
     if (row.has('u')) {
-      std::string rule = name.substr(0, name.find('_'));
-      rule[0] = static_cast<char>(toupper(rule[0]));
-      need(Role::momentum, "exp_avgs", rule + " needs the first moments");
-      need(Role::second, "exp_avg_sqs", rule + " needs the second moments");
+      need(Role::momentum, "exp_avgs", "Adam needs the first moments");
+      need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
     } else if (row.has('m')) {
       need(Role::momentum, "momentum_buffers",
            row.has('g') ? "needed where momentum != 0" : "a prediction needs the momentum buffers");
@@ -157,7 +155,7 @@ class PyPlan {
     run(bit(Role::params) | bit(Role::stashed), stream, py::none(), f);
   }
 
-  void need(Role role, const char* name, const std::string& why) const {
+  void need(Role role, const char* name, const char* why) const {
     if (!arrays_.has(role)) throw py::value_error(std::string(name) + ": " + why);
   }
   template <class F>

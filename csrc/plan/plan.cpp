@@ -241,13 +241,14 @@ Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) co
 
 std::vector<const Column*> Plan::streams(Operation operation, const Column* out) const {
   std::vector<const Column*> result;
-  for (const char column : std::string(row_of(operation).columns)) {
-    result.push_back(column == 'g'   ? &grads
-                     : column == 'm' ? &momentum
-                     : column == 'u' ? &second
-                     : column == 'k' ? &stashed
-                     : column == 'o' ? out
-                                     : &params);
+  result.reserve(kMaxOuts);
+  for (const char* column = row_of(operation).columns; *column != 0; ++column) {
+    result.push_back(*column == 'g'   ? &grads
+                     : *column == 'm' ? &momentum
+                     : *column == 'u' ? &second
+                     : *column == 'k' ? &stashed
+                     : *column == 'o' ? out
+                                      : &params);
   }
   return result;
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import compress
@@ -79,6 +80,16 @@ def device_of(array: Any) -> torch.device:
         return array.device
     kind, index = array.__dlpack_device__()
     return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
+
+
+#: By the name of an argument, of a plan or a step.
+ROLES = {
+    "momentum_buffers": Role.MOMENTUM,
+    "exp_avgs": Role.MOMENTUM,
+    "exp_avg_sqs": Role.SECOND,
+    "grads": Role.GRADS,
+    "stashed": Role.STASHED,
+}
 
 
 class Lists:
@@ -205,9 +216,9 @@ Rates: TypeAlias = tuple[Tensor | None, ...] | None  # of every group that has o
 Prediction: TypeAlias = tuple[str, Terms, tuple[float, ...], Rates]
 # Those of its `step`: operation, settings, outputs with the terms of their predictions, rates.
 Step: TypeAlias = tuple[str, list[Setting], list[tuple[int, Terms]], Rates]
-SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # arguments of `Sgd`
 _PLAIN = frozenset((float, int, bool, type(None)))
 _HORIZONS = _PLAIN - {bool}
+_OF_CALLS = ("predict", "stream", "first_step")  # keywords that are no hyperparameters
 
 
 class SgdNumbers(TypedDict, total=False):
@@ -223,8 +234,12 @@ class SgdNumbers(TypedDict, total=False):
     smoothed: bool
 
 
+class SgdStep(SgdNumbers, StepOptions, total=False):
+    """Keywords of a step of SGD."""
+
+
 class AdamStep(StepOptions, total=False):
-    """Adam's hyperparameters as keywords (fields of ``numbers.Adam``), and a step's options."""
+    """Keywords of a step of Adam: its hyperparameters, fields of ``numbers.Adam``, and options."""
 
     lr: float
     betas: tuple[float, float]
@@ -291,24 +306,56 @@ def _rates(groups: Numbers) -> Rates:
     return None if rates.count(None) == len(rates) else rates
 
 
-def sgd_step_arguments(
-    row: SgdRow,
-    n_groups: int,
-    predict: Sequence[Horizons | None],
-    first_step: bool | Sequence[bool] = False,
-) -> Step:
-    """Translate a step of SGD with the same hyperparameters for all groups."""
-    if _PLAIN.issuperset(map(type, row)) and (
-        len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
-    ):
-        return _remembered_step(row, tuple(predict), n_groups)
-    return step_arguments([Sgd(*row)] * n_groups, predict, first_step)
+class StepRow:
+    """The arguments of a step of an update rule, as a function of steps.py declares them."""
+
+    def __init__(self, rule: type[Hyperparameters], function: Callable[..., None]) -> None:
+        self.rule, self.name = rule, function.__name__
+        self.parameters = dict(inspect.signature(function).parameters)
+        self.lists: list[str] = []
+        self.optional: list[str] = []  # those that may be None
+        numbers: list[str] = []
+        self.required: list[str] = []  # hyperparameters without a default value
+        for name, parameter in self.parameters.items():
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                self.lists.append(name)
+                self.optional += [name] if parameter.annotation.endswith("| None") else []
+            elif parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_CALLS:
+                numbers.append(name)
+                self.required += [name] if parameter.default is parameter.empty else []
+        self.numbers = frozenset(numbers)
+        self.counts = "step" in numbers  # no step has the numbers of the one before
+
+    def split(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], StepOptions]:
+        """Return the hyperparameters among keyword arguments, and the rest, a step's options."""
+        others = keywords.keys() - self.numbers
+        options = {name: keywords.pop(name) for name in others} if others else {}
+        return keywords, cast(StepOptions, options)
+
+    def arguments(
+        self,
+        numbers: dict[str, Any],
+        n_groups: int,
+        predict: Sequence[Horizons | None],
+        first_step: bool | Sequence[bool] = False,
+    ) -> Step:
+        """Translate a step with the same hyperparameters for all groups."""
+        if (
+            not self.counts
+            and _PLAIN.issuperset(map(type, numbers.values()))
+            and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
+        ):
+            given = tuple(numbers.items()), tuple(predict), n_groups
+            return _remembered_step(self.rule, *given)  # type: ignore[arg-type]
+        return step_arguments([self.rule(**numbers)] * n_groups, predict, first_step)
 
 
 @lru_cache(maxsize=256)
-def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
+def _remembered_step(
+    rule: type[Hyperparameters], numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
+) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([Sgd(*row)] * n_groups, predict)
+    return step_arguments([rule(**dict(numbers))] * n_groups, predict)
 
 
 def step_arguments(
@@ -316,7 +363,7 @@ def step_arguments(
 ) -> Step:
     """Translate a step with predictions; ValueError for inconsistent hyperparameters."""
     operation = groups[0].operation
-    for numbers in groups:
+    for numbers in groups[1:]:
         if numbers.operation != operation:
             raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []

@@ -92,7 +92,7 @@ def _rate(lr: float | Tensor, _: int) -> dict[str, Any]:
     return {"lr": 0.0, "lr_tensor": lr}
 
 
-def _decoded_rate(given: dict[str, Any], _: int) -> float:
+def _decoded_rate(given: dict[str, Any], _: int) -> Any:
     tensor = given.pop("lr_tensor", None)
     return given["lr"] if tensor is None else tensor.item()
 

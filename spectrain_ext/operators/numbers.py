@@ -180,7 +180,7 @@ class Hyperparameters:
     @property
     def operation(self) -> str:
         """Name of the operation that makes a step."""
-        return f"{self.rule}_step" if self.has_momentum else f"{self.rule}_plain"
+        return self.rule + ("_step" if self.has_momentum else "_plain")
 
     def setting(self) -> Setting:
         """Return the kernel's coefficients of a step."""
