@@ -56,8 +56,7 @@ static inline Entry find_in(TypesList<T...>, KernelKey key) {
   return found;
 }
 
-// The entry of a launcher for an operation and types, `Launcher<Rule>::kernel()`; empty if the unit
-// does not compile them.
+// Returns `Launcher<Rule>::kernel()`; nothing if the unit does not compile the key.
 template <class Entry, template <class> class Launcher>
 static inline Entry find(KernelKey key) {
 #define SPECTRAIN_ROW(name, companion, types, ...) \

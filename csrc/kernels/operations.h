@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "rules/adam.h"
 #include "rules/copy.h"
@@ -18,8 +17,7 @@
 //   stashes in the same pass; none: nothing does.
 // types: a list of instances.h, the types that the operation is compiled for.
 // rule: by the types of weights W, gradients G, state S and outputs O.
-//
-// nvcc compiles each of these lists as a unit.
+// Each of these three lists is a unit for nvcc.
 #define SPECTRAIN_COPIES(X)            \
   X(copy, none, Widths, Copy<W>)       \
   X(cast, none, Narrowing, Cast<W, O>) \
@@ -67,8 +65,6 @@ struct OperationRow {
   Operation companion;
   const char* columns;  // these as in rules/stream.h
   bool reads_rate, has_outs;
-
-  bool has(char column) const { return strchr(columns, column) != nullptr; }
 };
 
 template <class Rule>

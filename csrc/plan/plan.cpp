@@ -240,15 +240,10 @@ Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) co
 }
 
 std::vector<const Column*> Plan::streams(Operation operation, const Column* out) const {
+  const Column* const all[] = {&params, &grads, &momentum, &second, &stashed, out};
   std::vector<const Column*> result;
-  result.reserve(kMaxOuts);
   for (const char* column = row_of(operation).columns; *column != 0; ++column) {
-    result.push_back(*column == 'g'   ? &grads
-                     : *column == 'm' ? &momentum
-                     : *column == 'u' ? &second
-                     : *column == 'k' ? &stashed
-                     : *column == 'o' ? out
-                                      : &params);
+    result.push_back(all[stream_of(*column, "pgmuko")]);
   }
   return result;
 }

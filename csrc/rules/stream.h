@@ -84,16 +84,15 @@ struct NoArgs : Defaults {
   SPECTRAIN_HD static void make(const Setting&, Args&) {}
 };
 
-// The stream of gradients; negative: there is none.
-template <class Rule>
-constexpr int find_gradient() {
-  for (int s = 0; s < Rule::Streams::size; ++s) {
-    if (Rule::columns[s] == 'g') return s;
+// The stream of a column; negative: there is none.
+constexpr int stream_of(char column, const char* columns) {
+  for (int s = 0; columns[s] != 0; ++s) {
+    if (columns[s] == column) return s;
   }
   return -1;
 }
 template <class Rule>
-constexpr int kGradient = find_gradient<Rule>();
+constexpr int kGradient = stream_of('g', Rule::columns);
 
 // The type of the gradients' factor: the arithmetic type, unless Acc is bits.
 template <class Acc>

@@ -25,9 +25,7 @@ constexpr size_t kLargeTable = kSmallTable;
 constexpr size_t kSharedBytes = 48 * 1024;
 
 // Returns no launcher if there is no such kernel.
-CudaKernel find_cuda_copy(KernelKey);
-CudaKernel find_cuda_sgd(KernelKey);
-CudaKernel find_cuda_adam(KernelKey);
+CudaKernel find_cuda_copy(KernelKey), find_cuda_sgd(KernelKey), find_cuda_adam(KernelKey);
 
 // All of these return null or the CUDA runtime's error name.
 

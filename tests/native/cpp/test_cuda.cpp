@@ -261,9 +261,10 @@ Plan::Terms far_terms(const Plan& plan, int n) {
   const Term all[] = {{0.998, 0.05, 0.03, 1.2}, {0.998, 0.04, 0.0, 1.1}, {1.0, 0.03, 0.0, 1.05}};
   return Plan::Terms(plan.n_groups(), std::vector<Term>(all, all + n));
 }
-const Plan::Predictor sgd{Operation::sgd_predict};
+using Op = Operation;
+const Plan::Predictor sgd{Op::sgd_predict};
 Plan::Predictor adam(const Plan& plan) {
-  return {Operation::adam_predict, std::vector<double>(plan.n_groups(), 1e-8)};
+  return {Op::adam_predict, std::vector<double>(plan.n_groups(), 1e-8)};
 }
 
 // With a learning rate that the kernel reads in memory.
@@ -302,8 +303,7 @@ const std::vector<Operation_>& operations() {
        true},
       {"SGD step",
        [](const Twins&, Plan& p, void* s) {
-         p.step(Operation::sgd_step, {settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}},
-                s);
+         p.step(Op::sgd_step, {settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}}, s);
        }},
       {"SGD step, a learning rate in memory",
        [](const Twins& t, Plan& p, void* s) {
@@ -311,35 +311,32 @@ const std::vector<Operation_>& operations() {
          settings[0].step = kByRate;
          Plan::Terms terms = terms_of(p);
          terms[0] = {kAheadByRate};
-         with_rate(t, p, [&] {
-           p.step(Operation::sgd_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s);
-         });
+         with_rate(t, p,
+                   [&] { p.step(Op::sgd_step, {settings, {{0, terms}, {1, terms_of(p)}}}, s); });
        }},
       {"SGD step without momentum",
-       [](const Twins&, Plan& p, void* s) { p.step(Operation::sgd_plain, {settings_of(p)}, s); }},
+       [](const Twins&, Plan& p, void* s) { p.step(Op::sgd_plain, {settings_of(p)}, s); }},
       {"SGD step with options",
        [](const Twins& t, Plan& p, void* s) {
          std::vector<uint8_t> first(p.size());
          for (size_t i = 0; i < first.size(); ++i) first[i] = i % 2;
          const Plan::Prediction far{0, far_terms(p, 1)}, near{1, terms_of(p)};
-         p.step(Operation::sgd_step, {settings_of(p), {near, far}, t.options_of(p, false), first},
-                s);
+         p.step(Op::sgd_step, {settings_of(p), {near, far}, t.options_of(p, false), first}, s);
        }},
       {"Adam step with options",
        [](const Twins& t, Plan& p, void* s) {
          const Plan::Prediction far{1, far_terms(p, 3)};
          p.copy(p.params, p.grads, s);  // the last step has set them to zero
-         p.step(Operation::adam_step, {settings_of(p), {far}, t.options_of(p, false)}, s);
+         p.step(Op::adam_step, {settings_of(p), {far}, t.options_of(p, false)}, s);
        }},
       {"skipped step",
        [](const Twins& t, Plan& p, void* s) {
          p.copy(p.params, p.grads, s);
-         p.step(Operation::adam_step, {settings_of(p), {{0, terms_of(p)}}, t.options_of(p, true)},
-                s);
+         p.step(Op::adam_step, {settings_of(p), {{0, terms_of(p)}}, t.options_of(p, true)}, s);
        }},
       {"Adam step",
        [](const Twins&, Plan& p, void* s) {
-         p.step(Operation::adam_step, {settings_of(p), {{0, terms_of(p)}}}, s);
+         p.step(Op::adam_step, {settings_of(p), {{0, terms_of(p)}}}, s);
        }},
   };
   return list;
