@@ -234,12 +234,21 @@ class SgdNumbers(TypedDict, total=False):
     smoothed: bool
 
 
-class SgdStep(SgdNumbers, StepOptions, total=False):
-    """Keywords of a step of SGD."""
+class StepCall(StepOptions, total=False):
+    """Keywords of a plan's step under every rule."""
+
+    predict: Sequence[Horizons | None]
+    stream: Any
 
 
-class AdamStep(StepOptions, total=False):
-    """Keywords of a step of Adam: its hyperparameters, fields of ``numbers.Adam``, and options."""
+class SgdStep(SgdNumbers, StepCall, total=False):
+    """Keywords of a plan's step of SGD."""
+
+    first_step: bool | Sequence[bool]
+
+
+class AdamStep(StepCall, total=False):
+    """Keywords of a plan's step of Adam: fields of ``numbers.Adam``."""
 
     lr: float
     betas: tuple[float, float]
@@ -306,23 +315,27 @@ def _rates(groups: Numbers) -> Rates:
     return None if rates.count(None) == len(rates) else rates
 
 
-class StepRow:
-    """The arguments of a step of an update rule, as a function of steps.py declares them."""
+class Row:
+    """An operator's arguments, as its function declares them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__.removeprefix("_")
+        self.parameters = inspect.signature(function).parameters
+        every = self.parameters.items()
+        self.positional = [name for name, p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.lists = [name for name in self.positional if name != "out"]
+        self.optional = {name for name, p in every if p.annotation == "Written | None"}
+        self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
+
+
+class StepRow(Row):
+    """The arguments of a step of an update rule."""
 
     def __init__(self, rule: type[Hyperparameters], function: Callable[..., None]) -> None:
-        self.rule, self.name = rule, function.__name__
-        self.parameters = dict(inspect.signature(function).parameters)
-        self.lists: list[str] = []
-        self.optional: list[str] = []  # those that may be None
-        numbers: list[str] = []
-        self.required: list[str] = []  # hyperparameters without a default value
-        for name, parameter in self.parameters.items():
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                self.lists.append(name)
-                self.optional += [name] if parameter.annotation.endswith("| None") else []
-            elif parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_CALLS:
-                numbers.append(name)
-                self.required += [name] if parameter.default is parameter.empty else []
+        super().__init__(function)
+        self.rule = rule
+        numbers = {name: p for name, p in self.keywords.items() if name not in _OF_CALLS}
+        self.required = [name for name, p in numbers.items() if p.default is p.empty]
         self.numbers = frozenset(numbers)
         self.counts = "step" in numbers  # no step has the numbers of the one before
 

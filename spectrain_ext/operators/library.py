@@ -21,7 +21,6 @@ operators' signatures. They take lists of tensors and plain numbers:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -29,43 +28,46 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .calls import StepOptions, bump_versions
+from .calls import Row, StepOptions, bump_versions
 from .laws import Geometric, Horizon, Linear, SecondOrder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Laws in schemas.
 
-_LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
-    "geometric": (Geometric, ("steps",)),
-    "linear": (Linear, ("steps",)),
-    "second_order": (SecondOrder, ("delay", "lead")),
+_LAWS: dict[str, type[Any]] = {
+    "geometric": Geometric,
+    "linear": Linear,
+    "second_order": SecondOrder,
 }
 
 
-def _encoded(steps: Horizon) -> tuple[str, list[float]]:
-    for name, (law, fields) in _LAWS.items():
-        if isinstance(steps, law):  # type: ignore[arg-type]
-            return name, [getattr(steps, field) for field in fields]
-    return "linear", [steps]  # type: ignore[list-item]  # a number, or refused by the schema
+def _encoded(steps: Horizon) -> tuple[str, list[Any]]:
+    for name, law in _LAWS.items():
+        if isinstance(steps, law):
+            return name, [getattr(steps, field) for field in law.__match_args__]
+    return "linear", [steps]  # a number, or refused by the schema
 
 
 def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
     if name not in _LAWS:
         raise ValueError(f"law: expected one of {sorted(_LAWS)}, got {name!r}")
-    law, fields = _LAWS[name]
-    if len(numbers) != len(fields):
-        raise ValueError(
-            f"steps: expected {len(fields)} numbers of law {name!r}, got {len(numbers)}"
-        )
-    return law(*numbers)
+    n = len(_LAWS[name].__match_args__)
+    if len(numbers) != n:
+        raise ValueError(f"steps: expected {n} numbers of law {name!r}, got {len(numbers)}")
+    law: Horizon = _LAWS[name](*numbers)
+    return law
 
 
 # Arguments in schemas.
 
 _LISTS = {"Written": "Tensor({}!)[]", "Written | None": "Tensor({}!)[]", "Gradients": "Tensor?[]"}
 _NUMBERS = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
-_OPTIONS = {"Array | None": "Tensor?", "int | None": "SymInt?"}
+_OPTIONS = {
+    name: {"Array | None": "Tensor?", "int | None": "SymInt?"}[option.__forward_arg__]
+    for name, option in StepOptions.__annotations__.items()
+    if name != "zero_grad"
+}
 
 
 class _Form(NamedTuple):
@@ -112,7 +114,7 @@ def _decoded_predictions(given: dict[str, Any], n: int) -> list[tuple[Horizon, S
     predict: list[tuple[Horizon, Sequence[Tensor]]] = []
     at = 0
     for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
-        end = at + len(_LAWS[law][1]) if law in _LAWS else at
+        end = at + len(_LAWS[law].__match_args__) if law in _LAWS else at
         predict.append((_decoded(law, horizons[at:end]), outs[j * n : (j + 1) * n]))
         at = end
     if at != len(horizons) or n * len(predict) != len(outs):
@@ -163,43 +165,25 @@ _FORMS = {
 }
 
 
-class _Operator:
+class _Operator(Row):
     """An operator, called by the arguments of its schemas and the other way round."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__.removeprefix("_")
-        self.positional: list[str] = []
-        self.lists: list[str] = []
-        self.optional: set[str] = set()  # lists that schemas have empty where they are None
-        self.forms: dict[str, _Form] = {}
-        signature = inspect.signature(function)
-        lists: list[str] = []
-        keywords: list[str] = []
-        for name, parameter in signature.parameters.items():
-            annotation, default = parameter.annotation, parameter.default
-            form = _FORMS.get(name) or _FORMS.get(annotation)
-            if form is not None:
-                self.forms[name] = form
-                keywords.append(form.schema)
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                self.positional.append(name)
-            if name in ("out", "stream"):
-                continue
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                self.lists.append(name)
-                lists.append(f"{_LISTS.get(annotation, 'Tensor[]')} {name}")
-                if annotation.endswith("| None"):
-                    self.optional.add(name)
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                options = StepOptions.__annotations__.items()
-                types = {name: _OPTIONS.get(option.__forward_arg__) for name, option in options}
-                keywords += [f"{type_} {name}=None" for name, type_ in types.items() if type_]
-            elif form is None:
-                given = "" if default is parameter.empty else f"={default}"
-                keywords.append(f"{_NUMBERS[annotation]} {name}{given}")
-        result = {"None": "()", "T": "Tensor[]"}.get(signature.return_annotation, "Tensor")
+        super().__init__(function)
+        forms = {n: _FORMS.get(n) or _FORMS.get(p.annotation) for n, p in self.parameters.items()}
+        self.forms = {name: form for name, form in forms.items() if form is not None}
+        types = [_LISTS.get(self.parameters[name].annotation, "Tensor[]") for name in self.lists]
+        lists = list(map(" ".join, zip(types, self.lists, strict=True)))
+        keywords = [form.schema for form in self.forms.values()]
+        for name, p in self.keywords.items():
+            if name not in ("out", "stream", *self.forms):
+                default = "" if p.default is p.empty else f"={p.default}"
+                keywords.append(f"{_NUMBERS[p.annotation]} {name}{default}")
+        if "options" in self.parameters:
+            keywords += [f"{type_} {name}=None" for name, type_ in _OPTIONS.items()]
+        result = {"None": "()", "T": "Tensor[]"}.get(function.__annotations__["return"], "Tensor")
         self.schemas = [_schema(self.name, lists, keywords, result)]
-        if "out" in signature.parameters:
+        if "out" in self.parameters:
             keywords.append("Tensor({}!)[] outs")
             self.schemas.append(_schema(f"{self.name}.out", lists, keywords, "()"))
 

@@ -167,21 +167,10 @@ class Plan:
     if TYPE_CHECKING:
 
         def sgd_step_(
-            self,
-            groups: Sequence[Sgd] | None = None,
-            *,
-            first_step: bool | Sequence[bool] = ...,
-            predict: Sequence[Horizons | None] = ...,
-            stream: Any = ...,
-            **numbers: Unpack[SgdStep],
+            self, groups: Sequence[Sgd] | None = None, **keywords: Unpack[SgdStep]
         ) -> None: ...
         def adam_step_(
-            self,
-            groups: Sequence[Adam] | None = None,
-            *,
-            predict: Sequence[Horizons | None] = ...,
-            stream: Any = ...,
-            **numbers: Unpack[AdamStep],
+            self, groups: Sequence[Adam] | None = None, **keywords: Unpack[AdamStep]
         ) -> None: ...
 
     # Versions of the weights.
@@ -261,27 +250,25 @@ class Plan:
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
             raise TypeError(f"out: expected an index, got {out!r}")
-        if not self._n_outs:
-            raise ValueError(
-                "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), each "
-                "a list like the parameters"
-            )
+        self._need_outs("out: the plan has no outs to write to")
         if not 0 <= out < self._n_outs:
             raise ValueError(
                 f"out: expected an index below {self._n_outs}, the number of outs, got {out}"
             )
         return out
 
-    def _too_many(self, predict: Sequence[object]) -> ValueError:
-        if not self._n_outs:
-            return ValueError(
-                "predict: the plan has no outs to write predictions to; give it some, "
-                "Plan(..., outs=[...]), each a list like the parameters"
+    def _check_predict(self, predict: Sequence[object]) -> None:
+        if len(predict) > self._n_outs:
+            self._need_outs("predict: the plan has no outs to write predictions to")
+            raise ValueError(
+                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+                f"got {len(predict)}"
             )
-        return ValueError(
-            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-            f"got {len(predict)}"
-        )
+
+    def _need_outs(self, without: str) -> None:
+        if not self._n_outs:
+            advice = "give it some, Plan(..., outs=[...]), each a list like the parameters"
+            raise ValueError(f"{without}; {advice}")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
@@ -314,8 +301,7 @@ def add_step(row: StepRow, function: Callable[..., None]) -> None:
         stream: Any = None,
         **keywords: Any,
     ) -> None:
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
+        self._check_predict(predict)
         first: bool | list[bool] = False
         if takes_first_step and "first_step" in keywords:
             first = first_steps(keywords.pop("first_step"), len(self._params))
@@ -332,8 +318,7 @@ def add_step(row: StepRow, function: Callable[..., None]) -> None:
         self._native.step(*arguments, first, options, stream)
 
     own = inspect.signature(method).parameters
-    theirs = [p for p in row.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    keywords = [own.get(p.name, p) for p in theirs]
+    keywords = [own.get(name, p) for name, p in row.keywords.items()]
     optional = [p.replace(default=None) if p.default is p.empty else p for p in keywords]
     parameters = [own["self"], own["groups"], *optional, row.parameters["options"]]
     method.__name__, method.__qualname__ = row.name, f"Plan.{row.name}"
