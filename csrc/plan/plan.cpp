@@ -241,10 +241,9 @@ Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) co
 
 std::vector<const Column*> Plan::streams(Operation operation, const Column* out) const {
   const Column* const all[] = {&params, &grads, &momentum, &second, &stashed, out};
-  std::vector<const Column*> result;
-  for (const char* column = row_of(operation).columns; *column != 0; ++column) {
-    result.push_back(all[stream_of(*column, "pgmuko")]);
-  }
+  const std::string columns = row_of(operation).columns;
+  std::vector<const Column*> result(columns.size());
+  for (size_t s = 0; s < columns.size(); ++s) result[s] = all[stream_of(columns[s], "pgmuko")];
   return result;
 }
 

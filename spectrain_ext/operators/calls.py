@@ -341,8 +341,10 @@ class StepRow(Row):
 
     def split(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], StepOptions]:
         """Return the hyperparameters among keyword arguments, and the rest, a step's options."""
-        others = keywords.keys() - self.numbers
-        options = {name: keywords.pop(name) for name in others} if others else {}
+        if keywords.keys() <= self.numbers:  # the common case first
+            return keywords, {}
+        others = [name for name in keywords if name not in self.numbers]
+        options = {name: keywords.pop(name) for name in others}
         return keywords, cast(StepOptions, options)
 
     def arguments(
@@ -358,17 +360,22 @@ class StepRow(Row):
             and _PLAIN.issuperset(map(type, numbers.values()))
             and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
         ):
-            given = tuple(numbers.items()), tuple(predict), n_groups
-            return _remembered_step(self.rule, *given)  # type: ignore[arg-type]
-        return step_arguments([self.rule(**numbers)] * n_groups, predict, first_step)
+            return _remembered_step(self, tuple(numbers.items()), tuple(predict), n_groups)
+        return step_arguments([self.made(numbers)] * n_groups, predict, first_step)
+
+    def made(self, numbers: dict[str, Any]) -> Hyperparameters:
+        for name in self.required:
+            if name not in numbers:
+                raise TypeError(f"{name}: {self.name} needs it, or groups, which have their own")
+        return self.rule(**numbers)
 
 
 @lru_cache(maxsize=256)
 def _remembered_step(
-    rule: type[Hyperparameters], numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
+    row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
 ) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([rule(**dict(numbers))] * n_groups, predict)
+    return step_arguments([row.made(dict(numbers))] * n_groups, predict)
 
 
 def step_arguments(

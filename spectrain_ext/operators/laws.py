@@ -188,9 +188,10 @@ def terms_of(law: Law, numbers: Hyperparameters) -> list[Term]:
 
     At most one under SGD; ValueError for a rule that the law does not support.
     """
-    if not hasattr(law, numbers.rule):
+    formula = getattr(law, numbers.rule, None)
+    if formula is None:
         raise ValueError(f"steps: {law} is not defined under {numbers.rule}")
-    terms: list[Term] = getattr(law, numbers.rule)(numbers)
+    terms: list[Term] = formula(numbers)
     if isinstance(numbers, Sgd):
         if len(terms) > 1:
             raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")

@@ -289,20 +289,24 @@ def _register(schema: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"spectrain::{name}", fake, lib=_library)
 
 
-def operator(function: Function) -> Function:
+def operator(
+    function: Function, step: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+) -> Function:
     """Register an operator under its name, and use the registered one under torch.compile.
 
     Positional arguments other than `out` are lists of tensors; it writes those of type `Written`.
+    With a `step`, the function only declares the arguments, with which that is called.
     """
     row = _Operator(function)
+    eager = function if step is None else lambda **given: step((), given)
     for schema in row.schemas:
-        _register(schema, row.kernel(function))
+        _register(schema, row.kernel(eager))
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **given: Any) -> Any:
         if torch.compiler.is_compiling():
             names = row.positional[: len(args)]
-            return row.in_graph(dict(zip(names, args, strict=True), **kwargs))
-        return function(*args, **kwargs)
+            return row.in_graph(dict(zip(names, args, strict=True), **given))
+        return function(*args, **given) if step is None else step(args, given)
 
     return cast(Function, call)

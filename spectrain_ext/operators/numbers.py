@@ -254,6 +254,8 @@ class Adam(Hyperparameters):
     """Hyperparameters of torch.optim's Adam, AdamW or NAdam."""
 
     rule: ClassVar[str] = "adam"
+    has_momentum: ClassVar[bool] = True  # faster than a property
+    operation: ClassVar[str] = "adam_step"
 
     # The arguments of `spectrain_ext.adam_step_`.
     lr: float

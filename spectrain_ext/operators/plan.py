@@ -257,13 +257,12 @@ class Plan:
             )
         return out
 
-    def _check_predict(self, predict: Sequence[object]) -> None:
-        if len(predict) > self._n_outs:
-            self._need_outs("predict: the plan has no outs to write predictions to")
-            raise ValueError(
-                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-                f"got {len(predict)}"
-            )
+    def _too_many(self, predict: Sequence[object]) -> ValueError:
+        self._need_outs("predict: the plan has no outs to write predictions to")
+        return ValueError(
+            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+            f"got {len(predict)}"
+        )
 
     def _need_outs(self, without: str) -> None:
         if not self._n_outs:
@@ -291,7 +290,7 @@ for _name, _method in vars(Plan).items():
 
 def add_step(row: StepRow, function: Callable[..., None]) -> None:
     """Give plans the method of a step."""
-    takes_first_step = "first_step" in row.parameters
+    takes_first_step = "first_step" in row.keywords
 
     def method(
         self: Plan,
@@ -301,15 +300,13 @@ def add_step(row: StepRow, function: Callable[..., None]) -> None:
         stream: Any = None,
         **keywords: Any,
     ) -> None:
-        self._check_predict(predict)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
         first: bool | list[bool] = False
-        if takes_first_step and "first_step" in keywords:
+        if "first_step" in keywords and takes_first_step:
             first = first_steps(keywords.pop("first_step"), len(self._params))
         numbers, options = row.split(keywords)
         if groups is None:
-            for name in row.required:
-                if name not in numbers:
-                    raise TypeError(f"{name}: {row.name} needs it, or groups, which have their own")
             arguments = row.arguments(numbers, self._n_groups, predict, first)
         elif numbers:
             raise _given_twice(numbers)

@@ -7,8 +7,7 @@ the method of that name of a `Plan`, and of torch's operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack
 
 from .calls import (
     ROLES,
@@ -33,18 +32,18 @@ def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
     """Return a decorator that makes a declared function the step of an update rule.
 
     Its arguments have these names: `params`, `grads` and the rule's state (`ROLES`), the rule's
-    hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and a step's options.
+    hyperparameters, `predict`, `stream`, `first_step` if the rule has one, and `**options`.
     """
 
     def made(function: Function) -> Function:
         row = StepRow(rule, function)
+        takes_first_step = "first_step" in row.keywords
 
-        @wraps(function)
-        def call(*args: Any, **given: Any) -> None:
+        def call(args: tuple[Any, ...], given: dict[str, Any]) -> None:
             function(*args, **given)  # the body is empty: Python checks the arguments
             named = [given.pop(name) for name in row.lists[len(args) :]]
             predict, stream = given.pop("predict", ()), given.pop("stream", None)
-            first_step = given.pop("first_step", False)
+            first_step = given.pop("first_step", False) if takes_first_step else False
             numbers, options = row.split(given)
             params, *columns = *args, *named
             lists = Lists(params, "params", writes=True)
@@ -61,7 +60,7 @@ def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
             lists.bump(untouched=Role.MOMENTUM if without_momentum else None)
 
         add_step(row, function)
-        return operator(cast(Function, call))
+        return operator(function, call)
 
     return made
 
