@@ -63,7 +63,7 @@ using rule_of = typename RuleOf<operation, T>::type;
 struct OperationRow {
   const char* name;
   Operation companion;
-  const char* columns;  // these as in rules/stream.h
+  const char* columns;  // of its rule, as the rest
   bool reads_rate, has_outs;
 };
 

@@ -53,9 +53,8 @@ SPECTRAIN_HD void unroll(F&& f) {
 }
 
 // The interface of a rule, which inherits the defaults below:
-// - Streams, the element types, and `columns`, the list of a plan that each stream is: p
-// parameters,
-//   g gradients, m momentum, u second moment, k kept (stashed) weights, o output;
+// - Streams, the element types, and `columns`, a letter for the list of a plan that each stream is:
+//   parameters, gradients, momentum, u for the second moment, k for kept (stashed) weights, output;
 // - Args, which `make` computes from a Setting;
 // - Step, the part of Args that `apply` needs for a row, small enough for registers, returned by
 //   `step(args, flags, factor)` from the row's flags and the gradients' factor;

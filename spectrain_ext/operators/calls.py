@@ -324,7 +324,7 @@ class Row:
         every = self.parameters.items()
         self.positional = [name for name, p in every if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.lists = [name for name in self.positional if name != "out"]
-        self.optional = {name for name, p in every if p.annotation == "Written | None"}
+        self.optional = {name for name, p in every if p.annotation == "Written | None"}  # lists
         self.keywords = {name: p for name, p in every if p.kind is p.KEYWORD_ONLY}
 
 
@@ -336,7 +336,8 @@ class StepRow(Row):
         self.rule = rule
         numbers = {name: p for name, p in self.keywords.items() if name not in _OF_CALLS}
         self.required = [name for name, p in numbers.items() if p.default is p.empty]
-        self.numbers = frozenset(numbers)
+        self.numbers = frozenset(numbers)  # the rule's hyperparameters
+        self.takes_first_step = "first_step" in self.keywords
         self.counts = "step" in numbers  # no step has the numbers of the one before
 
     def split(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], StepOptions]:
@@ -361,9 +362,9 @@ class StepRow(Row):
             and (len(predict) == 0 or _HORIZONS.issuperset(map(type, predict)))
         ):
             return _remembered_step(self, tuple(numbers.items()), tuple(predict), n_groups)
-        return step_arguments([self.made(numbers)] * n_groups, predict, first_step)
+        return step_arguments([self.hyperparameters(numbers)] * n_groups, predict, first_step)
 
-    def made(self, numbers: dict[str, Any]) -> Hyperparameters:
+    def hyperparameters(self, numbers: dict[str, Any]) -> Hyperparameters:
         for name in self.required:
             if name not in numbers:
                 raise TypeError(f"{name}: {self.name} needs it, or groups, which have their own")
@@ -375,7 +376,7 @@ def _remembered_step(
     row: StepRow, numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
 ) -> Step:
     """Cache plain numbers: most steps of a training loop have the same ones."""
-    return step_arguments([row.made(dict(numbers))] * n_groups, predict)
+    return step_arguments([row.hyperparameters(dict(numbers))] * n_groups, predict)
 
 
 def step_arguments(

@@ -64,8 +64,8 @@ def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
 _LISTS = {"Written": "Tensor({}!)[]", "Written | None": "Tensor({}!)[]", "Gradients": "Tensor?[]"}
 _NUMBERS = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool"}
 _OPTIONS = {
-    name: {"Array | None": "Tensor?", "int | None": "SymInt?"}[option.__forward_arg__]
-    for name, option in StepOptions.__annotations__.items()
+    name: {"Array | None": "Tensor?", "int | None": "SymInt?"}[annotation.__forward_arg__]
+    for name, annotation in StepOptions.__annotations__.items()
     if name != "zero_grad"
 }
 

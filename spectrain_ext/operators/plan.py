@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack, cast
 
@@ -288,9 +288,8 @@ for _name, _method in vars(Plan).items():
         vars(_method).update(_GRAPH_BREAK)
 
 
-def add_step(row: StepRow, function: Callable[..., None]) -> None:
+def add_step(row: StepRow) -> None:
     """Give plans the method of a step."""
-    takes_first_step = "first_step" in row.keywords
 
     def method(
         self: Plan,
@@ -303,7 +302,7 @@ def add_step(row: StepRow, function: Callable[..., None]) -> None:
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
         first: bool | list[bool] = False
-        if "first_step" in keywords and takes_first_step:
+        if "first_step" in keywords and row.takes_first_step:
             first = first_steps(keywords.pop("first_step"), len(self._params))
         numbers, options = row.split(keywords)
         if groups is None:
@@ -326,6 +325,7 @@ def add_step(row: StepRow, function: Callable[..., None]) -> None:
                 with momentum or none. None: the keywords hold for all groups.
             predict: the horizon, or law of `spectrain_ext.laws`, of every output, outs[j]. None
                 does not write outs[j].
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
     vars(method).update(_GRAPH_BREAK, __signature__=inspect.Signature(parameters))
     setattr(Plan, row.name, method)

@@ -1,7 +1,8 @@
-"""Steps of update rules: each function here is the row of an operator.
+"""Steps of update rules: each function here is a rule's row.
 
-A row declares the arguments; its body is empty. `step` makes the call from it: of the function, of
-the method of that name of a `Plan`, and of torch's operator.
+A row declares arguments, and its body is empty. From it `step` makes the function's call, the
+method of that name of a `Plan`, and torch's operator. A new rule's hyperparameters, a subclass of
+`Hyperparameters`, may stand above its row; csrc/kernels/operations.h has the row of its kernel.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
 
     def made(function: Function) -> Function:
         row = StepRow(rule, function)
-        takes_first_step = "first_step" in row.keywords
 
         def call(args: tuple[Any, ...], given: dict[str, Any]) -> None:
             function(*args, **given)  # the body is empty: Python checks the arguments
             named = [given.pop(name) for name in row.lists[len(args) :]]
             predict, stream = given.pop("predict", ()), given.pop("stream", None)
-            first_step = given.pop("first_step", False) if takes_first_step else False
+            first_step = given.pop("first_step", False) if row.takes_first_step else False
             numbers, options = row.split(given)
             params, *columns = *args, *named
             lists = Lists(params, "params", writes=True)
@@ -59,7 +59,7 @@ def step(rule: type[Hyperparameters]) -> Callable[[Function], Function]:
             without_momentum = arguments[0].endswith("_plain")
             lists.bump(untouched=Role.MOMENTUM if without_momentum else None)
 
-        add_step(row, function)
+        add_step(row)
         return operator(function, call)
 
     return made
