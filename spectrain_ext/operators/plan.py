@@ -291,14 +291,8 @@ for _name, _method in vars(Plan).items():
 def add_step(row: StepRow) -> None:
     """Give plans the method of a step."""
 
-    def method(
-        self: Plan,
-        groups: Sequence[Hyperparameters] | None = None,
-        *,
-        predict: Sequence[Horizons | None] = (),
-        stream: Any = None,
-        **keywords: Any,
-    ) -> None:
+    def method(self: Plan, groups: Sequence[Hyperparameters] | None, **keywords: Any) -> None:
+        predict, stream = keywords.pop("predict", ()), keywords.pop("stream", None)
         if len(predict) > self._n_outs:
             raise self._too_many(predict)
         first: bool | list[bool] = False
@@ -313,10 +307,14 @@ def add_step(row: StepRow) -> None:
             arguments = step_arguments(self._checked(groups, row.rule), predict, first)
         self._native.step(*arguments, first, options, stream)
 
-    own = inspect.signature(method).parameters
-    keywords = [own.get(name, p) for name, p in row.keywords.items()]
-    optional = [p.replace(default=None) if p.default is p.empty else p for p in keywords]
-    parameters = [own["self"], own["groups"], *optional, row.parameters["options"]]
+    method.__defaults__ = (None,)  # not above, where Sphinx looks for those of all arguments
+    parameters = list(inspect.signature(method).parameters.values())[:2]
+    for name, p in row.keywords.items():
+        if p.default is p.empty:  # groups may have it
+            p = p.replace(default=None, annotation=f"{p.annotation} | None")
+        per_group = name == "predict"
+        parameters.append(p.replace(annotation="Sequence[Horizons | None]") if per_group else p)
+    parameters.append(row.parameters["options"])
     method.__name__, method.__qualname__ = row.name, f"Plan.{row.name}"
     method.__doc__ = f"""Make a step and write predictions; see `spectrain_ext.{row.name}`.
 
