@@ -5,7 +5,6 @@
 
 #include <memory>
 #include <optional>
-#include <string_view>
 
 #include "arrays.h"
 #include "kernels/cuda/launch.h"
@@ -33,14 +32,14 @@ class PyPlan {
   }
 
   // Writes to the weights if `out` is None.
-  void predict(std::string_view operation, py::handle given, py::handle eps, py::handle rates,
+  void predict(const std::string& operation, py::handle given, py::handle eps, py::handle rates,
                std::optional<size_t> out, py::handle stream) {
     const Plan::Predictor by{operation_of(operation), numbers(eps)};
     const Plan::Terms t = checked(terms(given));
     run(kState | (out ? bit(Role::out) : 0), stream, rates,
         [&](Plan& plan, void* s) { plan.predict(by, t, out ? plan.outs[*out] : plan.params, s); });
   }
-  void stash_predict_(std::string_view operation, py::handle given, py::handle eps,
+  void stash_predict_(const std::string& operation, py::handle given, py::handle eps,
                       py::handle rates, py::handle stream) {
     const Plan::Predictor by{operation_of(operation), numbers(eps)};
     need(Role::stashed, "stashed", "needed to stash");
@@ -76,8 +75,8 @@ class PyPlan {
     });
   }
 
-  void step(std::string_view name, py::handle given, py::handle given_predictions, py::handle rates,
-            py::handle first_step, const py::dict& options, py::handle stream) {
+  void step(const std::string& name, py::handle given, py::handle given_predictions,
+            py::handle rates, py::handle first_step, const py::dict& options, py::handle stream) {
     const Operation operation = operation_of(name);
     if (!arrays_.has_gradients()) {
       throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
@@ -121,7 +120,7 @@ class PyPlan {
   }
 
   // The operation of this name; throws if the plan does not have its state.
-  Operation operation_of(std::string_view name) const {
+  Operation operation_of(const std::string& name) const {
     Operation operation{};
     while (operation != Operation::none && name != row_of(operation).name) {
       operation = static_cast<Operation>(static_cast<int>(operation) + 1);
